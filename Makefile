@@ -1,0 +1,28 @@
+# Everything runs in .venv, which the first target that needs it makes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: demo test check style bench clean
+
+$(STAMP): setup.py constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $(STAMP)
+
+demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
+	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
+
+test: $(STAMP)  ## all tests that need no GPU
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## read only: style and the recipes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(STAMP)  ## repair what can be repaired
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## speed, as ratios
+	$(BIN)/python -m benchmarks.experts

@@ -1,0 +1,184 @@
+"""What every converter needs: loading whole models, saving whole folders, comparing two models."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import cached_file, logging
+
+from conversion.rules import cut
+
+TOLERANCE = 1e-4
+WAY_OUT = {
+    "clip": " (it is dense: conversion.upcycle makes it sparse)",
+    "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
+}
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with exit status 1 and one line on stderr for an error the user can cause."""
+    try:
+        yield
+    except (ValueError, OSError, StrictDataclassError) as error:
+        sys.exit("error: " + " ".join(str(error).split()))
+
+
+def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype.
+
+    Raises:
+        FileNotFoundError: `source` is neither a folder nor a hub name.
+        OSError: there is no model, or the hub cannot be reached.
+        ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors (named).
+    """
+    if not Path(source).is_dir():
+        try:
+            validate_repo_id(str(source))
+        except HFValidationError:
+            raise FileNotFoundError(f"{source} is neither a folder nor a hub name") from None
+    expected = model_class.config_class.model_type
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
+    try:
+        model_type = AutoConfig.from_pretrained(source).model_type
+        if model_type != expected:
+            raise ValueError(
+                f"a model of type {expected!r} is needed, not {model_type!r}{WAY_OUT.get(model_type, '')}"
+            )
+        model, info = model_class.from_pretrained(
+            source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        raise OSError(f"cannot load {source}: {error}") from error
+    except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"cannot load {source}: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    mismatched = [f"{key} {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
+    problems = {
+        "missing": sorted(info["missing_keys"]),
+        "left over": sorted(info["unexpected_keys"]),
+        "of the wrong shape": sorted(mismatched),
+    }
+    if any(problems.values()):
+        raise ValueError(f"{source} does not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))
+    return model.eval()
+
+
+def architecture(config: PreTrainedConfig) -> dict:
+    """The fields of a config, where not at their default, that say what the model is and not how it was stored."""
+    stored = ("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "transformers_version")
+    return {name: value for name, value in config.to_diff_dict().items() if name not in stored}
+
+
+def copy_processor(source: str | Path, folder: Path, required: bool = False) -> None:
+    """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
+
+    Warns on stderr about what is missing. Looks for the files first, since transformers makes up an empty tokenizer
+    for a model that has none.
+
+    Raises:
+        FileNotFoundError: `source` has neither half, and the processor is `required`.
+    """
+    has_tokenizer = has_file(source, "tokenizer.json", "vocab.json")
+    has_image_processor = has_file(source, "processor_config.json", "preprocessor_config.json")
+    if has_tokenizer and has_image_processor:
+        AutoProcessor.from_pretrained(source).save_pretrained(folder)
+    elif has_tokenizer:
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        print(f"warning: {source} has no image processor: only its tokenizer was copied", file=sys.stderr)
+    elif has_image_processor:
+        AutoImageProcessor.from_pretrained(source).save_pretrained(folder)
+        print(f"warning: {source} has no tokenizer: only its image processor was copied", file=sys.stderr)
+    elif required:
+        raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
+    else:
+        print(f"warning: {source} has no processor: the result has none either", file=sys.stderr)
+
+
+def has_file(source: str | Path, *names: str) -> bool:
+    """Whether a folder or hub name has at least one of the files."""
+    quiet = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    return any(cached_file(source, name, **quiet) is not None for name in names)
+
+
+@contextlib.contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
+
+    So a full disk, a kill or a failed check leaves no half-written `output`.
+
+    Raises:
+        ValueError: `output` exists and is not an empty folder.
+    """
+    output = Path(output).resolve()
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sample_inputs(config, seed: int = 0) -> dict[str, Tensor]:
+    """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at."""
+    generator = torch.Generator().manual_seed(seed)
+    text, vision = config.text_config, config.vision_config
+    pixel_values = torch.randn(2, vision.num_channels, vision.image_size, vision.image_size, generator=generator)
+    last = text.vocab_size - 1
+    input_ids = torch.randint(last, (2, text.max_position_embeddings), generator=generator)
+    # transformers pools at the highest token id where eos_token_id is 2, else at the first eos_token_id
+    input_ids[:, -1] = last if text.eos_token_id == 2 else min(text.eos_token_id, last)
+    return {"pixel_values": pixel_values, "input_ids": input_ids}
+
+
+@torch.no_grad()
+def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP."""
+    outputs = model(**inputs, output_hidden_states=True)
+    return {
+        "logits": outputs.logits_per_image,
+        "text hidden states": torch.stack(outputs.text_model_output.hidden_states),
+        "vision hidden states": torch.stack(outputs.vision_model_output.hidden_states),
+    }
+
+
+def check_equal(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+    """Prints and returns the largest absolute difference of each pair of tensors.
+
+    Raises:
+        ValueError: a difference is more than 1e-4 of the expected tensor's largest value, or not a number.
+    """
+    differences = {}
+    for name, tensor in expected.items():
+        differences[name] = (found[name] - tensor).abs().max().item()
+        print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
+        if not differences[name] <= TOLERANCE * tensor.abs().max().item():
+            raise ValueError(f"the converted model does not compute what the source does: see {name} above")
+    return differences

@@ -1,0 +1,139 @@
+"""Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert.
+
+    python -m conversion.dense clip-moe-l14 expert-2 --expert 2
+
+SOURCE is a folder or hub name of a `CLIPMoEModel`. `--expert base` takes the dense FFN that stays beside the experts
+in a model with fusion gates. Routers and fusion gates are left out, so right after upcycling every expert gives back
+the original model bit for bit. Before OUTPUT appears, the saved model is loaded again and compared in float32 with
+the sparse model in which the chosen FFN has taken the place of all others.
+"""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+
+from conversion.checkpoints import (
+    architecture,
+    check_equal,
+    copy_processor,
+    load_model,
+    model_outputs,
+    new_folder,
+    one_line_errors,
+    sample_inputs,
+)
+from conversion.rules import Rule, apply_rules
+from conversion.upcycle import EXPERT_TENSORS, kept_rules, sparse_ffns
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+
+BASE = "base"
+
+
+def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
+    """The config of the dense model: CLIP's fields of the sparse one."""
+
+    def dense_fields(config_class: type[PreTrainedConfig], sparse: PreTrainedConfig) -> dict:
+        known = {field.name for field in fields(config_class)}
+        return {name: value for name, value in architecture(sparse).items() if name in known}
+
+    return CLIPConfig(
+        **dense_fields(CLIPConfig, config)
+        | {
+            "text_config": dense_fields(CLIPTextConfig, config.text_config),
+            "vision_config": dense_fields(CLIPVisionConfig, config.vision_config),
+        }
+    )
+
+
+def extraction_rules(config: CLIPMoEConfig, expert: int | str) -> list[Rule]:
+    """Rules from `CLIPMoEModel` to `CLIPModel` that keep one expert, or the base FFN, of every sparse layer."""
+    rules = kept_rules(config, ())
+    for ffn in sparse_ffns(config):
+        rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
+        if expert == BASE:
+            rules.append(Rule(rf"({ffn})\.base\.(.*)", r"\1.\2"))
+            rules.append(Rule(rf"{ffn}\.experts\..*", (), reason="the base FFN was chosen"))
+        else:
+            rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
+            for name, expert_tensor in EXPERT_TENSORS.items():
+                rules.append(Rule(rf"({ffn})\.experts\.{expert_tensor}", rf"\1.{name}", lambda stack: stack[expert]))
+    return rules
+
+
+def extract(sparse: CLIPMoEModel, expert: int | str) -> CLIPModel:
+    """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype.
+
+    Raises:
+        ValueError: some sparse tower has no such expert, or there is no sparse layer.
+    """
+    ffns = sparse_ffns(sparse.config)
+    if not ffns:
+        raise ValueError("the model has no sparse layer")
+    for config in ffns.values():
+        if expert == BASE and not config.fusion_gate:
+            raise ValueError(f"{config.base_config_key}: there is no base FFN, since fusion_gate is False")
+        if expert != BASE and not 0 <= expert < config.num_experts:
+            raise ValueError(
+                f"{config.base_config_key}: there is no expert {expert}, only 0 to {config.num_experts - 1}"
+            )
+    dense = CLIPModel(dense_config(sparse.config)).to(sparse.dtype)
+    shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
+    dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, extraction_rules(sparse.config, expert)))
+    return dense.eval()
+
+
+@torch.no_grad()
+def force_expert(sparse: CLIPMoEModel, expert: int | str) -> None:
+    """Makes a sparse model, in place, send every token through one FFN alone, if its routing weights sum to 1."""
+    for key, tensor in sparse.state_dict().items():
+        if ".mlp.experts." in key and expert != BASE:
+            tensor.copy_(tensor[expert].clone())
+        elif key.endswith(".mlp.fusion_gate.proj.weight"):
+            tensor.zero_()
+        elif key.endswith(".mlp.fusion_gate.proj.bias"):
+            tensor.fill_(100.0 if expert == BASE else -100.0)  # sigmoid: 1, only the base; 0, only the experts
+
+
+def verify(source: str | Path, folder: Path, expert: int | str) -> dict[str, float]:
+    """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32.
+
+    Raises:
+        ValueError: they do not compute the same.
+    """
+    config = CLIPMoEConfig.from_pretrained(source)
+    for tower_config in sparse_ffns(config).values():
+        tower_config.norm_topk_prob = True
+        tower_config.eval_capacity_factor = None
+    sparse = load_model(CLIPMoEModel, source, config=config, dtype=torch.float32)
+    force_expert(sparse, expert)
+    inputs = sample_inputs(config)
+    found = model_outputs(load_model(CLIPModel, folder, dtype=torch.float32), inputs)
+    return check_equal(model_outputs(sparse, inputs), found)
+
+
+def expert_argument(value: str) -> int | str:
+    return value if value == BASE else int(value)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.dense", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPMoEModel")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPModel")
+    parser.add_argument(
+        "--expert", type=expert_argument, required=True, metavar="I", help=f"number of the expert, from 0, or {BASE!r}"
+    )
+    args = parser.parse_args(argv)
+    with one_line_errors(), new_folder(args.output) as folder:
+        extract(load_model(CLIPMoEModel, args.source), args.expert).save_pretrained(folder)
+        copy_processor(args.source, folder)
+        verify(args.source, folder, args.expert)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

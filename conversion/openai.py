@@ -1,0 +1,327 @@
+r"""Converts OpenAI's original CLIP weights, and open_clip's of the same architecture, to transformers' `CLIPModel`.
+
+    python -m conversion.openai ViT-L-14.pt clip-vit-large-patch14 --processor openai/clip-vit-large-patch14
+
+ARCHIVE is one of
+- the TorchScript archive that OpenAI publishes. Loading TorchScript can run code, so the file must be one of the
+  published ones (by its sha256), or come with `--trust-archive`;
+- a state dict saved with `torch.save`, also an open_clip training checkpoint (its "state_dict" entry), loaded with
+  `weights_only=True`;
+- a state dict in a `.safetensors` file.
+
+Weights are converted to float32. What the tensors do not say:
+- Activation. OpenAI's models use QuickGELU. open_clip's use the exact GELU, unless their name ends in `-quickgelu` or
+  they are OpenAI's: give `--activation gelu` for them. A wrong choice gives wrong embeddings and no error.
+- Heads. Both use a head width of 64; a model that does not needs `--vision-heads` and `--text-heads`.
+
+Texts are pooled at the highest token id, as in the original: that is what `eos_token_id=2` means to transformers, and
+what the weights published on the Hub say. Set it to the id of the end-of-text token before tokens are added.
+"""
+
+import argparse
+import hashlib
+import math
+import pickle
+import re
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
+
+from conversion.checkpoints import check_equal, copy_processor, load_model, new_folder, one_line_errors, sample_inputs
+from conversion.rules import Rule, apply_rules, cut
+
+# From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
+SHA256 = {
+    "ViT-B/32": "40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af",
+    "ViT-B/16": "5806e77cd80f8b59890b7e101eabd078d9fb84e6937f9e85e4ecb61988df416f",
+    "ViT-L/14": "b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836",
+    "ViT-L/14@336px": "3035c92b350959924f9f00213499208652fc7ea050643e8b385c2dac08641f02",
+}
+HEAD_WIDTH = 64
+# Entries that only OpenAI's own archives have
+SETTINGS = ("input_resolution", "context_length", "vocab_size")
+NEEDED = (
+    "logit_scale",
+    "positional_embedding",
+    "text_projection",
+    "token_embedding.weight",
+    "transformer.resblocks.0.mlp.c_fc.weight",
+    "visual.conv1.weight",
+    "visual.positional_embedding",
+    "visual.proj",
+    "visual.transformer.resblocks.0.mlp.c_fc.weight",
+)
+
+
+def layer_rules(original: str, tower: str) -> list[Rule]:
+    """Rules for the residual blocks of one tower; `original` is the regular expression of its prefix."""
+    block, layer = rf"{original}transformer\.resblocks\.(\d+)\.", rf"{tower}.encoder.layers.\1."
+    return [
+        Rule(
+            block + r"attn\.in_proj_(weight|bias)",
+            tuple(layer + rf"self_attn.{name}_proj.\2" for name in "qkv"),
+            lambda packed: packed.chunk(3),
+        ),
+        Rule(block + r"attn\.out_proj\.(weight|bias)", layer + r"self_attn.out_proj.\2"),
+        Rule(block + r"ln_([12])\.(weight|bias)", layer + r"layer_norm\2.\3"),
+        Rule(block + r"mlp\.c_fc\.(weight|bias)", layer + r"mlp.fc1.\2"),
+        Rule(block + r"mlp\.c_proj\.(weight|bias)", layer + r"mlp.fc2.\2"),
+    ]
+
+
+RULES = [
+    *layer_rules("", "text_model"),
+    *layer_rules(r"visual\.", "vision_model"),
+    Rule(r"token_embedding\.weight", "text_model.embeddings.token_embedding.weight"),
+    Rule("positional_embedding", "text_model.embeddings.position_embedding.weight"),
+    Rule(r"ln_final\.(weight|bias)", r"text_model.final_layer_norm.\1"),
+    Rule("text_projection", "text_projection.weight", lambda projection: projection.T),
+    Rule(r"visual\.class_embedding", "vision_model.embeddings.class_embedding"),
+    Rule(r"visual\.conv1\.weight", "vision_model.embeddings.patch_embedding.weight"),
+    Rule(r"visual\.positional_embedding", "vision_model.embeddings.position_embedding.weight"),
+    Rule(r"visual\.ln_pre\.(weight|bias)", r"vision_model.pre_layrnorm.\1"),
+    Rule(r"visual\.ln_post\.(weight|bias)", r"vision_model.post_layernorm.\1"),
+    Rule(r"visual\.proj", "visual_projection.weight", lambda projection: projection.T),
+    Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),  # open_clip also writes (1,)
+    Rule("attn_mask", (), reason="the causal mask, which transformers builds itself"),
+    Rule("|".join(SETTINGS), (), reason="follows from the other tensors' shapes"),
+]
+
+
+def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Tensor]:
+    """Reads the tensors of an archive without running code from an unknown file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; a damaged file; a file
+            that holds anything but tensors.
+    """
+    if not archive.is_file():
+        raise FileNotFoundError(f"there is no file {archive}")
+    try:
+        if archive.suffix == ".safetensors":
+            content = load_file(archive)
+        elif is_torchscript(archive):
+            if not trust_archive and sha256(archive) not in SHA256.values():
+                raise ValueError(
+                    f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
+                    f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
+                )
+            content = torch.jit.load(archive, map_location="cpu").state_dict()
+        else:
+            content = torch.load(archive, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{archive} is damaged or holds more than tensors, and was not loaded") from error
+    except (RuntimeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{archive} cannot be read: {error}") from error
+
+    if isinstance(content, dict) and "state_dict" in content:
+        content = content["state_dict"]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
+    return {key.removeprefix("module."): value for key, value in content.items()}
+
+
+def is_torchscript(archive: Path) -> bool:
+    if not zipfile.is_zipfile(archive):
+        return False
+    with zipfile.ZipFile(archive) as file:
+        return any(name.endswith("/constants.pkl") for name in file.namelist())
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def infer_config(
+    state: Mapping[str, Tensor],
+    activation: str = "quick_gelu",
+    vision_heads: int | None = None,
+    text_heads: int | None = None,
+) -> CLIPConfig:
+    """The config of a model in OpenAI's naming, from its shapes; heads are width / 64 where not given.
+
+    Raises:
+        ValueError: not a CLIP with a vision transformer, or a width that the heads do not divide.
+    """
+    if any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state):
+        raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
+    if "logit_bias" in state:
+        raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
+    if missing := [key for key in NEEDED if key not in state]:
+        raise ValueError(
+            f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"
+        )
+    text = tower_sizes(state, "", text_heads)
+    vision = tower_sizes(state, "visual.", vision_heads)
+    patch_size = state["visual.conv1.weight"].shape[-1]
+    grid = math.isqrt(state["visual.positional_embedding"].shape[0] - 1)
+    projection_dim = state["text_projection"].shape[1]
+    vocab_size = state["token_embedding.weight"].shape[0]
+    common = {"hidden_act": activation, "projection_dim": projection_dim}
+    return CLIPConfig(
+        text_config={
+            **text,
+            **common,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": state["positional_embedding"].shape[0],
+            "bos_token_id": vocab_size - 2,
+            "eos_token_id": 2,  # pool at the highest token id
+        },
+        vision_config={**vision, **common, "patch_size": patch_size, "image_size": grid * patch_size},
+        projection_dim=projection_dim,
+    )
+
+
+def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> dict[str, int]:
+    """The sizes of one tower as transformers' config fields."""
+    block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
+    layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
+    intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
+    if heads is None and width % HEAD_WIDTH:
+        raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision-heads and --text-heads")
+    heads = heads or width // HEAD_WIDTH
+    if heads < 1 or width % heads:
+        raise ValueError(f"{heads} heads do not divide a width of {width}")
+    return {
+        "hidden_size": width,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": max(layers) + 1,
+        "num_attention_heads": heads,
+    }
+
+
+def convert(
+    state: Mapping[str, Tensor],
+    activation: str = "quick_gelu",
+    vision_heads: int | None = None,
+    text_heads: int | None = None,
+) -> CLIPModel:
+    """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming.
+
+    Raises:
+        ValueError: not such a state dict, or tensors are missing, left over or of the wrong shape (named).
+    """
+    model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))
+    return model.eval()
+
+
+@torch.no_grad()
+def original_outputs(
+    state: Mapping[str, Tensor], config: CLIPConfig, pixel_values: Tensor, input_ids: Tensor
+) -> dict[str, Tensor]:
+    """The published architecture in plain functions, on the unconverted float32 tensors.
+
+    Source: https://github.com/openai/CLIP/blob/main/clip/model.py, VisionTransformer and CLIP.
+
+    Args:
+        pixel_values: (B, 3, H, W).
+        input_ids: (B, T), pooled at the highest id.
+    """
+    patches = F.conv2d(pixel_values, state["visual.conv1.weight"], stride=config.vision_config.patch_size)
+    patches = patches.flatten(2).transpose(1, 2)  # (B, patches, D)
+    class_token = state["visual.class_embedding"].expand(len(patches), 1, -1)
+    x = torch.cat([class_token, patches], dim=1) + state["visual.positional_embedding"]
+    x = residual_blocks(state, "visual.", config.vision_config, layer_norm(state, "visual.ln_pre", x))
+    image_embeds = layer_norm(state, "visual.ln_post", x[:, 0]) @ state["visual.proj"]
+
+    length = input_ids.shape[1]
+    x = state["token_embedding.weight"][input_ids] + state["positional_embedding"][:length]
+    x = layer_norm(state, "ln_final", residual_blocks(state, "", config.text_config, x, causal=True))
+    text_embeds = x[torch.arange(len(x)), input_ids.argmax(dim=-1)] @ state["text_projection"]
+
+    image_embeds, text_embeds = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
+    return {
+        "logits": state["logit_scale"].exp() * image_embeds @ text_embeds.T,
+        "image embeddings": image_embeds,
+        "text embeddings": text_embeds,
+    }
+
+
+def residual_blocks(
+    state: Mapping[str, Tensor], prefix: str, config: PreTrainedConfig, x: Tensor, causal: bool = False
+) -> Tensor:
+    """The transformer of one tower; x is (B, T, D)."""
+    for index in range(config.num_hidden_layers):
+        block = f"{prefix}transformer.resblocks.{index}"
+        weight, bias = state[f"{block}.attn.in_proj_weight"], state[f"{block}.attn.in_proj_bias"]
+        packed = F.linear(layer_norm(state, f"{block}.ln_1", x), weight, bias)  # (B, T, 3 D)
+        query, key, value = packed.unflatten(-1, (3, config.num_attention_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+        x = x + linear(state, f"{block}.attn.out_proj", attended)
+        hidden = linear(state, f"{block}.mlp.c_fc", layer_norm(state, f"{block}.ln_2", x))
+        hidden = F.gelu(hidden) if config.hidden_act == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
+        x = x + linear(state, f"{block}.mlp.c_proj", hidden)
+    return x
+
+
+def linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+
+def layer_norm(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.openai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="TorchScript archive or state dict")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPModel")
+    parser.add_argument(
+        "--activation",
+        choices=["quick_gelu", "gelu"],
+        help="default: quick_gelu, with a warning if the file is not one of OpenAI's own",
+    )
+    parser.add_argument("--vision-heads", type=int, help="attention heads of the image encoder (default: width / 64)")
+    parser.add_argument("--text-heads", type=int, help="attention heads of the text encoder (default: width / 64)")
+    parser.add_argument("--processor", help="folder or hub name whose processor is saved with the model")
+    parser.add_argument(
+        "--trust-archive", action="store_true", help="load a TorchScript archive that OpenAI did not publish"
+    )
+    args = parser.parse_args(argv)
+    with one_line_errors(), new_folder(args.output) as folder:
+        state = read_state_dict(args.archive, args.trust_archive)
+        if args.activation is None and not all(key in state for key in SETTINGS):
+            print(
+                "warning: the file does not say which activation the model was trained with: took OpenAI's "
+                "quick_gelu; models trained with open_clip need --activation gelu unless named -quickgelu",
+                file=sys.stderr,
+            )
+        convert(state, args.activation or "quick_gelu", args.vision_heads, args.text_heads).save_pretrained(folder)
+        if args.processor is None:
+            print("warning: the result has no processor: give one with --processor", file=sys.stderr)
+        else:
+            copy_processor(args.processor, folder, required=True)
+        model = load_model(CLIPModel, folder)
+        inputs = sample_inputs(model.config)
+        with torch.no_grad():
+            outputs = model(**inputs)
+        check_equal(
+            original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs),
+            {
+                "logits": outputs.logits_per_image,
+                "image embeddings": outputs.image_embeds,
+                "text embeddings": outputs.text_embeds,
+            },
+        )
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

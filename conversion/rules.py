@@ -1,0 +1,126 @@
+"""Weight conversion as a table of rules, in which nothing is left over in silence.
+
+A rule says which source tensors become which target tensors and how. `apply_rules` applies a table and refuses
+whatever does not fit: a source tensor no rule speaks of, a target tensor nothing leads to, two rules for one tensor,
+a wrong shape. The idea is that of V-MoE's `initialization/rules.py` (https://github.com/google-research/vmoe).
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NAMES_PER_ERROR = 8
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""Turns the source tensors whose whole key matches `source` into the tensors named by `target`.
+
+    | what | source | target | transform |
+    |---|---|---|---|
+    | rename | `a\.(weight\|bias)` | `b.\1` | |
+    | transpose | `proj` | `proj.weight` | `lambda w: w.T` |
+    | split | `qkv` | `("q", "k", "v")` | `lambda w: w.chunk(3)` |
+    | tile | `mlp` | `experts` | `lambda w: w.expand(4, *w.shape)` |
+    | take expert 2 | `experts` | `mlp` | `lambda w: w[2]` |
+    | unstack | `experts` | `("expert.0", "expert.1")` | `lambda w: w.unbind()` |
+    | stack (`merges=True`) | `expert\.\d+` | `experts` | `lambda *w: torch.stack(w)` |
+    | drop | `attn_mask` | `()` | `reason="a constant"` |
+
+    `source` is a regular expression; `target` holds one template or a tuple of them, with `\1` for the groups of
+    `source`. With `merges`, all source tensors that lead to the same targets go to `transform` together, numbers in
+    their keys in numerical order.
+
+    Raises:
+        ValueError: a rule without target gives no reason.
+    """
+
+    source: str
+    target: str | tuple[str, ...]
+    transform: Callable[..., Tensor | Iterable[Tensor]] = identity
+    merges: bool = False
+    reason: str = ""
+
+    def __post_init__(self):
+        if self.target == () and not self.reason:
+            raise ValueError(f"the rule for {self.source!r} drops tensors: give the reason")
+
+
+def apply_rules(
+    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size], rules: Iterable[Rule]
+) -> dict[str, Tensor]:
+    """Returns the target state dict: exactly the keys and shapes of `target_shapes`, in the source's dtypes.
+
+    The tensors may be views of the source's and of one another.
+
+    Raises:
+        ValueError: some source key matches no rule or several, or leads to a key the target does not have; some target
+            key is reached by no source tensor or by several; some shape is wrong. Names the keys, all kinds at once.
+    """
+    rules = list(rules)
+    unknown, ambiguous, wrong = [], [], []
+    jobs: dict[tuple[Rule, tuple[str, ...]], list[str]] = {}
+    for key in source:
+        matches = [(rule, match) for rule in rules if (match := re.fullmatch(rule.source, key))]
+        if len(matches) != 1:
+            (ambiguous if matches else unknown).append(key)
+            continue
+        rule, match = matches[0]
+        templates = (rule.target,) if isinstance(rule.target, str) else rule.target
+        if templates:
+            jobs.setdefault((rule, tuple(match.expand(template) for template in templates)), []).append(key)
+        else:
+            logger.info("dropped %s: %s", key, rule.reason)
+
+    state: dict[str, Tensor] = {}
+    reached = set()
+    for (rule, targets), keys in jobs.items():
+        keys = sorted(keys, key=numerical_order)
+        reached.update(targets)
+        if any(target not in target_shapes for target in targets):
+            unknown.extend(keys)
+        elif len(keys) > 1 and not rule.merges or any(target in state for target in targets):
+            ambiguous.extend(keys)
+        else:
+            try:
+                result = rule.transform(*(source[key] for key in keys))
+                tensors = (result,) if isinstance(result, Tensor) else tuple(result)
+                state.update(zip(targets, tensors, strict=True))
+            except (ValueError, RuntimeError, IndexError) as error:
+                shapes = ", ".join(f"{key} {tuple(source[key].shape)}" for key in keys[:NAMES_PER_ERROR])
+                wrong.append(f"{shapes} to {', '.join(targets)} ({error})")
+    for key, tensor in state.items():
+        if tensor.shape != target_shapes[key]:
+            wrong.append(f"{key} is {tuple(tensor.shape)} and must be {tuple(target_shapes[key])}")
+
+    problems = {
+        "left over in the source": unknown,
+        "missing from the source": [key for key in target_shapes if key not in reached],
+        "converted by two rules or from two tensors": ambiguous,
+        "of the wrong shape": wrong,
+    }
+    if any(problems.values()):
+        raise ValueError("the weights do not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))
+    return state
+
+
+def numerical_order(key: str) -> list[str | int]:
+    """Sort key under which `experts.10` comes after `experts.2`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+
+
+def cut(names: Iterable[str]) -> str:
+    """Joins names for an error message, the first few in full."""
+    names = list(names)
+    more = f" and {len(names) - NAMES_PER_ERROR} more" if len(names) > NAMES_PER_ERROR else ""
+    return ", ".join(names[:NAMES_PER_ERROR]) + more

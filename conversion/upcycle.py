@@ -1,0 +1,251 @@
+"""Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs.
+
+    python -m conversion.upcycle openai/clip-vit-base-patch16 clip-up-b16 --preset clip_up
+
+SOURCE is a folder or hub name of a `CLIPModel`. Experts are copies of the dense FFN (Komatsuzaki et al., 2023,
+https://arxiv.org/abs/2212.05055), routers and fusion gates are new, all else is kept. Before OUTPUT appears, the saved
+model is loaded again and compared with the source in float32: where routing weights sum to 1, equal experts compute
+the dense FFN, so the two agree up to rounding. Where they do not (`--no-norm-topk-prob`, as in the preset clip_up),
+the comparison alone is made with renormalised weights.
+
+CLIP-FMoE's baseline of five experts without fusion gate:
+    --preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import CLIPModel
+
+from conversion.checkpoints import (
+    architecture,
+    check_equal,
+    copy_processor,
+    load_model,
+    model_outputs,
+    new_folder,
+    one_line_errors,
+    sample_inputs,
+)
+from conversion.rules import Rule, apply_rules
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
+
+TOWERS = ("text", "vision")
+# The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
+EXPERT_TENSORS = {
+    "fc1.weight": "up_proj",
+    "fc1.bias": "up_proj_bias",
+    "fc2.weight": "down_proj",
+    "fc2.bias": "down_proj_bias",
+}
+
+
+def all_layers(num_layers: int) -> list[int]:
+    return list(range(num_layers))
+
+
+def every_second_layer(num_layers: int) -> list[int]:
+    return list(range(1, num_layers, 2))
+
+
+def every_second_layer_of_second_half(num_layers: int) -> list[int]:
+    return [layer for layer in range(num_layers // 2, num_layers) if layer % 2]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One paper's architecture; `sparse_layers` maps a tower's number of layers to its sparse ones, from 0."""
+
+    sparse_layers: Callable[[int], list[int]]
+    num_experts: int
+    norm_topk_prob: bool
+    num_experts_per_tok: int = 2
+    capacity_factor: float | None = None
+    fusion_gate: bool = False
+    router_aux_loss_coef: float = 0.01
+    router_z_loss_coef: float = 0.0
+
+
+PRESETS = {
+    # CLIP-UP (https://arxiv.org/abs/2502.00965). z-loss: 0.001 in the text, 0.0001 in its Table 3.
+    "clip_up": Preset(
+        every_second_layer, num_experts=8, norm_topk_prob=False, capacity_factor=2.0, router_z_loss_coef=0.001
+    ),
+    # CLIP-MoE, Diversified Multiplet Upcycling (https://arxiv.org/abs/2409.19291)
+    "clip_moe": Preset(all_layers, num_experts=4, norm_topk_prob=True),
+    # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12
+    "clip_fmoe": Preset(every_second_layer_of_second_half, num_experts=4, norm_topk_prob=True, fusion_gate=True),
+}
+
+
+def sparse_config(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
+    """The config of the upcycled model; a tower not in `towers` stays dense.
+
+    Raises:
+        ValueError: an unknown tower, or one too shallow for the preset.
+        huggingface_hub.errors.StrictDataclassError: contradictory numbers, such as K > E.
+    """
+    if not towers or not set(towers) <= set(TOWERS):
+        raise ValueError(f"towers must be some of {', '.join(TOWERS)}, not {', '.join(towers) or 'none'}")
+    routing = {
+        "num_experts": preset.num_experts,
+        "num_experts_per_tok": preset.num_experts_per_tok,
+        "norm_topk_prob": preset.norm_topk_prob,
+        "fusion_gate": preset.fusion_gate,
+        "capacity_factor": preset.capacity_factor,
+    }
+    configs = {}
+    for tower, config, config_class in (
+        ("text", dense.config.text_config, CLIPMoETextConfig),
+        ("vision", dense.config.vision_config, CLIPMoEVisionConfig),
+    ):
+        if tower not in towers:
+            configs[tower] = config_class(**architecture(config))
+            continue
+        moe_layers = preset.sparse_layers(config.num_hidden_layers)
+        if not moe_layers:
+            raise ValueError(
+                f"the {tower} tower has {config.num_hidden_layers} layers, too few for any sparse one: "
+                "choose another preset, or leave the tower out with --towers"
+            )
+        configs[tower] = config_class(**architecture(config) | routing | {"moe_layers": moe_layers})
+    return CLIPMoEConfig(
+        text_config=configs["text"],
+        vision_config=configs["vision"],
+        projection_dim=dense.config.projection_dim,
+        logit_scale_init_value=dense.config.logit_scale_init_value,
+        initializer_factor=dense.config.initializer_factor,
+        router_aux_loss_coef=preset.router_aux_loss_coef,
+        router_z_loss_coef=preset.router_z_loss_coef,
+    )
+
+
+def sparse_ffns(config: CLIPMoEConfig) -> dict[str, CLIPMoETextConfig | CLIPMoEVisionConfig]:
+    """Regular expressions of the module names of each tower's sparse FFNs, with the tower's config."""
+    towers = {"text_model": config.text_config, "vision_model": config.vision_config}
+    return {
+        rf"{tower}\.encoder\.layers\.(?:{'|'.join(map(str, tower_config.moe_layers))})\.mlp": tower_config
+        for tower, tower_config in towers.items()
+        if tower_config.moe_layers
+    }
+
+
+def kept_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> list[Rule]:
+    """Rules, in both directions, for all that upcycling does not touch."""
+    sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
+    return [
+        Rule(rf"(?!logit_scale$|{sparse})(.*)", r"\1"),
+        Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(logit_scale_shape)),
+    ]
+
+
+def upcycling_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> list[Rule]:
+    """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
+    rules = kept_rules(config, logit_scale_shape)
+    for ffn, tower_config in sparse_ffns(config).items():
+        for name, expert_tensor in EXPERT_TENSORS.items():
+            source, experts = rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}"
+
+            def tile(tensor, num_experts=tower_config.num_experts):
+                return tensor.expand(num_experts, *tensor.shape)
+
+            if tower_config.fusion_gate:
+                rules.append(
+                    Rule(source, (experts, rf"\1.base.{name}"), lambda tensor, tile=tile: (tile(tensor), tensor))
+                )
+            else:
+                rules.append(Rule(source, experts, tile))
+    return rules
+
+
+def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> CLIPMoEModel:
+    """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
+
+    Args:
+        preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
+        towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
+        seed: of the weights of routers and fusion gates, drawn from a normal distribution with the tower's
+            `initializer_range` as its standard deviation. A fusion gate starts near 1/2: its bias is 0.
+
+    Returns:
+        The model in evaluation mode and the dense model's dtype.
+
+    Raises:
+        ValueError: see `sparse_config`.
+    """
+    config = sparse_config(dense, preset, towers)
+    with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
+        sparse = CLIPMoEModel(config)
+    state = sparse.state_dict()
+    new = {key: tensor for key, tensor in state.items() if ".mlp.router." in key or ".mlp.fusion_gate." in key}
+    generator = torch.Generator().manual_seed(seed)
+    for key, tensor in new.items():
+        if key.endswith(".bias"):
+            tensor.zero_()
+        else:
+            tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
+            tensor.normal_(std=tower_config.initializer_range, generator=generator)
+    shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
+    rules = upcycling_rules(config, tuple(sparse.logit_scale.shape))
+    sparse.load_state_dict(new | apply_rules(dense.state_dict(), shapes, rules))
+    return sparse.to(dense.dtype).eval()
+
+
+def verify(source: str | Path, folder: Path) -> dict[str, float]:
+    """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1.
+
+    Raises:
+        ValueError: they do not compute the same.
+    """
+    config = CLIPMoEConfig.from_pretrained(folder)
+    for tower_config in sparse_ffns(config).values():
+        if not tower_config.norm_topk_prob:
+            print(f"{tower_config.base_config_key}: routing weights do not sum to 1; renormalised for the comparison")
+            tower_config.norm_topk_prob = True
+    inputs = sample_inputs(config)
+    expected = model_outputs(load_model(CLIPModel, source, dtype=torch.float32), inputs)
+    found = model_outputs(load_model(CLIPMoEModel, folder, config=config, dtype=torch.float32), inputs)
+    return check_equal(expected, found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.upcycle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPModel")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoEModel")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="the paper whose architecture to build")
+    parser.add_argument(
+        "--towers", nargs="+", choices=TOWERS, default=TOWERS, help="towers to make sparse (default: both)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of routers and fusion gates (default: 0)")
+    changes = parser.add_argument_group("changes to the preset")
+    changes.add_argument("--num-experts", type=int, help="experts per sparse layer, E")
+    changes.add_argument("--num-experts-per-tok", type=int, help="experts that compute each token, K")
+    changes.add_argument(
+        "--norm-topk-prob",
+        action=argparse.BooleanOptionalAction,
+        help="whether a token's K weights are made to sum to 1",
+    )
+    changes.add_argument(
+        "--fusion-gate", action=argparse.BooleanOptionalAction, help="whether to keep the dense FFN beside the experts"
+    )
+    changes.add_argument(
+        "--capacity-factor", type=float, help="C: an expert takes at most T / E * C tokens in training"
+    )
+    args = parser.parse_args(argv)
+    given = {field.name: vars(args).get(field.name) for field in dataclasses.fields(Preset)}
+    preset = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in given.items() if v is not None})
+    with one_line_errors(), new_folder(args.output) as folder:
+        upcycle(load_model(CLIPModel, args.source), preset, args.towers, args.seed).save_pretrained(folder)
+        copy_processor(args.source, folder)
+        verify(args.source, folder)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

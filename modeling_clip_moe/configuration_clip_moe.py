@@ -1,0 +1,155 @@
+"""CLIP-MoE configuration: transformers' CLIP configuration plus, in each tower, what its sparse layers look like."""
+
+from dataclasses import field
+
+from huggingface_hub.dataclasses import strict
+from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+
+
+def _auto_map(config: str, **models: str) -> dict[str, str]:
+    """Where `trust_remote_code=True` finds the classes, in the copy of this code that every saved folder holds."""
+    models = {auto_class: f"modeling_clip_moe.{model}" for auto_class, model in models.items()}
+    return {"AutoConfig": f"configuration_clip_moe.{config}", **models}
+
+
+@strict
+class CLIPMoETowerConfig(PreTrainedConfig):
+    """
+    What CLIP-MoE adds to the configuration of a CLIP tower. By default there is no sparse layer: a plain CLIP tower.
+
+    Args:
+        num_experts (`int`): experts of a sparse layer, E.
+        num_experts_per_tok (`int`): experts that compute each token, K.
+        moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
+        norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
+            CLIP-FMoE), or stay the router's probabilities (CLIP-UP).
+        fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
+            (CLIP-FMoE).
+        capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
+            (CLIP-UP). None: no limit.
+        eval_capacity_factor (`float`, *optional*): C, in evaluation. With a limit, the embedding of an input depends
+            on the rest of its batch.
+        capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
+            whole batch.
+        router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
+            and 1 + noise.
+    """
+
+    _auto_class = "AutoConfig"
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_layers: list[int] = field(default_factory=list)
+    norm_topk_prob: bool = True
+    fusion_gate: bool = False
+    capacity_factor: float | int | None = None
+    eval_capacity_factor: float | int | None = None
+    capacity_group_size: int | None = None
+    router_jitter_noise: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # the dictionary of a dense CLIP tower carries another one
+        super().__post_init__(**kwargs)
+
+    def validate_moe(self):
+        """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {self.num_experts}.")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be between 1 and num_experts ({self.num_experts}), "
+                f"got {self.num_experts_per_tok}."
+            )
+        if any(not 0 <= layer < self.num_hidden_layers for layer in self.moe_layers):
+            raise ValueError(
+                f"moe_layers must be between 0 and {self.num_hidden_layers - 1} (num_hidden_layers is "
+                f"{self.num_hidden_layers}), got {self.moe_layers}."
+            )
+        if len(set(self.moe_layers)) < len(self.moe_layers):
+            raise ValueError(f"moe_layers must not name a layer twice, got {self.moe_layers}.")
+        if self.fusion_gate and not self.moe_layers:
+            raise ValueError("fusion_gate=True needs sparse layers, but moe_layers is [].")
+        for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be greater than 0, or None for no limit, got {value}.")
+        if not 0 <= self.router_jitter_noise < 1:
+            raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
+
+
+@strict
+class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
+    """Text tower: the fields of `CLIPTextConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "clip_moe_text_model"
+    base_config_key = "text_config"
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", _auto_map("CLIPMoETextConfig", AutoModel="CLIPMoETextModel"))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
+    """Vision tower: the fields of `CLIPVisionConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "clip_moe_vision_model"
+    base_config_key = "vision_config"
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", _auto_map("CLIPMoEVisionConfig", AutoModel="CLIPMoEVisionModel"))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class CLIPMoEConfig(PreTrainedConfig):
+    """
+    Both towers, and the losses of their routers.
+
+    Args:
+        text_config, vision_config (`dict` or configuration, *optional*): the towers.
+        projection_dim (`int`): size of the embeddings that images and texts share.
+        logit_scale_init_value (`float`): logarithm of the initial scale of the similarities.
+        initializer_factor (`float`): scale of the initial projections.
+        output_router_logits (`bool`): whether outputs carry the router logits and `aux_loss`, which adds to the loss.
+        router_aux_loss_coef (`float`): weight of the load balancing loss, which is 1 at perfect balance.
+        router_z_loss_coef (`float`): weight of the router z-loss (CLIP-UP: 0.001).
+    """
+
+    model_type = "clip_moe"
+    sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
+    _auto_class = "AutoConfig"
+
+    text_config: dict | PreTrainedConfig | None = None
+    vision_config: dict | PreTrainedConfig | None = None
+    projection_dim: int = 512
+    logit_scale_init_value: float | int = 2.6592
+    initializer_factor: float | int = 1.0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float | int = 0.01
+    router_z_loss_coef: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        if self.text_config is None or isinstance(self.text_config, dict):
+            self.text_config = CLIPMoETextConfig(**(self.text_config or {}))
+        if self.vision_config is None or isinstance(self.vision_config, dict):
+            self.vision_config = CLIPMoEVisionConfig(**(self.vision_config or {}))
+        kwargs.setdefault(
+            "auto_map",
+            _auto_map(
+                "CLIPMoEConfig",
+                AutoModel="CLIPMoEModel",
+                AutoModelForZeroShotImageClassification="CLIPMoEModel",
+                AutoModelForImageClassification="CLIPMoEForImageClassification",
+            ),
+        )
+        super().__post_init__(**kwargs)
+
+    def validate_router_losses(self):
+        """Part of `@strict`-powered validation. Refuses negative weights of the router losses."""
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+
+
+__all__ = ["CLIPMoEConfig", "CLIPMoETextConfig", "CLIPMoEVisionConfig"]

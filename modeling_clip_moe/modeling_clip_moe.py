@@ -1,0 +1,934 @@
+"""
+CLIP with sparse Mixture-of-Experts layers: one block for CLIP-UP, CLIP-MoE and CLIP-FMoE.
+
+Axes of the tensors, as used in the comments:
+    B  sequences of the batch (an image or a text)      E  experts of a layer
+    S  tokens of a sequence, with its padding           K  experts per token
+    T  all tokens, B * S                                L  sparse layers of a tower
+    D  hidden size                                      I  intermediate size of an expert
+
+Papers:
+    CLIP-UP    Wang et al., "CLIP-UP: A Simple and Efficient Mixture-of-Experts CLIP Training Recipe with Sparse
+               Upcycling"
+    CLIP-MoE   Zhang et al., "CLIP-MoE: Towards Building Mixture of Experts for CLIP with Diversified Multiplet
+               Upcycling"
+    CLIP-FMoE  Tran et al., "CLIP-FMoE: Scalable CLIP via Fused Mixture-of-Experts with Enforced Specialization"
+    LIMoE      Mustafa et al., "Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of Experts"
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.models.clip.modeling_clip import (
+    CLIPMLP,
+    CLIPAttention,
+    CLIPEncoderLayer,
+    CLIPOutput,
+    CLIPPreTrainedModel,
+    CLIPTextEmbeddings,
+    CLIPTextModelOutput,
+    CLIPVisionEmbeddings,
+    CLIPVisionModelOutput,
+    _get_vector_norm,
+    image_text_contrastive_loss,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, maybe_autocast
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Router logits of the L layers, each (B, S, E) or (T, E), as one float32 tensor (L, T, E)."""
+    device = router_logits[0].device
+    return torch.stack([logits.flatten(0, -2).to(device) for logits in router_logits]).float()
+
+
+def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
+    """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
+    num_layers, num_tokens, num_values = values.shape
+    mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
+    sums = torch.einsum("ltn,t->ln", values, mask)
+    sums = torch.cat([sums.flatten(), mask.sum(dim=0, keepdim=True)])
+    if reduce is not None:
+        sums = reduce(sums)
+    return sums[:-1].view(num_layers, num_values) / sums[-1]
+
+
+def load_balancing_loss(
+    router_logits: tuple[torch.Tensor, ...],
+    top_k: int,
+    mask: torch.Tensor | None = None,
+    pool_layers: bool = False,
+    reduce: Reduce | None = None,
+) -> torch.Tensor:
+    """
+    Load balancing loss: sum over the experts of R_e * P_e, with R_e = E / (K * T) * (tokens that choose expert e) and
+    P_e the mean probability of expert e (CLIP-UP eq. 5).
+
+    It is 1 at perfect balance, for every K. transformers' `load_balancing_loss_func`, and CLIP-FMoE eq. 3 as printed,
+    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
+
+    Args:
+        router_logits: one tensor (B, S, E) or (T, E) a layer.
+        top_k: how many choices of a token count: K (CLIP-UP, CLIP-FMoE), or 1 for the argmax alone (CLIP-MoE eq. 7).
+        mask: (B, S) or (T,), 1 for a token and 0 for padding.
+        pool_layers: whether R and P are those of all layers' tokens together (CLIP-FMoE), instead of one loss a layer
+            and the mean of those (CLIP-UP, CLIP-MoE).
+        reduce: maps a vector of this process's sums (choices, probabilities, number of tokens) to the sums over all
+            processes, differentiably. None: the loss of this process's tokens.
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    probabilities = _stack_layers(router_logits).softmax(dim=-1)  # (L, T, E)
+    num_experts = probabilities.shape[-1]
+    choices = F.one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
+    means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
+    if pool_layers:
+        means = means.mean(dim=0, keepdim=True)
+    chosen, probability = means.split(num_experts, dim=-1)
+    return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
+
+
+def router_z_loss(
+    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
+) -> torch.Tensor:
+    """
+    Router z-loss: mean over tokens and layers of logsumexp(logits)^2, which keeps the logits small (CLIP-UP eq. 6,
+    where G means the logits).
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    z = _stack_layers(router_logits).logsumexp(dim=-1, keepdim=True)  # (L, T, 1)
+    return _mean_over_tokens(z.square(), mask, reduce).mean()
+
+
+def _entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    return torch.special.entr(probabilities).sum(dim=-1, keepdim=True)
+
+
+def local_entropy_loss(
+    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
+) -> torch.Tensor:
+    """
+    LIMoE's local loss: mean over tokens and layers of the entropy of a token's probabilities (CLIP-UP eq. 8). Low when
+    the router is sure of every token.
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+
+    Returns:
+        `torch.Tensor`: a scalar between 0 and log(E).
+    """
+    entropy = _entropy(_stack_layers(router_logits).softmax(dim=-1))  # (L, T, 1)
+    return _mean_over_tokens(entropy, mask, reduce).mean()
+
+
+def global_entropy_loss(
+    router_logits: tuple[torch.Tensor, ...],
+    min_experts: float,
+    mask: torch.Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> torch.Tensor:
+    """
+    LIMoE's thresholded global loss: mean over layers of max(0, log(m) - entropy of the mean probabilities) (CLIP-UP
+    eq. 9 and 10). Zero once a layer spreads its tokens over m experts or more.
+
+    CLIP-UP eq. 9 prints the entropy itself; only its negative, as in LIMoE, is smallest when many experts are in use.
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+        min_experts: m, how many experts in use are enough (CLIP-UP: 6).
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    probabilities = _mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
+    return (math.log(min_experts) - _entropy(probabilities)).clamp(min=0).mean()
+
+
+def expert_capacity_mask(
+    top_k_index: torch.Tensor,
+    num_experts: int,
+    capacity_factor: float,
+    mask: torch.Tensor | None = None,
+    group_size: int | None = None,
+) -> torch.Tensor:
+    """
+    Which choices find room at their expert. A group has T tokens that are not padding, of which an expert takes
+    ceil(T * C / E): the first choices of all tokens in token order, then the second choices, and so on (CLIP-UP,
+    "first-come-first-serve"; the order is V-MoE's).
+
+    Args:
+        top_k_index: (B, S, K), the experts of each token, best first.
+        num_experts: E.
+        capacity_factor: C. With K choices a token and perfect balance, C = K drops nothing.
+        mask: (B, S), 1 for a token and 0 for padding, which takes no room.
+        group_size: how many consecutive sequences share a capacity. None: all B.
+
+    Returns:
+        `torch.Tensor`: (B, S, K) of bool, False for a choice that is dropped and for padding.
+
+    Raises:
+        ValueError: if `group_size` does not divide B.
+    """
+    batch_size, _, top_k = top_k_index.shape
+    group_size = batch_size if group_size is None else group_size
+    if batch_size % group_size != 0:
+        raise ValueError(
+            f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
+        )
+    num_groups = batch_size // group_size
+    mask = torch.ones_like(top_k_index[..., 0]) if mask is None else mask.long()  # (B, S)
+
+    choices = F.one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
+    choices = choices.view(num_groups, -1, top_k, num_experts).transpose(1, 2)  # (groups, K, tokens, E)
+    position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
+    capacity = torch.ceil(mask.view(num_groups, -1).sum(dim=-1) * capacity_factor / num_experts)  # (groups,)
+    kept = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
+    return kept.transpose(1, 2).reshape(top_k_index.shape).bool()
+
+
+@dataclass
+class CLIPMoEModelOutputWithPooling(BaseModelOutputWithPooling):
+    """
+    Output of a tower.
+
+    Args:
+        router_logits: with `output_router_logits=True`, one tensor (B, S, E) a sparse layer.
+        expert_ids: with `output_expert_ids=True`, one tensor (B, S, K) a sparse layer: the experts that computed each
+            token, best first, and E for a choice that capacity dropped and for padding.
+    """
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_ids: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class CLIPMoETextModelOutput(CLIPTextModelOutput):
+    """Output of the text tower with its projection. See `CLIPMoEModelOutputWithPooling` for the router's fields."""
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_ids: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class CLIPMoEVisionModelOutput(CLIPVisionModelOutput):
+    """Output of the vision tower with its projection. See `CLIPMoEModelOutputWithPooling` for the router's fields."""
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_ids: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class CLIPMoEOutput(CLIPOutput):
+    """
+    Output of `CLIPMoEModel`: the fields of `CLIPOutput`, and with `output_router_logits=True`:
+
+    Args:
+        aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
+        text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
+    """
+
+    aux_loss: torch.Tensor | None = None
+    text_router_logits: tuple[torch.Tensor, ...] | None = None
+    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class CLIPMoEImageClassifierOutput(ImageClassifierOutput):
+    """Output of `CLIPMoEForImageClassification`, with `aux_loss` and `router_logits` as in the other outputs."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class CLIPMoERouter(nn.Module):
+    """Chooses K experts for each token, drops what exceeds their capacity and weighs the rest. Works in float32."""
+
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden_states: (B, S, D).
+            mask: (B, S), 1 for a token and 0 for padding, which goes to no expert.
+
+        Returns:
+            logits (B, S, E), weights (B, S, K) and expert ids (B, S, K), best first. A choice that capacity drops, and
+            those of padding, have weight 0 and id E.
+        """
+        config = self.config
+        noise = config.router_jitter_noise if self.training else 0.0
+        if noise > 0:
+            hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1 - noise, 1 + noise)
+        with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
+            logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
+        weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
+
+        capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
+        kept = None if mask is None else mask.bool()[..., None]
+        if capacity_factor is not None:
+            kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, mask, config.capacity_group_size)
+        if kept is not None:
+            weights = weights * kept
+            ids = ids.masked_fill(~kept, config.num_experts)
+        if config.norm_topk_prob:
+            # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
+            # or after routing")
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return logits, weights, ids
+
+
+@use_experts_implementation(has_gate=False, has_bias=True)
+class CLIPMoEExperts(nn.Module):
+    """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
+
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size, config.hidden_size))
+        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.intermediate_size))
+        self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: (T, D).
+            top_k_index, top_k_weights: (T, K), from the router.
+
+        Returns:
+            (T, D), the weighted sum of each token's experts.
+        """
+        # Unbinding the parameters once makes their gradient one stacked tensor. Indexing them expert by expert would
+        # build a gradient of full size for each
+        expert_ids, order = top_k_index.flatten().sort(stable=True)
+        token_counts = torch.bincount(expert_ids, minlength=self.num_experts)[: self.num_experts].tolist()
+        order = order[: sum(token_counts)]  # the id E is sorted to the end
+        token_ids = order // top_k_index.shape[-1]
+
+        outputs = []
+        for expert_input, up_proj, up_proj_bias, down_proj, down_proj_bias in zip(
+            hidden_states.index_select(0, token_ids).split(token_counts),
+            self.up_proj.unbind(),
+            self.up_proj_bias.unbind(),
+            self.down_proj.unbind(),
+            self.down_proj_bias.unbind(),
+            strict=True,
+        ):
+            intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
+            outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
+        outputs = torch.cat(outputs) * top_k_weights.flatten().index_select(0, order)[:, None]
+        combined = torch.zeros_like(hidden_states, dtype=outputs.dtype).index_add(0, token_ids, outputs)
+        return combined.to(hidden_states.dtype)
+
+
+def experts_forward_by_device(
+    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    The default implementation: `grouped_mm` on a GPU, where the loop would wait for the token counts; the loop
+    elsewhere, where `benchmarks/experts.py` measures it faster. It follows the input, so a model may move any time.
+    """
+    implementation = "grouped_mm" if hidden_states.is_cuda else "eager"
+    forward = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, CLIPMoEExperts.forward.__wrapped__)
+    return forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)
+
+
+class CLIPMoEFusionGate(nn.Module):
+    """How much of each output channel comes from the base FFN and how much from the experts (CLIP-FMoE sec. 4.3)."""
+
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, base: torch.Tensor, moe: torch.Tensor) -> torch.Tensor:
+        gate = self.proj(hidden_states).sigmoid()  # (B, S, D)
+        return gate * base + (1 - gate) * moe
+
+
+class CLIPMoESparseMoeBlock(nn.Module):
+    """Stands where CLIP has its FFN: router and experts, and with `fusion_gate` the FFN beside them."""
+
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        super().__init__()
+        self.router = CLIPMoERouter(config)
+        self.experts = CLIPMoEExperts(config)
+        # Lets transformers' implementations accept id E, which they know from expert parallelism
+        self.experts._is_expert_parallel = True
+        self.base = CLIPMLP(config) if config.fusion_gate else None
+        self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
+
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        _, weights, ids = self.router(hidden_states, mask)
+        output = self.experts(hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
+        output = output.view_as(hidden_states)
+        if self.fusion_gate is not None:
+            output = self.fusion_gate(hidden_states, self.base(hidden_states), output)
+        return output
+
+
+class CLIPMoEEncoderLayer(CLIPEncoderLayer):
+    """CLIP's layer, with a sparse block instead of the FFN in the layers of `config.moe_layers`."""
+
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig, layer_idx: int):
+        super().__init__(config)
+        self.is_sparse = layer_idx in config.moe_layers
+        if self.is_sparse:
+            self.mlp = CLIPMoESparseMoeBlock(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.layer_norm1(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
+        hidden_states = residual + hidden_states
+
+        residual = hidden_states
+        hidden_states = self.layer_norm2(hidden_states)
+        hidden_states = self.mlp(hidden_states, mask) if self.is_sparse else self.mlp(hidden_states)
+        return residual + hidden_states
+
+
+class CLIPMoEEncoder(nn.Module):
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([CLIPMoEEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: (B, S, D).
+            attention_mask: what the attention implementation takes.
+            mask: (B, S), 1 for a token and 0 for padding.
+        """
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, mask, **kwargs)
+        return hidden_states
+
+
+class Reshape(ConversionOps):
+    """Gives a weight the shape `shape` when it is loaded, and `saved_shape` when it is saved."""
+
+    def __init__(self, shape: tuple[int, ...], saved_shape: tuple[int, ...]):
+        self.shape = shape
+        self.saved_shape = saved_shape
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        return {target_patterns[0]: tensor.reshape(self.shape)}
+
+    @property
+    def reverse_op(self) -> "Reshape":
+        return Reshape(self.saved_shape, self.shape)
+
+
+def _abbreviate(keys: list[str], limit: int = 8) -> str:
+    rest = f", ... ({len(keys) - limit} more)" if len(keys) > limit else ""
+    return ", ".join(keys[:limit]) + rest
+
+
+class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
+    """What all models share: initialization, what can be recorded, and loading that refuses incomplete checkpoints."""
+
+    config: CLIPMoEConfig
+    base_model_prefix = "clip_moe"
+    _auto_class = "AutoModel"
+    _no_split_modules = ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
+    # Otherwise looked up in the class that is built first, and remembered for its subclasses
+    _can_set_experts_implementation_cached_value = True
+    _can_record_outputs = {
+        "hidden_states": CLIPMoEEncoderLayer,
+        "attentions": CLIPAttention,
+        "router_logits": OutputRecorder(CLIPMoERouter, index=0),
+        "expert_ids": OutputRecorder(CLIPMoERouter, index=2),
+    }
+    # How this class's weights differ from those in a file
+    _checkpoint_conversions = []
+    # Weights that a checkpoint may lack
+    _optional_weights = ()
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # transformers looks conversions up by class name: without this, a subclass would load random weights
+        register_checkpoint_conversion_mapping(cls.__name__, cls._checkpoint_conversions, overwrite=True)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
+        """
+        Loads a model as `PreTrainedModel.from_pretrained` does, but never a partly random one.
+
+        Raises:
+            ValueError: if the checkpoint lacks weights of this model, holds weights that are no part of a CLIP, or is
+                not a complete safetensors file.
+        """
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of {pretrained_model_name_or_path} are truncated or not safetensors: {error}"
+            ) from error
+        missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
+        left_over = sorted(info["unexpected_keys"])
+        if missing or left_over:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not hold the weights of this {cls.__name__}. "
+                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
+            )
+        return (model, info) if output_loading_info else model
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        return super().get_correct_experts_implementation(requested_experts or "by_device")
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
+        if enable and gradient_checkpointing_func.keywords.get("use_reentrant") is not False:
+            raise ValueError(
+                "Reentrant gradient checkpointing loses the gradient of the router losses. Pass "
+                '{"use_reentrant": False}, or no arguments.'
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        factor = self.config.initializer_factor
+        if isinstance(module, CLIPMoERouter):
+            init.normal_(module.weight, std=module.config.hidden_size**-0.5 * factor)
+        elif isinstance(module, CLIPMoEExperts):
+            # As `CLIPMLP`
+            config = module.config
+            init.normal_(module.up_proj, std=(2 * config.hidden_size) ** -0.5 * factor)
+            init.normal_(
+                module.down_proj, std=config.hidden_size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
+            )
+            init.zeros_(module.up_proj_bias)
+            init.zeros_(module.down_proj_bias)
+        elif isinstance(module, CLIPMoEModel):
+            init.normal_(module.text_projection.weight, std=module.config.text_config.hidden_size**-0.5 * factor)
+            init.normal_(module.visual_projection.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
+            init.constant_(module.logit_scale, module.config.logit_scale_init_value)
+        elif isinstance(module, CLIPMoETextModelWithProjection):
+            init.normal_(module.text_projection.weight, std=module.config.hidden_size**-0.5 * factor)
+        elif isinstance(module, CLIPMoEVisionModelWithProjection):
+            init.normal_(module.visual_projection.weight, std=module.config.hidden_size**-0.5 * factor)
+        elif isinstance(module, CLIPMoEForImageClassification) and module.config.num_labels > 0:
+            init.normal_(module.classifier.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
+
+
+class CLIPMoETextModel(CLIPMoEPreTrainedModel):
+    """The text tower, without projection."""
+
+    config: CLIPMoETextConfig
+    input_modalities = ("text",)
+    _input_embed_layer = "token_embedding"
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
+    _keys_to_ignore_on_load_unexpected = [
+        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)"
+    ]
+
+    def __init__(self, config: CLIPMoETextConfig):
+        super().__init__(config)
+        self.embeddings = CLIPTextEmbeddings(config)
+        self.encoder = CLIPMoEEncoder(config)
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoEModelOutputWithPooling:
+        """
+        Args:
+            input_ids: (B, S).
+            attention_mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
+            position_ids: (B, S).
+        """
+        if input_ids is None:
+            raise ValueError("You have to specify input_ids")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
+                f"got {tuple(attention_mask.shape)}."
+            )
+        hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
+        causal_mask = create_causal_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, past_key_values=None
+        )
+        kwargs.pop("is_causal", None)
+        hidden_states = self.encoder(hidden_states, causal_mask, mask=attention_mask, is_causal=True, **kwargs)
+        hidden_states = self.final_layer_norm(hidden_states)
+
+        # Pooled at the first end-of-text token. Configurations from before transformers 4.31 say 2 and mean the token
+        # with the highest id
+        is_end = input_ids if self.config.eos_token_id == 2 else input_ids == self.config.eos_token_id
+        end = is_end.to(hidden_states.device, torch.int).argmax(dim=-1)
+        pooled = hidden_states[torch.arange(len(end), device=hidden_states.device), end]
+        return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+
+class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
+    """The vision tower, without projection."""
+
+    config: CLIPMoEVisionConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _input_embed_layer = "patch_embedding"
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
+    _keys_to_ignore_on_load_unexpected = [
+        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)"
+    ]
+
+    def __init__(self, config: CLIPMoEVisionConfig):
+        super().__init__(config)
+        self.embeddings = CLIPVisionEmbeddings(config)
+        self.pre_layrnorm = nn.LayerNorm(
+            config.hidden_size, eps=config.layer_norm_eps
+        )  # the typo is in every checkpoint
+        self.encoder = CLIPMoEEncoder(config)
+        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoEModelOutputWithPooling:
+        """
+        Args:
+            pixel_values: (B, channels, height, width).
+            interpolate_pos_encoding: whether to accept images of another size than the configured one.
+        """
+        if pixel_values is None:
+            raise ValueError("You have to specify pixel_values")
+        hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
+        hidden_states = self.pre_layrnorm(hidden_states)
+        hidden_states = self.encoder(hidden_states, **kwargs)
+        pooled = self.post_layernorm(hidden_states[:, 0])
+        return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+
+class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
+    """The text tower with the projection into the space shared with images."""
+
+    config: CLIPMoETextConfig
+    base_model_prefix = "text_model"
+    input_modalities = ("text",)
+    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)"]
+
+    def __init__(self, config: CLIPMoETextConfig):
+        super().__init__(config)
+        self.text_model = CLIPMoETextModel._from_config(config)
+        self.text_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.text_model.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoETextModelOutput:
+        """See `CLIPMoETextModel.forward`. `text_embeds` is (B, projection_dim), not normalized."""
+        outputs = self.text_model(input_ids, attention_mask, position_ids, **kwargs)
+        return CLIPMoETextModelOutput(
+            text_embeds=self.text_projection(outputs.pooler_output),
+            last_hidden_state=outputs.last_hidden_state,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            expert_ids=outputs.expert_ids,
+        )
+
+
+class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
+    """The vision tower with the projection into the space shared with texts."""
+
+    config: CLIPMoEVisionConfig
+    base_model_prefix = "vision_model"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)"]
+
+    def __init__(self, config: CLIPMoEVisionConfig):
+        super().__init__(config)
+        self.vision_model = CLIPMoEVisionModel._from_config(config)
+        self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vision_model.get_input_embeddings()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoEVisionModelOutput:
+        """See `CLIPMoEVisionModel.forward`. `image_embeds` is (B, projection_dim), not normalized."""
+        outputs = self.vision_model(pixel_values, interpolate_pos_encoding, **kwargs)
+        return CLIPMoEVisionModelOutput(
+            image_embeds=self.visual_projection(outputs.pooler_output),
+            last_hidden_state=outputs.last_hidden_state,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            expert_ids=outputs.expert_ids,
+        )
+
+
+def _router_losses(
+    router_logits: tuple[torch.Tensor, ...] | None,
+    top_k: int,
+    config: CLIPMoEConfig,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The weighted router losses of a tower, or None if it has no recorded router."""
+    if not router_logits:
+        return None
+    balance = load_balancing_loss(router_logits, top_k, mask)
+    z = router_z_loss(router_logits, mask)
+    return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
+
+
+class CLIPMoEModel(CLIPMoEPreTrainedModel):
+    """Both towers and their projections into one space."""
+
+    config: CLIPMoEConfig
+    _checkpoint_conversions = [WeightConverter("logit_scale", "logit_scale", [Reshape(shape=(1,), saved_shape=())])]
+
+    def __init__(self, config: CLIPMoEConfig):
+        super().__init__(config)
+        self.text_model = CLIPMoETextModel._from_config(config.text_config)
+        self.vision_model = CLIPMoEVisionModel._from_config(config.vision_config)
+        self.text_projection = nn.Linear(config.text_config.hidden_size, config.projection_dim, bias=False)
+        self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
+        # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's
+        self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.text_model.set_input_embeddings(value)
+
+    @can_return_tuple
+    def get_text_features(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | BaseModelOutputWithPooling:
+        """Output of the text tower; its `pooler_output` is the embedding (B, projection_dim), not normalized."""
+        outputs = self.text_model(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
+        outputs.pooler_output = self.text_projection(outputs.pooler_output)
+        return outputs
+
+    @can_return_tuple
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | BaseModelOutputWithPooling:
+        """Output of the vision tower; its `pooler_output` is the embedding (B, projection_dim), not normalized."""
+        outputs = self.vision_model(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
+        outputs.pooler_output = self.visual_projection(outputs.pooler_output)
+        return outputs
+
+    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings (B, projection_dim) of texts, not normalized."""
+        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
+
+    def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Embeddings (B, projection_dim) of images, not normalized."""
+        return self.get_image_features(pixel_values, return_dict=True).pooler_output
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        return_loss: bool | None = None,
+        interpolate_pos_encoding: bool = False,
+        output_router_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoEOutput:
+        """
+        Args:
+            input_ids, attention_mask, position_ids: see `CLIPMoETextModel.forward`.
+            pixel_values, interpolate_pos_encoding: see `CLIPMoEVisionModel.forward`.
+            return_loss: whether to compute the contrastive loss of the pairs in this batch.
+            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
+                None: as in the configuration.
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        kwargs["output_router_logits"] = output_router_logits
+        vision_outputs = self.get_image_features(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
+        text_outputs = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
+
+        image_embeds = vision_outputs.pooler_output / _get_vector_norm(vision_outputs.pooler_output)
+        text_embeds = text_outputs.pooler_output / _get_vector_norm(text_outputs.pooler_output)
+        logits_per_text = torch.matmul(text_embeds, image_embeds.t().to(text_embeds.device))
+        logits_per_text = logits_per_text * self.logit_scale.exp().to(text_embeds.device)
+
+        text_top_k, vision_top_k = (
+            self.config.text_config.num_experts_per_tok,
+            self.config.vision_config.num_experts_per_tok,
+        )
+        router_losses = [
+            _router_losses(text_outputs.router_logits, text_top_k, self.config, attention_mask),
+            _router_losses(vision_outputs.router_logits, vision_top_k, self.config),
+        ]
+        router_losses = [loss.to(text_embeds.device) for loss in router_losses if loss is not None]
+        aux_loss = sum(router_losses) if router_losses else None
+
+        loss = None
+        if return_loss:
+            loss = image_text_contrastive_loss(logits_per_text)
+            if aux_loss is not None:
+                loss = loss + aux_loss
+
+        return CLIPMoEOutput(
+            loss=loss,
+            logits_per_image=logits_per_text.t(),
+            logits_per_text=logits_per_text,
+            text_embeds=text_embeds,
+            image_embeds=image_embeds,
+            text_model_output=text_outputs,
+            vision_model_output=vision_outputs,
+            aux_loss=aux_loss,
+            text_router_logits=text_outputs.router_logits or None,
+            vision_router_logits=vision_outputs.router_logits or None,
+        )
+
+
+class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
+    """The vision tower with a linear classifier on the mean of the patch tokens."""
+
+    config: CLIPMoEConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _auto_class = "AutoModelForImageClassification"
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)"]
+    _optional_weights = ("classifier.",)
+
+    def __init__(self, config: CLIPMoEConfig):
+        super().__init__(config)
+        self.vision_model = CLIPMoEVisionModel._from_config(config.vision_config)
+        hidden_size = config.vision_config.hidden_size
+        self.classifier = nn.Linear(hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vision_model.get_input_embeddings()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_router_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CLIPMoEImageClassifierOutput:
+        """
+        Args:
+            pixel_values: (B, channels, height, width).
+            labels: (B,), the classes, or (B, num_labels) as `config.problem_type` says.
+            output_router_logits: see `CLIPMoEModel.forward`.
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        outputs = self.vision_model(pixel_values, output_router_logits=output_router_logits, **kwargs)
+        logits = self.classifier(outputs.last_hidden_state[:, 1:].mean(dim=1))
+        aux_loss = _router_losses(outputs.router_logits, self.config.vision_config.num_experts_per_tok, self.config)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config)
+            if aux_loss is not None:
+                loss = loss + aux_loss.to(loss.device)
+        return CLIPMoEImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            aux_loss=aux_loss,
+            router_logits=outputs.router_logits or None,
+        )
+
+
+__all__ = [
+    "CLIPMoEForImageClassification",
+    "CLIPMoEModel",
+    "CLIPMoEPreTrainedModel",
+    "CLIPMoETextModel",
+    "CLIPMoETextModelWithProjection",
+    "CLIPMoEVisionModel",
+    "CLIPMoEVisionModelWithProjection",
+]

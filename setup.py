@@ -1,0 +1,42 @@
+"""Installs CLIP-MoE.
+
+``pip install -e .`` in a checkout makes ``modeling_clip_moe``, ``conversion``, ``training`` and ``evaluation``
+importable; a wheel carries ``modeling_clip_moe`` alone, so that no package called ``training`` lands in anybody's
+site-packages.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+
+training = [
+    "accelerate>=1.15",
+    "datasets>=5.0",
+    "evaluate>=0.4.6",
+    "matplotlib>=3.9",
+    "pillow>=11",
+    "pydantic>=2.10",
+    "pyyaml>=6.0",
+    "scikit-learn>=1.6",
+    "tqdm>=4.66",
+]
+test = [*training, "hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.15", "tensorboard>=2.18"]
+
+setup(
+    name="clip-moe",
+    version="0.1.0",
+    description="Turns any dense CLIP into a sparse Mixture-of-Experts CLIP",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=["modeling_clip_moe"],
+    package_dir={"": "."},
+    install_requires=[
+        "huggingface_hub>=1.0",
+        "safetensors>=0.5",
+        "torch>=2.11",
+        "transformers>=5.17",
+    ],
+    extras_require={"training": training, "test": test},
+)

@@ -1,0 +1,100 @@
+"""Recipes: what is read, what is overridden, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.arguments import dump, load_recipe
+
+
+RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
+
+RECIPE = """
+output_dir: out
+defaults:
+  train: {learning_rate: 1e-3, global_batch_size: 8, max_steps: 10, data: {source: glyphs, num_samples: 64}}
+stages:
+  - {name: sparse, stage: upcycle, model: dense, preset: clip_up}
+  - {name: tuned, stage: train, model: sparse, max_steps: 20, data: {captions: web}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text=RECIPE):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipes_of_the_project_load(path):
+    recipe = load_recipe(path)
+    assert len({stage.name for stage in recipe.stages}) == len(recipe.stages)
+
+
+def test_there_are_recipes():
+    assert {"demo.yaml", "clip_up.yaml"} <= {path.name for path in RECIPES}
+
+
+def test_defaults_are_merged_under_the_stage(recipe):
+    tuned = load_recipe(recipe()).stages[1]
+    assert tuned.learning_rate == 1e-3  # from the defaults; YAML 1.1 reads "1e-3" as a string
+    assert tuned.max_steps == 20  # the stage's own
+    assert (tuned.data.num_samples, tuned.data.captions) == (64, "web")  # merged key by key
+
+
+def test_overrides(recipe):
+    overrides = {"seed": 3, "tuned.max_steps": 5, "tuned.data.num_samples": 7, "defaults.train.learning_rate": 0.5}
+    loaded = load_recipe(recipe(), overrides)
+    tuned = loaded.stages[1]
+    assert (loaded.seed, tuned.max_steps, tuned.data.num_samples, tuned.learning_rate) == (3, 5, 7, 0.5)
+
+
+def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
+    loaded = load_recipe(recipe())
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(yaml.safe_dump(dump(loaded)))
+    assert load_recipe(resolved) == loaded
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("learning_rate", "learning_rte", r"tuned\.learning_rte"),
+        ("num_samples", "num_sample", r"tuned\.data\.num_sample"),
+        ("preset: clip_up", "preset: clip_down", r"sparse\.preset"),
+        ("stage: upcycle", "stage: upcicle", "upcicle"),
+        ("output_dir: out", "output_dir: out\nsede: 1", "sede"),
+        ("output_dir: out", "output_dir: out\nseed: -1", "seed"),
+        ("output_dir: out", "output_dir: out\noutput_dir: other", "output_dir is given twice"),
+        ("name: tuned", "name: sparse", "'sparse' is used twice"),
+        ("name: tuned", "name: a/b", "'a/b' cannot name a stage"),
+        ("name: tuned", "name: seed", "'seed' cannot name a stage"),
+        ("max_steps: 20", "max_steps: 20, num_epochs: 2", "exactly one of max_steps"),
+        ("max_steps: 20", "max_steps: null", "exactly one of max_steps"),
+        ("max_steps: 20", "max_steps: -1", r"tuned\.max_steps"),
+        ("1e-3", ".nan", r"tuned\.learning_rate"),
+        ("defaults:\n  train", "defaults:\n  trian", "trian"),
+        ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
+        ("stages:", "steps:", "no list of stages"),
+    ],
+)
+def test_mistakes_are_named(recipe, old, new, message):
+    assert old in RECIPE
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe(RECIPE.replace(old, new)))
+
+
+@pytest.mark.parametrize("key", ["tuned.learning_rte", "tuned", "nope.max_steps", "tuned.max_steps.x"])
+def test_unknown_overrides_are_named(recipe, key):
+    with pytest.raises(ValueError, match=key.split(".")[0]):
+        load_recipe(recipe(), {key: 1})
+
+
+def test_missing_recipe(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
+        load_recipe(tmp_path / "nowhere.yaml")

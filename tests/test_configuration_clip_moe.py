@@ -1,0 +1,131 @@
+"""Configuration: defaults, refusals that name field and value, and files."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig
+
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+
+
+TOWERS = pytest.mark.parametrize("config_class", [CLIPMoETextConfig, CLIPMoEVisionConfig])
+
+
+@pytest.mark.parametrize(
+    ("config_class", "stock_class"), [(CLIPMoETextConfig, CLIPTextConfig), (CLIPMoEVisionConfig, CLIPVisionConfig)]
+)
+def test_towers_have_the_fields_and_defaults_of_clip(config_class, stock_class):
+    config, stock = config_class().to_dict(), stock_class().to_dict()
+    for name in ("model_type", "auto_map"):
+        config.pop(name), stock.pop(name, None)
+    assert stock.items() <= config.items()
+    assert config["moe_layers"] == []
+
+
+@TOWERS
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_experts": 0, "num_experts_per_tok": 0},
+        {"num_experts_per_tok": 5, "num_experts": 4},
+        {"num_experts_per_tok": 0},
+        {"moe_layers": [3, 12]},
+        {"moe_layers": [-1]},
+        {"moe_layers": [1, 3, 1]},
+        {"capacity_factor": 0},
+        {"capacity_factor": -1.5},
+        {"capacity_factor": float("nan")},
+        {"eval_capacity_factor": 0.0},
+        {"capacity_group_size": 0},
+        {"router_jitter_noise": 1.0},
+        {"router_jitter_noise": -0.1},
+        {"fusion_gate": True},
+    ],
+)
+def test_contradictions_name_field_and_value(config_class, fields):
+    name, value = next(iter(fields.items()))
+    with pytest.raises(Exception, match="(?s)") as error:
+        config_class(**fields)
+    cause = error.value.__cause__ or error.value  # strict dataclasses wrap the error of a validator
+    assert isinstance(cause, ValueError)
+    assert name in str(cause) and str(value) in str(cause)
+
+
+@pytest.mark.parametrize("name", ["router_aux_loss_coef", "router_z_loss_coef"])
+def test_negative_loss_weights_are_refused(name):
+    with pytest.raises(Exception, match=rf"{name} must not be negative, got -0\.1"):
+        CLIPMoEConfig(**{name: -0.1})
+
+
+@TOWERS
+@pytest.mark.parametrize("fields", [{"num_experts": "four"}, {"moe_layers": [0.5]}, {"capacity_factor": "2"}])
+def test_wrong_types_are_refused(config_class, fields):
+    with pytest.raises(Exception, match=next(iter(fields))):
+        config_class(**fields)
+    config = config_class()
+    with pytest.raises(Exception, match=next(iter(fields))):
+        setattr(config, *next(iter(fields.items())))
+
+
+def test_saving_validates_again(tmp_path):
+    config = CLIPMoETextConfig(moe_layers=[11])
+    config.num_hidden_layers = 6
+    with pytest.raises(Exception, match="moe_layers"):
+        config.save_pretrained(tmp_path)
+
+
+def test_towers_from_dictionary_object_or_nothing():
+    text = {"num_hidden_layers": 2, "moe_layers": [1]}
+    from_dict = CLIPMoEConfig(text_config=text)
+    from_object = CLIPMoEConfig(text_config=CLIPMoETextConfig(**text))
+    assert from_dict.to_dict() == from_object.to_dict()
+    assert isinstance(from_dict.vision_config, CLIPMoEVisionConfig)
+    assert text == {"num_hidden_layers": 2, "moe_layers": [1]}  # the caller's dictionary stays
+
+
+def test_tower_from_the_dictionary_of_a_dense_tower():
+    config = CLIPMoEVisionConfig(**CLIPVisionConfig(hidden_size=96).to_dict(), moe_layers=[1])
+    assert config.model_type == config.to_dict()["model_type"] == "clip_moe_vision_model"
+    assert config.hidden_size == 96
+
+
+def test_file_round_trip(tmp_path):
+    fields = {
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 3],
+        "norm_topk_prob": False,
+        "fusion_gate": True,
+        "capacity_factor": 1.5,
+        "eval_capacity_factor": 2,
+        "capacity_group_size": 8,
+        "router_jitter_noise": 0.01,
+    }
+    config = CLIPMoEConfig(
+        text_config=fields,
+        vision_config=fields,
+        projection_dim=96,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+        router_z_loss_coef=0.001,
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is CLIPMoEConfig
+    assert loaded.to_diff_dict() == config.to_diff_dict()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for tower in ("text_config", "vision_config"):
+        assert fields.items() <= saved[tower].items()
+        assert fields.items() <= getattr(loaded, tower).to_dict().items()
+    assert CLIPMoEVisionConfig.from_pretrained(tmp_path).moe_layers == [1, 3]
+
+
+def test_import_brings_in_nothing_that_clip_does_not():
+    code = (
+        "import sys; from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer; before = set(sys.modules);"
+        "import modeling_clip_moe; print(*sorted(set(sys.modules) - before))"
+    )
+    new = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {name for name in new if not name.startswith(("modeling_clip_moe", "transformers.models.clip."))} == set()

@@ -1,0 +1,257 @@
+"""A recipe: the stages of a run and their settings, read from YAML, overridden from the command line.
+
+Every setting is a field of one of the dataclasses below, with its meaning beside it. Unknown keys, wrong types and
+contradictions raise a `ValueError` that names the key as it stands in the recipe.
+"""
+
+import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from conversion.upcycle import PRESETS
+from training.data import DataArguments
+
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class InitializeStage:
+    """A randomly initialised dense CLIP, to be trained from scratch."""
+
+    name: str
+    stage: Literal["initialize"]
+    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig.
+    text_config: dict[str, Any]
+    vision_config: dict[str, Any]
+    projection_dim: int
+    # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world.
+    processor: str
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UpcycleStage:
+    """A dense CLIP made sparse: `conversion.upcycle`. A field left out keeps the preset's value."""
+
+    name: str
+    stage: Literal["upcycle"]
+    # An earlier stage, a folder or a hub name.
+    model: str
+    preset: Literal[tuple(PRESETS)]
+    # Fields of CLIPMoETextConfig and CLIPMoEVisionConfig, for both towers (`overrides`) or one of them.
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    text_overrides: dict[str, Any] = Field(default_factory=dict)
+    vision_overrides: dict[str, Any] = Field(default_factory=dict)
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    router_z_loss_coef: float | None = Field(default=None, ge=0)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainStage:
+    """Contrastive training of a dense or a sparse CLIP."""
+
+    name: str
+    stage: Literal["train"]
+    # An earlier stage, a folder or a hub name.
+    model: str
+    data: DataArguments
+    # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
+    trainable: str = "."
+
+    # Samples of one optimizer step, over all processes and accumulation steps.
+    global_batch_size: int = Field(gt=0)
+    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
+    gradient_accumulation_steps: int = Field(default=1, gt=0)
+    # One of the two.
+    max_steps: int | None = Field(default=None, gt=0)
+    num_epochs: int | None = Field(default=None, gt=0)
+
+    learning_rate: float = Field(gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-6, gt=0)
+    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
+    warmup_steps: float = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
+    max_logit_scale: float = Field(default=100.0, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    # Rows of the similarity matrix held at a time; None holds the whole matrix.
+    loss_chunk_size: int | None = Field(default=None, gt=0)
+    gradient_checkpointing: bool = False
+
+    logging_steps: int = Field(default=10, gt=0)
+    # A checkpoint every so many steps; None: only the finished model.
+    save_steps: int | None = Field(default=None, gt=0)
+    save_total_limit: int = Field(default=1, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
+            )
+        if self.num_epochs is not None and self.data.streaming:
+            raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EvaluateStage:
+    """Models side by side on evaluation tasks, with a report."""
+
+    name: str
+    stage: Literal["evaluate"]
+    # Row title -> an earlier stage, a folder or a hub name.
+    models: dict[str, str] = Field(min_length=1)
+    # Names in evaluation.datasets.
+    tasks: list[str] = Field(min_length=1)
+    batch_size: int = Field(default=64, gt=0)
+    # The row that the others are compared with.
+    baseline: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.baseline is not None and self.baseline not in self.models:
+            raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
+        return self
+
+
+Stage = InitializeStage | UpcycleStage | TrainStage | EvaluateStage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Recipe:
+    """A run: its stages, in order."""
+
+    output_dir: str
+    stages: list[Annotated[Stage, Field(discriminator="stage")]] = Field(min_length=1)
+    seed: int = Field(default=0, ge=0)
+    # None: what `accelerate launch` or its configuration says.
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    # Any of Accelerate's trackers: tensorboard, wandb, ...
+    trackers: list[str] = Field(default_factory=list)
+    # Stage -> hub repository that its model is uploaded to once all stages are done.
+    push_to_hub: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("stages")
+    @classmethod
+    def _check_stages(cls, stages):
+        names = [stage.name for stage in stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the stage name {name!r} is used twice")
+            if name in {field.name for field in fields(cls)} | {"defaults"} or Path(name).name != name:
+                raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe or no folder name")
+        return stages
+
+    @model_validator(mode="after")
+    def _check_push(self):
+        unknown = sorted(set(self.push_to_hub) - {stage.name for stage in self.stages})
+        if unknown:
+            raise ValueError(f"push_to_hub names stages that the recipe does not have: {', '.join(unknown)}")
+        return self
+
+
+def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
+            settings that all stages of that type share unless they set them themselves.
+        overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
+            is one of the recipe's own (`seed`, `defaults.train.max_steps`).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an unknown key, a value of the wrong type or out of range, a contradiction.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no recipe at {path}; the ones that come with the project are in training/recipes")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
+        raise ValueError(f"{path} has no list of stages")
+    for stage in raw["stages"]:
+        if not isinstance(stage, dict) or "name" not in stage or "stage" not in stage:
+            raise ValueError(f"{path}: a stage needs the keys name and stage, got {stage!r}")
+
+    for key, value in (overrides or {}).items():
+        _override(raw, key, value)
+    defaults = raw.pop("defaults", {})
+    unknown = set(defaults) - {stage["stage"] for stage in raw["stages"]}
+    if unknown:
+        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {', '.join(sorted(unknown))}")
+    raw["stages"] = [_merge(defaults.get(stage["stage"], {}), stage) for stage in raw["stages"]]
+    try:
+        return TypeAdapter(Recipe).validate_python(raw)
+    except ValidationError as error:
+        lines = [f"  {_key(raw, e['loc'])}: {e['msg']} (got {_short(e['input'])})" for e in error.errors()]
+        raise ValueError("\n".join([f"{path}:", *lines])) from None
+
+
+def dump(settings) -> dict[str, Any]:
+    """The plain dictionary of a recipe or a stage, as YAML and JSON can hold it."""
+    return TypeAdapter(type(settings)).dump_python(settings, mode="json")
+
+
+def _override(raw: dict, key: str, value: Any) -> None:
+    head, *rest = key.split(".")
+    target = raw
+    stage = next((stage for stage in raw["stages"] if stage["name"] == head), None)
+    if stage is not None:
+        if not rest:
+            raise ValueError(f"--{key}: a stage is overridden key by key, as in --{key}.KEY VALUE")
+        target = stage
+    elif head in {f.name for f in fields(Recipe)} | {"defaults"}:
+        rest = [head, *rest]
+    else:
+        names = [stage["name"] for stage in raw["stages"]]
+        raise ValueError(f"--{key}: {head!r} is neither a key of the recipe nor one of its stages {names}")
+    for part in rest[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise ValueError(f"--{key}: {part!r} has no keys")
+    target[rest[-1]] = value
+
+
+def _merge(defaults: dict, settings: dict) -> dict:
+    merged = copy.deepcopy(defaults)
+    for key, value in settings.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _key(raw: dict, location: tuple) -> str:
+    """The place of a validation error as a user writes it: stages are named, not counted."""
+    if len(location) > 1 and location[0] == "stages":
+        location = (raw["stages"][location[1]]["name"], *location[3:])
+    return ".".join(str(part) for part in location) or "recipe"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets a later key silently replace an earlier one; a recipe must not."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ValueError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} is given twice")
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,243 @@
+"""The one training loop: step, clip, schedule, log, checkpoint, resume."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel
+from training.arguments import TrainStage
+from training.freezing import parameter_groups
+from training.losses import all_reduce_sum, contrastive_loss, router_losses
+
+
+class ContrastiveTask(nn.Module):
+    """A dense or sparse CLIP together with its loss.
+
+    Both are one module, so that the loss is computed inside the `forward` that DDP or FSDP wraps: `logit_scale` is used
+    there, after the towers.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: TrainStage):
+        super().__init__()
+        self.model = model
+        self.settings = settings
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The global loss and what is logged of it.
+
+        Args:
+            batch: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask` (B, S), this process's share.
+
+        Returns:
+            The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
+            averaged over the processes.
+        """
+        sparse = isinstance(self.model, CLIPMoEModel)
+        outputs = self.model(**batch, **({"output_router_logits": True} if sparse else {}))
+        loss = contrastive_loss(
+            outputs.image_embeds,
+            outputs.text_embeds,
+            self.model.logit_scale.exp(),
+            chunk_size=self.settings.loss_chunk_size,
+            label_smoothing=self.settings.label_smoothing,
+        )
+        metrics = {"contrastive_loss": loss.detach()}
+        if sparse:
+            auxiliary, router_metrics = router_losses(self.model.config, outputs, batch["attention_mask"])
+            loss = loss + auxiliary
+            metrics |= router_metrics
+        metrics["loss"] = loss.detach()
+        metrics["logit_scale"] = self.model.logit_scale.detach().exp().squeeze()
+        return loss, metrics
+
+
+class Progress:
+    """How many optimizer steps are done: the part of a checkpoint that Accelerate does not know."""
+
+    def __init__(self):
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def train(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
+    settings: TrainStage,
+    total_steps: int,
+    directory: Path,
+) -> dict[str, torch.Tensor]:
+    """Train a model, from its last checkpoint in `directory` if there is one.
+
+    Args:
+        accelerator: a fresh one: what was prepared with it before would enter the checkpoints.
+        batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
+        total_steps: optimizer steps of the whole run.
+        directory: gets `checkpoints/` while the training lasts, and `log.jsonl`.
+
+    Returns:
+        The trained model's state dict, gathered from all processes.
+
+    Raises:
+        FloatingPointError: the loss or the gradient is not finite. The checkpoints stay.
+        OSError: a checkpoint could not be written. The one before it stays.
+    """
+    checkpoints = directory / "checkpoints"
+    if settings.gradient_checkpointing:
+        # Reentrant checkpointing would lose the gradient of the router losses without a word.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    task = ContrastiveTask(model, settings).train()
+    optimizer = torch.optim.AdamW(
+        parameter_groups(task, settings.weight_decay),
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+    )
+    warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
+    scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps)
+    progress = Progress()
+    task, optimizer = accelerator.prepare(task, optimizer)
+    # Not prepared: Accelerate would step the schedule once for every process.
+    accelerator.register_for_checkpointing(scheduler, progress)
+    latest = latest_checkpoint(checkpoints)
+    if latest is not None:
+        accelerator.load_state(str(latest))
+    log = Log(directory / "log.jsonl", progress.step, accelerator, settings.name)
+
+    parameters = [p for p in task.parameters() if p.requires_grad]
+    accumulation = settings.gradient_accumulation_steps
+    stream = batches(progress.step * accumulation)
+    bar = tqdm(
+        total=total_steps, initial=progress.step, desc=settings.name, disable=not accelerator.is_local_main_process
+    )
+    started, first = time.perf_counter(), progress.step
+    while progress.step < total_steps:
+        place = f"stage {settings.name}, step {progress.step + 1}"
+        for micro_step in range(accumulation):
+            batch = send_to_device(next(stream), accelerator.device)
+            last = micro_step == accumulation - 1
+            # Gradients are averaged over the processes once a step.
+            with nullcontext() if last else accelerator.no_sync(task):
+                loss, metrics = task(batch)
+                _require_finite(loss, f"{place}: the loss", latest)
+                accelerator.backward(loss / accumulation)
+        grad_norm = accelerator.clip_grad_norm_(parameters, settings.max_grad_norm)
+        if accelerator.scaler is None:
+            # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
+            _require_finite(grad_norm, f"{place}: the gradient", latest)
+        learning_rate = scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.logit_scale.clamp_(max=torch.tensor(settings.max_logit_scale).log().item())
+        progress.step += 1
+        bar.update()
+
+        if progress.step % settings.logging_steps == 0 or progress.step == total_steps:
+            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+            images = (progress.step - first) * settings.global_batch_size
+            speed = images / (time.perf_counter() - started)
+            bar.set_postfix_str(_summary(values, speed))
+            log.write(progress.step, values, speed)
+        if settings.save_steps and progress.step % settings.save_steps == 0 and progress.step < total_steps:
+            latest = save_checkpoint(accelerator, checkpoints, progress.step, settings.save_total_limit)
+    bar.close()
+    return {name.removeprefix("model."): value for name, value in accelerator.get_state_dict(task).items()}
+
+
+def save_checkpoint(accelerator: Accelerator, checkpoints: Path, step: int, limit: int) -> Path:
+    """Write `step-N` whole or not at all, then delete all but the newest `limit`.
+
+    Raises:
+        OSError: it could not be written. What was there before stays.
+    """
+    partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    try:
+        accelerator.save_state(str(partial))
+    except Exception as error:  # torch and safetensors each raise their own type when the disk is full
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            f"step {step}: the checkpoint {final} could not be written ({error}); earlier checkpoints are whole, "
+            "run the same command again to go on from the last one"
+        ) from error
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(partial, final)
+        for old in _finished(checkpoints)[:-limit]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest whole checkpoint, if there is one."""
+    finished = _finished(checkpoints)
+    return finished[-1] if finished else None
+
+
+def _finished(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step-*") if path.suffix != ".partial")
+
+
+class Log:
+    """`log.jsonl`, one line a logged step, and the trackers."""
+
+    def __init__(self, path: Path, step: int, accelerator: Accelerator, stage: str):
+        self.path, self.accelerator, self.stage = path, accelerator, stage
+        if accelerator.is_main_process:
+            # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if _step(line) <= step]
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float], images_per_second: float) -> None:
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                record = {"step": step, **values, "images_per_second": round(images_per_second, 1)}
+                file.write(json.dumps(record) + "\n")
+        scalars = {**values, "images_per_second": images_per_second}
+        self.accelerator.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:  # the line that was being written when the run was killed
+        return float("inf")
+
+
+def _summary(values: dict[str, float], images_per_second: float) -> str:
+    parts = [f"loss {values['loss']:.3f}"]
+    if "balance_loss" in values:
+        parts += [f"balance {values['balance_loss']:.2f}", f"dropped {values['dropped_tokens']:.1%}"]
+    return ", ".join([*parts, f"{images_per_second:.0f} images/s"])
+
+
+def _require_finite(value: torch.Tensor, what: str, latest: Path | None) -> None:
+    if not torch.isfinite(value).all():
+        kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
+        raise FloatingPointError(
+            f"{what} is {value.item()}; {kept}. Lower the learning rate, or look at the data of this step"
+        )

@@ -1,0 +1,255 @@
+"""The stages of a recipe: each reads folders and writes one folder of its own, whole or not at all.
+
+A stage works in `NAME.partial`, which is renamed to `NAME` when all of it is there. `manifest.json` in the folder holds
+what made it: the settings, the seed and the hashes of its inputs. A finished stage whose manifest matches is skipped, an
+unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone, with an error.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from huggingface_hub import HfApi
+from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+
+import modeling_clip_moe  # noqa: F401  registers the Auto classes
+from conversion.upcycle import upcycle
+from evaluation.evaluate import environment, evaluate_model
+from evaluation.report import write_report
+from training import glyphs
+from training.arguments import (
+    EvaluateStage,
+    InitializeStage,
+    Recipe,
+    Stage,
+    TrainStage,
+    UpcycleStage,
+    dump,
+)
+from training.data import build_loader, load_pairs
+from training.engine import train
+from training.freezing import set_trainable
+
+
+MANIFEST = "manifest.json"
+# How often something is logged or saved, and by how many workers data is read, does not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the stages of one run share."""
+
+    recipe: Recipe
+    output_dir: Path
+    accelerator: Accelerator
+
+    def model(self, reference: str) -> str:
+        """The folder or hub name of a model that a stage names: an earlier stage, a folder or a hub name.
+
+        Raises:
+            FileNotFoundError: it names a stage that has not finished.
+        """
+        if reference not in {stage.name for stage in self.recipe.stages}:
+            return reference
+        folder = self.output_dir / reference
+        if not (folder / MANIFEST).is_file():
+            raise FileNotFoundError(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
+        return str(folder)
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """An `Accelerator` as the recipe wants it, on the CPU where there is nothing else."""
+    return Accelerator(
+        # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=recipe.mixed_precision,
+        log_with=recipe.trackers or None,
+        project_dir=recipe.output_dir,
+        # The other processes wait while the first one evaluates or writes.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
+    )
+
+
+def run_recipe(recipe: Recipe, only: Iterable[str] | None = None) -> Path:
+    """Run the stages of a recipe in order, or those named in `only`, and return the output folder.
+
+    Raises:
+        ValueError: `only` names a stage that is not in the recipe, or a stage's folder was made with other settings.
+        FileNotFoundError: a stage needs the output of another one that has not finished.
+    """
+    names = [stage.name for stage in recipe.stages]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
+    run = Run(recipe, Path(recipe.output_dir), make_accelerator(recipe))
+    if run.accelerator.is_main_process:
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        _write(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
+        _write(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
+    for stage in recipe.stages:
+        if only is None or stage.name in only:
+            run_stage(run, stage)
+    if only is None:
+        for name, repository in recipe.push_to_hub.items():
+            if run.accelerator.is_main_process:
+                push_to_hub(run.output_dir / name, repository)
+    run.accelerator.wait_for_everyone()
+    return run.output_dir
+
+
+def run_stage(run: Run, stage: Stage) -> None:
+    """Run one stage, unless its folder is there and was made by the same settings, seed and inputs."""
+    final, partial = run.output_dir / stage.name, run.output_dir / f"{stage.name}.partial"
+    manifest = {
+        "stage": _comparable(dump(stage)),
+        "seed": run.recipe.seed,
+        "inputs": {reference: fingerprint(run.model(reference)) for reference in _inputs(stage)},
+    }
+    run.accelerator.wait_for_everyone()
+    for folder in (final, partial):
+        if (folder / MANIFEST).is_file():
+            _require_same(json.loads((folder / MANIFEST).read_text(encoding="utf-8")), manifest, folder)
+    if (final / MANIFEST).is_file():
+        run.accelerator.print(f"{stage.name}: done before, skipped")
+        return
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        partial.mkdir(parents=True, exist_ok=True)
+        _write(partial / MANIFEST, json.dumps(manifest, indent=2))
+    run.accelerator.wait_for_everyone()
+    set_seed(run.recipe.seed, device_specific=True)
+    STAGES[type(stage)](run, stage, partial)
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        os.replace(partial, final)
+    run.accelerator.wait_for_everyone()
+
+
+def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
+    """A randomly initialised dense CLIP."""
+    if not run.accelerator.is_main_process:
+        return
+    config = CLIPConfig(
+        text_config=stage.text_config, vision_config=stage.vision_config, projection_dim=stage.projection_dim
+    )
+    CLIPModel(config).save_pretrained(directory)
+    if stage.processor == "glyphs":
+        processor = glyphs.build_processor(config.text_config.max_position_embeddings, config.vision_config.image_size)
+    else:
+        processor = AutoProcessor.from_pretrained(stage.processor)
+    processor.save_pretrained(directory)
+
+
+def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
+    """A dense CLIP made sparse."""
+    if not run.accelerator.is_main_process:
+        return
+    raise NotImplementedError
+
+
+def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
+    """A model trained on pairs of images and captions."""
+    source = run.model(stage.model)
+    model = AutoModel.from_pretrained(source, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(source)
+    trainable, frozen = set_trainable(model, stage.trainable)
+    with run.accelerator.main_process_first():  # the first process fills the cache that the others read
+        dataset = load_pairs(stage.data)
+    state_dict = train(make_accelerator(run.recipe), model, ...)
+    if run.accelerator.is_main_process:
+        model.save_pretrained(directory, state_dict=state_dict)
+        processor.save_pretrained(directory)
+        shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+
+
+def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
+    """Models side by side, with a report."""
+    if not run.accelerator.is_main_process:
+        return
+    results = []
+    for title, reference in stage.models.items():
+        results += evaluate_model(
+            run.model(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
+        )
+    write_report(results, directory, baseline=stage.baseline)
+
+
+STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
+    InitializeStage: initialize,
+    UpcycleStage: make_sparse,
+    TrainStage: train_model,
+    EvaluateStage: evaluate,
+}
+
+
+def push_to_hub(folder: Path, repository: str) -> None:
+    """Upload a finished stage to the Hub, creating the repository if it is not there."""
+    api = HfApi()
+    repository = api.create_repo(repository, exist_ok=True).repo_id
+    url = api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[MANIFEST, "log.jsonl"])
+    print(f"{folder} is at {url}")
+
+
+def fingerprint(model: str) -> str:
+    """What a model is, in a string: equal for equal content.
+
+    The manifest's hash for a stage's folder, the files' hash for any other folder, the commit for a hub repository.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+    manifest = path / MANIFEST
+    files = [manifest] if manifest.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _inputs(stage: Stage) -> list[str]:
+    if isinstance(stage, EvaluateStage):
+        return sorted(set(stage.models.values()))
+    return [] if isinstance(stage, InitializeStage) else [stage.model]
+
+
+def _comparable(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: _comparable(value) for key, value in settings.items() if key not in NOT_COMPARED}
+    return settings
+
+
+def _require_same(old: dict, new: dict, folder: Path) -> None:
+    if old != new:
+        old, new = _flatten(old), _flatten(new)
+        changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+        raise ValueError(
+            f"{folder} was made with other settings ({'; '.join(changed)}). Delete it to make it anew, or choose "
+            "another --output-dir"
+        )
+
+
+def _flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,96 @@
+"""Run a recipe.
+
+    accelerate launch training/upcycle.py --config training/recipes/demo.yaml
+    python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import yaml
+
+from training.arguments import TrainStage, UpcycleStage, load_recipe
+
+
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="training/upcycle.py",
+        description=(
+            "Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it "
+            "stopped."
+        ),
+        epilog=(
+            "Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name "
+            "(--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML."
+        ),
+    )
+    parser.add_argument("--config", default=DEFAULT_RECIPE, help="recipe, a YAML file (default: the glyph demo)")
+    parser.add_argument("--output-dir", help="folder for the stages' outputs (default: the recipe's)")
+    parser.add_argument("--stages", help="run only these stages, e.g. upcycled,clip_up (default: all)")
+    known, rest = parser.parse_known_args(argv)
+    try:
+        overrides = _overrides(rest)
+        if known.output_dir is not None:
+            overrides["output_dir"] = known.output_dir
+        recipe = load_recipe(known.config, overrides)
+        # Imported here, so that --help and a mistake in the recipe answer at once.
+        from training.stages import run_recipe
+
+        output_dir = run_recipe(recipe, known.stages.split(",") if known.stages else None)
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+    models = [stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage)]
+    finished = [stage for stage in models if (output_dir / stage.name).is_dir()]
+    if finished and int(os.environ.get("RANK", 0)) == 0:
+        print(
+            "\nLoad the model with\n\n"
+            "    import modeling_clip_moe\n"
+            "    from transformers import AutoModel\n"
+            f'    model = AutoModel.from_pretrained("{output_dir / finished[-1].name}")\n'
+        )
+
+
+def _overrides(arguments: list[str]) -> dict[str, object]:
+    """`--a.b 1 --c=2` as {"a.b": 1, "c": 2}."""
+    overrides = {}
+    remaining = list(arguments)
+    while remaining:
+        key = remaining.pop(0)
+        if not key.startswith("--"):
+            raise ValueError(f"{key!r} is not an option: overrides are written --KEY VALUE")
+        key, equals, value = key[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise ValueError(f"--{key} has no value")
+            value = remaining.pop(0)
+        overrides[key] = yaml.safe_load(value)
+    return overrides
+
+
+def launch_cpu_processes() -> None:
+    """Start the processes that `accelerate launch --cpu --num_processes N` asks for.
+
+    Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
+    line does: this function reads it and hands over to torchrun, which is what Accelerate itself uses for GPUs.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
+        return
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    command = psutil.Process().parent().cmdline()
+    launched = next((i for i, part in enumerate(command) if part.endswith("upcycle.py")), 0)
+    num_processes = launcher.parse_known_args(command[:launched])[0].num_processes
+    if num_processes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+
+
+if __name__ == "__main__":
+    launch_cpu_processes()
+    main()
