@@ -21,7 +21,13 @@ from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 
 SIZES = {
     "b16": {"hidden_size": 768, "intermediate_size": 3072, "image_size": 224, "patch_size": 16},
-    "l14": {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 224, "patch_size": 14},
+    "l14": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 14,
+    },
 }
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -82,10 +83,13 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     return model.eval()
 
 
-def architecture(config: PreTrainedConfig) -> dict:
-    """The fields of a config, where not at their default, that say what the model is and not how it was stored."""
-    stored = ("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "transformers_version")
-    return {name: value for name, value in config.to_diff_dict().items() if name not in stored}
+def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:
+    """What a config, where not at its default, says about the model in the fields of another config class.
+
+    Leaves out how the model was stored, and the generation settings that old files carry.
+    """
+    known = {field.name for field in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
+    return {name: value for name, value in config.to_diff_dict().items() if name in known}
 
 
 def copy_processor(source: str | Path, folder: Path, required: bool = False) -> None:

@@ -9,11 +9,10 @@ the sparse model in which the chosen FFN has taken the place of all others.
 """
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
 import torch
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion.checkpoints import (
     architecture,
@@ -35,15 +34,11 @@ BASE = "base"
 def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
     """The config of the dense model: CLIP's fields of the sparse one."""
 
-    def dense_fields(config_class: type[PreTrainedConfig], sparse: PreTrainedConfig) -> dict:
-        known = {field.name for field in fields(config_class)}
-        return {name: value for name, value in architecture(sparse).items() if name in known}
-
     return CLIPConfig(
-        **dense_fields(CLIPConfig, config)
+        **architecture(config, CLIPConfig)
         | {
-            "text_config": dense_fields(CLIPTextConfig, config.text_config),
-            "vision_config": dense_fields(CLIPVisionConfig, config.vision_config),
+            "text_config": architecture(config.text_config, CLIPTextConfig),
+            "vision_config": architecture(config.vision_config, CLIPVisionConfig),
         }
     )
 
@@ -115,7 +110,9 @@ def verify(source: str | Path, folder: Path, expert: int | str) -> dict[str, flo
 
 
 def expert_argument(value: str) -> int | str:
-    return value if value == BASE else int(value)
+    if value == BASE or value.isdecimal():
+        return value if value == BASE else int(value)
+    raise argparse.ArgumentTypeError(f"{value!r} is neither a number nor {BASE!r}")
 
 
 def main(argv: list[str] | None = None) -> None:

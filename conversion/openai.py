@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
@@ -48,17 +47,17 @@ SHA256 = {
 HEAD_WIDTH = 64
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
-NEEDED = (
-    "logit_scale",
-    "positional_embedding",
-    "text_projection",
-    "token_embedding.weight",
-    "transformer.resblocks.0.mlp.c_fc.weight",
-    "visual.conv1.weight",
-    "visual.positional_embedding",
-    "visual.proj",
-    "visual.transformer.resblocks.0.mlp.c_fc.weight",
-)
+# The tensors whose shapes give the config, and their numbers of dimensions
+NEEDED = {
+    "positional_embedding": 2,
+    "text_projection": 2,
+    "token_embedding.weight": 2,
+    "transformer.resblocks.0.mlp.c_fc.weight": 2,
+    "visual.conv1.weight": 4,
+    "visual.positional_embedding": 2,
+    "visual.proj": 2,
+    "visual.transformer.resblocks.0.mlp.c_fc.weight": 2,
+}
 
 
 def layer_rules(original: str, tower: str) -> list[Rule]:
@@ -106,35 +105,39 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
+    torchscript = is_torchscript(archive)
+    if torchscript and not trust_archive and sha256(archive) not in SHA256.values():
+        raise ValueError(
+            f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
+            f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
+        )
     try:
         if archive.suffix == ".safetensors":
             content = load_file(archive)
-        elif is_torchscript(archive):
-            if not trust_archive and sha256(archive) not in SHA256.values():
-                raise ValueError(
-                    f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
-                    f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
-                )
+        elif torchscript:
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
             content = torch.load(archive, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{archive} is damaged or holds more than tensors, and was not loaded") from error
-    except (RuntimeError, EOFError, SafetensorError) as error:
+    except Exception as error:  # on damaged bytes the readers raise almost anything
         raise ValueError(f"{archive} cannot be read: {error}") from error
-
     if isinstance(content, dict) and "state_dict" in content:
         content = content["state_dict"]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
         raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
     return {key.removeprefix("module."): value for key, value in content.items()}
 
 
 def is_torchscript(archive: Path) -> bool:
-    if not zipfile.is_zipfile(archive):
+    """Whether a file is a zip archive with TorchScript's constants; what is no whole zip archive is not."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return any(name.endswith("/constants.pkl") for name in file.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):
         return False
-    with zipfile.ZipFile(archive) as file:
-        return any(name.endswith("/constants.pkl") for name in file.namelist())
 
 
 def sha256(path: Path) -> str:
@@ -160,6 +163,8 @@ def infer_config(
         raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
     if "logit_bias" in state:
         raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
+    if wrong := [key for key, dims in NEEDED.items() if key in state and state[key].ndim != dims]:
+        raise ValueError(f"of the wrong shape: {cut(f'{key} {tuple(state[key].shape)}' for key in wrong)}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
             f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"

@@ -104,7 +104,7 @@ def sparse_config(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWE
         ("vision", dense.config.vision_config, CLIPMoEVisionConfig),
     ):
         if tower not in towers:
-            configs[tower] = config_class(**architecture(config))
+            configs[tower] = config_class(**architecture(config, config_class))
             continue
         moe_layers = preset.sparse_layers(config.num_hidden_layers)
         if not moe_layers:
@@ -112,7 +112,7 @@ def sparse_config(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWE
                 f"the {tower} tower has {config.num_hidden_layers} layers, too few for any sparse one: "
                 "choose another preset, or leave the tower out with --towers"
             )
-        configs[tower] = config_class(**architecture(config) | routing | {"moe_layers": moe_layers})
+        configs[tower] = config_class(**architecture(config, config_class) | routing | {"moe_layers": moe_layers})
     return CLIPMoEConfig(
         text_config=configs["text"],
         vision_config=configs["vision"],

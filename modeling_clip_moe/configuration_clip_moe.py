@@ -50,6 +50,7 @@ class CLIPMoETowerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # the dictionary of a dense CLIP tower carries another one
         super().__post_init__(**kwargs)
+        self.validate_moe()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     def validate_moe(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
@@ -144,6 +145,7 @@ class CLIPMoEConfig(PreTrainedConfig):
             ),
         )
         super().__post_init__(**kwargs)
+        self.validate_router_losses()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     def validate_router_losses(self):
         """Part of `@strict`-powered validation. Refuses negative weights of the router losses."""

@@ -525,6 +525,12 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             )
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # In custom code, transformers does not call `_init_weights` on modules without weights of their own, such as
+        # CLIP's FFN, lest it overwrite loaded weights. Ours respects them: it uses `transformers.initialization`
+        return False
+
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         return super().get_correct_experts_implementation(requested_experts or "by_device")
 

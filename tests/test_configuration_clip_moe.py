@@ -1,14 +1,15 @@
 """Configuration: defaults, refusals that name field and value, and files."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
-
 
 TOWERS = pytest.mark.parametrize("config_class", [CLIPMoETextConfig, CLIPMoEVisionConfig])
 
@@ -46,33 +47,31 @@ def test_towers_have_the_fields_and_defaults_of_clip(config_class, stock_class):
 )
 def test_contradictions_name_field_and_value(config_class, fields):
     name, value = next(iter(fields.items()))
-    with pytest.raises(Exception, match="(?s)") as error:
+    with pytest.raises(ValueError, match=rf"{name}.*{re.escape(str(value))}"):
         config_class(**fields)
-    cause = error.value.__cause__ or error.value  # strict dataclasses wrap the error of a validator
-    assert isinstance(cause, ValueError)
-    assert name in str(cause) and str(value) in str(cause)
 
 
 @pytest.mark.parametrize("name", ["router_aux_loss_coef", "router_z_loss_coef"])
 def test_negative_loss_weights_are_refused(name):
-    with pytest.raises(Exception, match=rf"{name} must not be negative, got -0\.1"):
+    with pytest.raises(ValueError, match=rf"{name} must not be negative, got -0\.1"):
         CLIPMoEConfig(**{name: -0.1})
 
 
 @TOWERS
 @pytest.mark.parametrize("fields", [{"num_experts": "four"}, {"moe_layers": [0.5]}, {"capacity_factor": "2"}])
 def test_wrong_types_are_refused(config_class, fields):
-    with pytest.raises(Exception, match=next(iter(fields))):
+    ((name, value),) = fields.items()
+    with pytest.raises(StrictDataclassError, match=name):
         config_class(**fields)
     config = config_class()
-    with pytest.raises(Exception, match=next(iter(fields))):
-        setattr(config, *next(iter(fields.items())))
+    with pytest.raises(StrictDataclassError, match=name):
+        setattr(config, name, value)
 
 
 def test_saving_validates_again(tmp_path):
     config = CLIPMoETextConfig(moe_layers=[11])
     config.num_hidden_layers = 6
-    with pytest.raises(Exception, match="moe_layers"):
+    with pytest.raises(StrictDataclassError, match="moe_layers"):
         config.save_pretrained(tmp_path)
 
 

@@ -88,9 +88,8 @@ def error_of(capsys, *argv):
 @pytest.mark.parametrize("name", PRESETS)
 def test_renormalised_equals_dense(dense, name):
     sparse = upcycle(dense, dataclasses.replace(PRESETS[name], norm_topk_prob=True))
-    assert sum("experts.up_proj_bias" in key for key in sparse.state_dict()) == {"clip_moe": 8, "clip_up": 4}.get(
-        name, 2
-    )
+    num_sparse_layers = sum(key.endswith("experts.up_proj") for key in sparse.state_dict())
+    assert num_sparse_layers == {"clip_up": 4, "clip_moe": 8, "clip_fmoe": 2}[name]
     inputs = sample_inputs(dense.config)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][1, 7:] = 0
@@ -210,6 +209,17 @@ def test_flags_reach_the_baseline_of_clip_fmoe(source, tmp_path):
     assert (
         vision["moe_layers"] == [3] and vision["capacity_factor"] == 4.0 and config["text_config"]["moe_layers"] == []
     )
+
+
+def test_old_config_files_are_read_and_cleaned(source, tmp_path):
+    """Files of 2022 carry all generation settings, and the towers twice."""
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= {"top_k": 50, "num_beams": 1, "torchscript": False, "hidden_act": "gelu"}
+    path.write_text(json.dumps(config | {"text_config_dict": dict(config["text_config"]), "vision_config_dict": None}))
+    main([str(source), str(tmp_path / "out"), "--preset", "clip_moe"])
+    text_config = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
+    assert text_config["hidden_act"] == "gelu" and text_config["eos_token_id"] == 39 and "top_k" not in text_config
 
 
 def test_as_a_program(source, tmp_path):

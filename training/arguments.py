@@ -43,12 +43,12 @@ class UpcycleStage:
     # An earlier stage, a folder or a hub name.
     model: str
     preset: Literal[tuple(PRESETS)]
-    # Fields of CLIPMoETextConfig and CLIPMoEVisionConfig, for both towers (`overrides`) or one of them.
-    overrides: dict[str, Any] = Field(default_factory=dict)
-    text_overrides: dict[str, Any] = Field(default_factory=dict)
-    vision_overrides: dict[str, Any] = Field(default_factory=dict)
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    router_z_loss_coef: float | None = Field(default=None, ge=0)
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of conversion.upcycle.Preset to change.
+    changes: dict[str, Any] = Field(default_factory=dict)
+    # Fields of CLIPMoETextConfig and CLIPMoEVisionConfig that change no weight, such as capacity_factor.
+    text_config: dict[str, Any] = Field(default_factory=dict)
+    vision_config: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -15,10 +15,10 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEModel
 from training.arguments import TrainStage
 from training.freezing import parameter_groups
-from training.losses import all_reduce_sum, contrastive_loss, router_losses
+from training.losses import contrastive_loss, router_losses
 
 
 class ContrastiveTask(nn.Module):
@@ -44,7 +44,8 @@ class ContrastiveTask(nn.Module):
             averaged over the processes.
         """
         sparse = isinstance(self.model, CLIPMoEModel)
-        outputs = self.model(**batch, **({"output_router_logits": True} if sparse else {}))
+        recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
+        outputs = self.model(**batch, **recorded)
         loss = contrastive_loss(
             outputs.image_embeds,
             outputs.text_embeds,

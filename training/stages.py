@@ -5,6 +5,7 @@ what made it: the settings, the seed and the hashes of its inputs. A finished st
 unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone, with an error.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,12 +21,13 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel
 
-import modeling_clip_moe  # noqa: F401  registers the Auto classes
-from conversion.upcycle import upcycle
+from conversion.checkpoints import copy_processor, load_model
+from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.report import write_report
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training import glyphs
 from training.arguments import (
     EvaluateStage,
@@ -36,7 +38,7 @@ from training.arguments import (
     UpcycleStage,
     dump,
 )
-from training.data import build_loader, load_pairs
+from training.data import PairLoader, load_pairs
 from training.engine import train
 from training.freezing import set_trainable
 
@@ -155,19 +157,52 @@ def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
     """A dense CLIP made sparse."""
     if not run.accelerator.is_main_process:
         return
-    raise NotImplementedError
+    dense = load_model(CLIPModel, run.model(stage.model))
+    fields = {field.name for field in dataclasses.fields(Preset)}
+    unknown = sorted(set(stage.changes) - fields)
+    if unknown:
+        raise ValueError(f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}")
+    preset = dataclasses.replace(PRESETS[stage.preset], **stage.changes)
+    model = upcycle(dense, preset, stage.towers, run.recipe.seed)
+    for tower, settings in (("text", stage.text_config), ("vision", stage.vision_config)):
+        config = getattr(model.config, f"{tower}_config")
+        for name, value in settings.items():
+            if name not in {field.name for field in dataclasses.fields(config)}:
+                raise ValueError(f"{stage.name}.{tower}_config: {type(config).__name__} has no field {name!r}")
+            setattr(config, name, value)
+    model.save_pretrained(directory)
+    copy_processor(run.model(stage.model), directory)
 
 
 def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     """A model trained on pairs of images and captions."""
     source = run.model(stage.model)
-    model = AutoModel.from_pretrained(source, dtype=torch.float32)
+    sparse = AutoConfig.from_pretrained(source).model_type == CLIPMoEConfig.model_type
+    model = load_model(CLIPMoEModel if sparse else CLIPModel, source, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(source)
     trainable, frozen = set_trainable(model, stage.trainable)
-    with run.accelerator.main_process_first():  # the first process fills the cache that the others read
-        dataset = load_pairs(stage.data)
-    state_dict = train(make_accelerator(run.recipe), model, ...)
-    if run.accelerator.is_main_process:
+    accelerator = make_accelerator(run.recipe)
+    share, rest = divmod(stage.global_batch_size, accelerator.num_processes * stage.gradient_accumulation_steps)
+    if rest:
+        raise ValueError(
+            f"{stage.name}: global_batch_size {stage.global_batch_size} cannot be shared by {accelerator.num_processes} "
+            f"processes x {stage.gradient_accumulation_steps} accumulation steps"
+        )
+    with accelerator.main_process_first():  # the first process fills the cache that the others read
+        rows = load_pairs(stage.data)
+    loader = PairLoader(
+        rows, processor, stage.data, share, accelerator.process_index, accelerator.num_processes, run.recipe.seed
+    )
+    total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
+    accelerator.print(
+        f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
+        f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
+    )
+    if accelerator.log_with:
+        accelerator.init_trackers("clip_moe", config=_flatten(dump(stage)))
+    state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory)
+    accelerator.end_training()
+    if accelerator.is_main_process:
         model.save_pretrained(directory, state_dict=state_dict)
         processor.save_pretrained(directory)
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)

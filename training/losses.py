@@ -1,0 +1,114 @@
+"""Losses of the global batch: the same value and gradient for any number of processes.
+
+Every function returns this process's part. The mean of the parts over the processes is the loss of the global batch, and
+the mean of their gradients, which is what DDP and FSDP take, is its gradient.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as distributed
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from modeling_clip_moe import (
+    CLIPMoEConfig,
+    CLIPMoETextConfig,
+    CLIPMoEVisionConfig,
+    load_balancing_loss,
+    router_z_loss,
+)
+
+
+def contrastive_loss(
+    image_embeds: torch.Tensor,
+    text_embeds: torch.Tensor,
+    logit_scale: torch.Tensor,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """CLIP's symmetric cross entropy over all pairs of all processes (CLIP, Figure 3), in float32.
+
+    Args:
+        image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
+        logit_scale: the factor of the similarities, exp of the parameter of that name.
+        chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all. Chunks are
+            computed again in the backward pass.
+        label_smoothing: of the cross entropy.
+
+    Returns:
+        This process's part, a scalar: its images against all texts and its texts against all images.
+    """
+    with torch.autocast(image_embeds.device.type, enabled=False):
+        images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
+        all_images, all_texts = gather(images), gather(texts)
+        offset = _rank() * len(images)
+        targets = torch.arange(offset, offset + len(images), device=images.device)
+        image_loss = _cross_entropy_sum(images, all_texts, scale, targets, chunk_size, label_smoothing)
+        text_loss = _cross_entropy_sum(texts, all_images, scale, targets, chunk_size, label_smoothing)
+        return (image_loss + text_loss) / (2 * len(images))
+
+
+def router_losses(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """The weighted router losses of a `CLIPMoEModel` over the tokens of all processes, and what to log of them.
+
+    Args:
+        outputs: of the model, called with `output_router_logits=True, output_expert_ids=True`.
+        attention_mask: (B, S) of the text.
+
+    Returns:
+        The sum over the sparse towers of `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over
+        those towers of the two losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no
+        expert computes because all experts they chose are full (`dropped_tokens`).
+    """
+    towers = [
+        (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
+        (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
+    ]
+    total, metrics = 0.0, []
+    for tower, router_logits, expert_ids, mask in towers:
+        if router_logits is None:
+            continue
+        balance = load_balancing_loss(router_logits, tower.num_experts_per_tok, mask, reduce=all_reduce_sum)
+        z_loss = router_z_loss(router_logits, mask, reduce=all_reduce_sum)
+        total = total + config.router_aux_loss_coef * balance + config.router_z_loss_coef * z_loss
+        metrics.append(torch.stack([balance.detach(), z_loss.detach(), _dropped(tower, expert_ids, mask)]))
+    return total, dict(zip(("balance_loss", "z_loss", "dropped_tokens"), torch.stack(metrics).mean(0), strict=True))
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of all processes in the order of their ranks, with gradient into each of them.
+
+    `accelerate.gather` has no gradient into other processes' rows, which leaves the loss right and its gradient wrong.
+    """
+    if _world_size() == 1:
+        return tensor
+    return torch.cat(distributed.all_gather(tensor.contiguous()))
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, with gradient: the `reduce` of the router losses."""
+    return tensor if _world_size() == 1 else distributed.all_reduce(tensor)
+
+
+def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, mask: torch.Tensor | None):
+    computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
+    return 1 - (computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids)))
+
+
+def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing):
+    def part(rows, columns, scale, targets):
+        logits = scale * rows @ columns.T
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+
+    if chunk_size is None:
+        return part(rows, columns, scale, targets)
+    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
+    return sum(checkpoint(part, chunk, columns, scale, target, use_reentrant=False) for chunk, target in chunks)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
