@@ -65,7 +65,7 @@ def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: R
     """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
     num_layers, num_tokens, num_values = values.shape
     mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
-    sums = torch.einsum("ltn,t->ln", values, mask)
+    sums = (values * mask[:, None]).sum(dim=1)
     sums = torch.cat([sums.flatten(), mask.sum(dim=0, keepdim=True)])
     if reduce is not None:
         sums = reduce(sums)
@@ -303,7 +303,8 @@ class CLIPMoERouter(nn.Module):
         if config.norm_topk_prob:
             # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
             # or after routing")
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
         return logits, weights, ids
 
 
@@ -358,12 +359,14 @@ def experts_forward_by_device(
     experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    The default implementation: `grouped_mm` on a GPU, where the loop would wait for the token counts; the loop
-    elsewhere, where `benchmarks/experts.py` measures it faster. It follows the input, so a model may move any time.
+    The default implementation: `grouped_mm` on a GPU, where the loop would wait for the token counts, and the loop
+    elsewhere, where `benchmarks/experts.py` measures it faster in training. Under autocast always the loop, since
+    `grouped_mm` would compute in the precision of the parameters. It follows the input: a model may move at any time.
     """
-    implementation = "grouped_mm" if hidden_states.is_cuda else "eager"
-    forward = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, CLIPMoEExperts.forward.__wrapped__)
-    return forward(experts, hidden_states, top_k_index, top_k_weights)
+    if hidden_states.is_cuda and not torch.is_autocast_enabled("cuda"):
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+    loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
+    return loop(experts, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)

@@ -26,7 +26,7 @@ class InitializeStage:
 
     name: str
     stage: Literal["initialize"]
-    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig.
+    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the processor.
     text_config: dict[str, Any]
     vision_config: dict[str, Any]
     projection_dim: int

@@ -23,8 +23,7 @@ from PIL import ImageDraw
 from sklearn.datasets import load_digits
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPProcessor, CLIPTokenizer
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -81,7 +80,7 @@ def load(
     """Captioned glyphs.
 
     Args:
-        split: "train" or "test"; their digits were written by different hands' strokes.
+        split: "train" or "test"; no pen stroke is in both.
         captions: "web" or "detailed".
         captions_per_image: with more than one, `caption` is a list.
 

@@ -21,7 +21,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel
+from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion.checkpoints import copy_processor, load_model
 from conversion.upcycle import PRESETS, Preset, upcycle
@@ -142,14 +142,24 @@ def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
     """A randomly initialised dense CLIP."""
     if not run.accelerator.is_main_process:
         return
-    config = CLIPConfig(
-        text_config=stage.text_config, vision_config=stage.vision_config, projection_dim=stage.projection_dim
-    )
-    CLIPModel(config).save_pretrained(directory)
     if stage.processor == "glyphs":
-        processor = glyphs.build_processor(config.text_config.max_position_embeddings, config.vision_config.image_size)
+        text, vision = CLIPTextConfig(**stage.text_config), CLIPVisionConfig(**stage.vision_config)
+        processor = glyphs.build_processor(text.max_position_embeddings, vision.image_size)
     else:
         processor = AutoProcessor.from_pretrained(stage.processor)
+    tokenizer = processor.tokenizer
+    vocabulary = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = CLIPConfig(
+        text_config=vocabulary | stage.text_config,
+        vision_config=stage.vision_config,
+        projection_dim=stage.projection_dim,
+    )
+    CLIPModel(config).save_pretrained(directory)
     processor.save_pretrained(directory)
 
 

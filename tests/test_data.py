@@ -1,0 +1,249 @@
+"""Pairs from every kind of source, and what cannot be read."""
+
+import io
+import json
+import tarfile
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from training import glyphs
+from training.data import DataArguments, PairLoader, decode_image, load_pairs
+
+
+CAPTIONS = [f"picture number {number}" for number in "zero one two three four five six seven".split()]
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return glyphs.build_processor(16, 16)
+
+
+def picture(number):
+    return PIL.Image.fromarray(np.full((16, 16, 3), 30 * number, np.uint8))
+
+
+def write_pictures(folder, suffix="png"):
+    folder.mkdir()
+    names = [f"{number}.{suffix}" for number in range(len(CAPTIONS))]
+    for number, name in enumerate(names):
+        picture(number).save(folder / name)
+    return names
+
+
+def image_folder(tmp_path):
+    names = write_pictures(tmp_path / "folder")
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, CAPTIONS, strict=True)]
+    (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(lines))
+    return {"source": str(tmp_path / "folder"), "caption_column": "text"}
+
+
+def table(tmp_path):
+    rows = {"picture": [picture(number) for number in range(len(CAPTIONS))], "caption": CAPTIONS}
+    return datasets.Dataset.from_dict(rows).cast_column("picture", datasets.Image())
+
+
+def parquet(tmp_path):
+    (tmp_path / "parquet").mkdir()
+    rows = table(tmp_path)
+    for part in range(2):
+        rows.shard(2, part).to_parquet(tmp_path / "parquet" / f"{part}.parquet")
+    return {"source": str(tmp_path / "parquet"), "image_column": "picture"}
+
+
+def saved_to_disk(tmp_path):
+    table(tmp_path).save_to_disk(tmp_path / "disk")
+    return {"source": str(tmp_path / "disk"), "image_column": "picture"}
+
+
+def webdataset(tmp_path):
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"shard-{shard}.tar", "w") as tar:
+            for number in range(shard * 4, shard * 4 + 4):
+                png = io.BytesIO()
+                picture(number).save(png, "png")
+                for suffix, content in (("png", png.getvalue()), ("txt", CAPTIONS[number].encode())):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return {"source": str(tmp_path / "shard-*.tar"), "image_column": "png", "caption_column": "txt"}
+
+
+def sharegpt4v(tmp_path):
+    names = write_pictures(tmp_path / "images")
+    entries = [
+        {
+            "id": name,
+            "image": name,
+            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text}],
+        }
+        for name, text in zip(names, CAPTIONS, strict=True)
+    ]
+    (tmp_path / "sharegpt4v.json").write_text(json.dumps(entries))
+    return {"source": str(tmp_path / "sharegpt4v.json"), "image_root": str(tmp_path / "images")}
+
+
+SOURCES = [image_folder, parquet, saved_to_disk, webdataset, sharegpt4v]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_sources(tmp_path, source, streaming):
+    arguments = DataArguments(**source(tmp_path), streaming=streaming)
+    rows = list(load_pairs(arguments))
+    assert sorted(row["caption"] for row in rows) == sorted(CAPTIONS)
+    for row in rows:
+        assert set(row) == {"image", "caption"}
+        number = CAPTIONS.index(row["caption"])
+        assert np.array_equal(decode_image(row["image"], arguments.image_root), picture(number))
+
+
+def test_num_samples(tmp_path):
+    assert list(load_pairs(DataArguments(**sharegpt4v(tmp_path), num_samples=3))["caption"]) == CAPTIONS[:3]
+
+
+def test_glyphs():
+    rows = load_pairs(DataArguments(source="glyphs", captions="detailed", kinds="unseen", num_samples=20))
+    assert len(rows) == 20
+    assert set(rows["kind"]) <= set(glyphs.UNSEEN_KINDS)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_every_mode_becomes_rgb(mode):
+    assert decode_image(PIL.Image.new(mode, (4, 4))).mode == "RGB"
+
+
+def damaged(tmp_path, share):
+    """A ShareGPT4V-style set of 200 pairs of which a share has something wrong."""
+    arguments = sharegpt4v(tmp_path)
+    path = tmp_path / "sharegpt4v.json"
+    entries = json.loads(path.read_text()) * 25
+    whole = (tmp_path / "images" / "1.png").read_bytes()
+    (tmp_path / "images" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "images" / "text.png").write_text("not an image")
+    wrong = [{"image": "cut.png"}, {"image": "text.png"}, {"image": "nowhere.png"}, {"caption": "  "}]
+    for number in range(round(share * len(entries))):
+        entry = json.loads(json.dumps(entries[10 + number]))
+        change = wrong[number % len(wrong)]
+        entry["image"] = change.get("image", entry["image"])
+        entry["conversations"][1]["value"] = change.get("caption", entry["conversations"][1]["value"])
+        entries[10 + number] = entry
+    path.write_text(json.dumps(entries))
+    return arguments
+
+
+def test_a_few_unreadable_pairs_are_counted_and_skipped(tmp_path, caplog):
+    rows = load_pairs(DataArguments(**damaged(tmp_path, 0.02), max_unreadable=0.05))
+    assert len(rows) == 196
+    assert "4 of 200 pairs" in caplog.text and "pair 10 (cut.png)" in caplog.text and "skipped" in caplog.text
+
+
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_many_unreadable_pairs_are_an_error(tmp_path, share):
+    with pytest.raises(ValueError, match=r"pair \d+ \(.*More than max_unreadable = 1%"):
+        load_pairs(DataArguments(**damaged(tmp_path, share)))
+
+
+def test_a_stream_skips_and_judges(tmp_path, caplog, monkeypatch):
+    arguments = DataArguments(**damaged(tmp_path, 0.02), streaming=True)
+    assert len(list(load_pairs(arguments))) == 196  # too few to judge
+    assert "4 of 14 pairs skipped so far" in caplog.text
+    monkeypatch.setattr("training.data.STREAM_TRIAL", 10)
+    with pytest.raises(ValueError, match="More than max_unreadable"):
+        list(load_pairs(arguments))
+
+
+def test_missing_column(tmp_path):
+    source = parquet(tmp_path) | {"caption_column": "text"}
+    with pytest.raises(ValueError, match="no column text; its columns are picture, caption"):
+        load_pairs(DataArguments(**source))
+
+
+@pytest.mark.parametrize("source", ["nowhere.json", "nowhere-*.tar", "nowhere.parquet"])
+def test_missing_files(tmp_path, source):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_pairs(DataArguments(source=str(tmp_path / source)))
+
+
+def test_malformed_json(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([{"image": "a.png", "conversations": []}]))
+    with pytest.raises(ValueError, match="entry 0 has no image or no answer"):
+        load_pairs(DataArguments(source=str(tmp_path / "x.json")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"source": "glyphs"}, "num_samples"), ({"source": "x", "streaming": True, "in_memory": True}, "streaming")],
+)
+def test_contradictions(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**settings)
+
+
+def batches(loader, start, number):
+    stream = loader.batches(start)
+    return [next(stream) for _ in range(number)]
+
+
+def equal(first, second):
+    return all(torch.equal(a[key], b[key]) for a, b in zip(first, second, strict=True) for key in a)
+
+
+def test_batches(processor):
+    arguments = DataArguments(source="glyphs", captions="detailed", num_samples=20)
+    rows = load_pairs(arguments)
+    loader = PairLoader(rows, processor, arguments, batch_size=8)
+    (batch,) = batches(loader, 0, 1)
+    assert batch["pixel_values"].shape == (8, 3, 16, 16) and batch["pixel_values"].dtype == torch.float32
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (8, 16)  # cut at model_max_length
+    first = next(iter(loader.sampler))[0]
+    expected = processor(images=rows[first]["image"], return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(batch["pixel_values"][0], expected)
+    text = processor.tokenizer(rows[first]["caption"], truncation=True)["input_ids"]
+    assert batch["input_ids"][0][: len(text)].tolist() == text
+
+
+@pytest.mark.parametrize("change", [{"num_workers": 2}, {"in_memory": True}], ids=str)
+def test_batches_do_not_depend_on_how_they_are_read(processor, change):
+    loaders = []
+    for settings in ({}, change):
+        arguments = DataArguments(source="glyphs", num_samples=20, **settings)
+        loaders.append(PairLoader(load_pairs(arguments), processor, arguments, batch_size=8))
+    assert equal(*(batches(loader, 0, 3) for loader in loaders))
+
+
+def test_resuming_goes_on_where_it_stopped(processor):
+    arguments = DataArguments(source="glyphs", num_samples=20)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
+    whole = batches(loader, 0, 7)
+    for start in range(7):
+        assert equal(batches(loader, start, 7 - start), whole[start:])
+
+
+def test_two_ranks_make_one_global_batch(processor):
+    arguments = DataArguments(source="glyphs", num_samples=40)
+    rows = load_pairs(arguments)
+    alone = batches(PairLoader(rows, processor, arguments, 8), 0, 3)
+    ranks = [batches(PairLoader(rows, processor, arguments, 4, rank, 2), 0, 3) for rank in range(2)]
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        assert torch.equal(whole["pixel_values"], torch.cat([part["pixel_values"] for part in parts]))
+
+
+def test_several_captions_take_turns(processor):
+    rows = glyphs.load("train", "web", 8, captions_per_image=3)
+    arguments = DataArguments(source="glyphs", num_samples=8)
+    loader = PairLoader(rows, processor, arguments, batch_size=8)
+    ids = {tuple(ids) for batch in batches(loader, 0, 10) for ids in batch["input_ids"].tolist()}
+    assert len(ids) > 8
+    assert equal(batches(loader, 5, 1), batches(loader, 5, 1))
+
+
+def test_streamed_batches_resume(processor, tmp_path):
+    arguments = DataArguments(**webdataset(tmp_path), streaming=True)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=3)
+    whole = batches(loader, 0, 4)  # more than an epoch
+    assert whole[0]["pixel_values"].shape == (3, 3, 16, 16)
+    assert equal(batches(loader, 2, 2), whole[2:])

@@ -1,0 +1,57 @@
+"""What trains and what decays."""
+
+import pytest
+from transformers import CLIPTextConfig, CLIPVisionConfig
+
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from training.freezing import parameter_groups, set_trainable
+
+
+@pytest.fixture
+def model():
+    common = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, moe_layers=[1])
+    common |= dict(num_experts=4, num_experts_per_tok=2, fusion_gate=True)
+    text = {**common, "vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
+    assert CLIPTextConfig and CLIPVisionConfig
+    return CLIPMoEModel(
+        CLIPMoEConfig(text_config=text, vision_config={**common, "image_size": 8, "patch_size": 4}, projection_dim=8)
+    )
+
+
+def test_routers_only(model):
+    trainable, frozen = set_trainable(model, r"\.router\.")
+    assert trainable == ["text_model.encoder.layers.1.mlp.router.weight", "vision_model.encoder.layers.1.mlp.router.weight"]
+    assert set(trainable) | set(frozen) == {name for name, _ in model.named_parameters()}
+    assert not set(trainable) & set(frozen)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)
+
+
+def test_a_second_pattern_replaces_the_first(model):
+    set_trainable(model, r"\.router\.")
+    trainable, _ = set_trainable(model, "logit_scale")
+    assert trainable == ["logit_scale"]
+    assert sum(p.requires_grad for p in model.parameters()) == 1
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("rooter", "'rooter' is found in no"), ("(", "not a regular")])
+def test_bad_patterns(model, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        set_trainable(model, pattern)
+
+
+def test_decay_is_for_matrices(model):
+    decay, no_decay = parameter_groups(model, 0.1)
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, left = ([names[id(p)] for p in group["params"]] for group in (decay, no_decay))
+    assert sorted(decaying + left) == sorted(names.values())
+    ends = {name.rsplit(".", 1)[-1] for name in left}
+    assert ends == {"bias", "weight", "up_proj_bias", "down_proj_bias", "class_embedding", "logit_scale"}
+    assert all("norm" in name or "layrnorm" in name for name in left if name.endswith("weight"))
+    assert not [name for name in decaying if "norm" in name or "bias" in name]
+
+
+def test_frozen_parameters_are_in_no_group(model):
+    set_trainable(model, "experts")
+    decay, no_decay = parameter_groups(model, 0.1)
+    assert len(decay["params"]) == len(no_decay["params"]) == 4  # two matrices and two biases, in both towers

@@ -1,0 +1,133 @@
+"""Losses against obvious loops, value and gradient, in one process and in two."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from modeling_clip_moe import load_balancing_loss, router_z_loss
+from training.losses import all_reduce_sum, contrastive_loss
+
+
+BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
+CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
+
+
+def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0):
+    """CLIP's loss, one pair at a time."""
+    total = 0.0
+    for rows, columns in ((images, texts), (texts, images)):
+        for i in range(len(rows)):
+            logits = torch.stack([scale * rows[i] @ columns[j] for j in range(len(columns))])
+            log_probabilities = logits - logits.exp().sum().log()
+            smooth = log_probabilities.mean()
+            total = total - (1 - label_smoothing) * log_probabilities[i] - label_smoothing * smooth
+    return total / (2 * len(images))
+
+
+class Model(nn.Module):
+    """Two linear towers, a router and the temperature: enough to see every gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, function):
+        return function(self)
+
+    def embeds(self, images, texts):
+        return nn.functional.normalize(self.image(images), dim=-1), nn.functional.normalize(self.text(texts), dim=-1)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    images, texts = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+    tokens = torch.randn(BATCH, 7, WIDTH, generator=generator)
+    mask = torch.arange(7) < torch.tensor([7, 3, 5, 1, 2, 6])[:, None]
+    return images, texts, tokens, mask.long()
+
+
+def losses(model, share, chunk_size, label_smoothing):
+    """This process's part of the contrastive and of the router losses."""
+    images, texts, tokens, mask = (tensor[share] for tensor in data())
+    image_embeds, text_embeds = model.embeds(images, texts)
+    contrastive = contrastive_loss(image_embeds, text_embeds, model.logit_scale.exp(), chunk_size, label_smoothing)
+    logits = (model.router(tokens), model.router(tokens + 1))
+    balance = load_balancing_loss(logits, TOP_K, mask, reduce=all_reduce_sum)
+    return contrastive + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = []
+    share = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    for case in CASES:
+        model = DistributedDataParallel(Model())
+        loss = model(lambda m, case=case: losses(m, share, *case))
+        loss.backward()
+        results.append((loss.detach(), gradients(model.module)))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    mp.spawn(worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(("chunk_size", "label_smoothing"), CASES)
+def test_contrastive_loss_is_the_plain_one(chunk_size, label_smoothing):
+    results = []
+    for function in (
+        plain_contrastive_loss,
+        lambda *inputs: contrastive_loss(*inputs[:3], chunk_size, label_smoothing),
+    ):
+        model = Model()
+        image_embeds, text_embeds = model.embeds(*data()[:2])
+        loss = function(image_embeds, text_embeds, model.logit_scale.exp(), label_smoothing)
+        (grads,) = [torch.autograd.grad(loss.squeeze(), [model.image.weight, model.text.weight, model.logit_scale])]
+        results.append((loss.squeeze(), *grads))
+    for plain, ours in zip(*results, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_contrastive_loss_of_equal_embeddings():
+    embeds = torch.ones(8, 4) / 2
+    loss = contrastive_loss(embeds, embeds, torch.tensor([10.0]))
+    torch.testing.assert_close(loss, torch.tensor(math.log(8)))  # nothing tells the pairs apart
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=str)
+def test_two_processes_equal_one(two_processes, case):
+    model = Model()
+    loss = losses(model, slice(None), *CASES[case])
+    loss.backward()
+    expected = gradients(model)
+    (loss_0, gradients_0), (loss_1, gradients_1) = (results[case] for results in two_processes)
+    torch.testing.assert_close((loss_0 + loss_1) / 2, loss.detach(), atol=1e-6, rtol=1e-6)
+    assert loss_0 != loss_1  # each has its own part
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 1e-4, name
+        torch.testing.assert_close(gradients_0[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+        assert torch.equal(gradients_0[name], gradients_1[name])
+
+
+def test_float32_under_autocast():
+    images, texts = Model().embeds(*data()[:2])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = contrastive_loss(images, texts, torch.tensor([50.0]))
+    assert torch.equal(loss, contrastive_loss(images, texts, torch.tensor([50.0])))

@@ -1,0 +1,304 @@
+"""Recipes run whole, on models of a few thousand parameters: what they write, how they resume, how they fail."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoProcessor
+
+from modeling_clip_moe import CLIPMoEModel
+from training import engine, stages, upcycle
+from training.arguments import load_recipe
+from training.stages import run_recipe
+
+
+ROOT = Path(__file__).parents[1]
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def recipe(**training):
+    """Initialise, upcycle, train."""
+    settings = {
+        "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
+        "global_batch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 2,
+    }
+    return {
+        "output_dir": "out",
+        "defaults": {"train": settings | training},
+        "stages": [
+            {
+                "name": "dense",
+                "stage": "initialize",
+                "processor": "glyphs",
+                "projection_dim": 16,
+                "text_config": {**TOWER, "max_position_embeddings": 16},
+                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
+            },
+            {
+                "name": "sparse",
+                "stage": "upcycle",
+                "model": "dense",
+                "preset": "clip_up",
+                "changes": {"num_experts": 4},
+                "text_config": {"capacity_group_size": 4},
+                "vision_config": {"capacity_group_size": 4},
+            },
+            {"name": "tuned", "stage": "train", "model": "sparse"},
+        ],
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(overrides=None, stages=None, output="out", **training):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe(**training)))
+        loaded = load_recipe(path, {"output_dir": str(tmp_path / output), **(overrides or {})})
+        return run_recipe(loaded, stages)
+
+    return run
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(first, second):
+    first, second = weights(first), weights(second)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_recipe_makes_models_that_load(run):
+    output = run()
+    assert {path.name for path in output.iterdir()} == {"dense", "sparse", "tuned", "recipe.yaml", "environment.json"}
+    assert load_recipe(output / "recipe.yaml").output_dir == str(output)
+    model, processor = AutoModel.from_pretrained(output / "tuned"), AutoProcessor.from_pretrained(output / "tuned")
+    assert isinstance(model, CLIPMoEModel)
+    assert processor.tokenizer.model_max_length == 16
+    assert not (output / "tuned" / "checkpoints").exists()
+    before, after = weights(output / "sparse"), weights(output / "tuned")
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    assert not still
+    log = [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "balance_loss", "z_loss", "dropped_tokens", "grad_norm"} <= set(log[0])
+    assert log[0]["balance_loss"] >= 1 and 0 <= log[0]["dropped_tokens"] < 1
+
+
+def test_the_same_seed_gives_the_same_bits(run):
+    first, second, other = run(output="a"), run(output="b"), run({"seed": 1}, output="c")
+    assert same_weights(first / "tuned", second / "tuned")
+    assert not same_weights(first / "tuned", other / "tuned")
+
+
+def test_finished_stages_are_skipped_and_others_refused(run, capsys):
+    output = run()
+    written = (output / "tuned" / "model.safetensors").stat().st_mtime_ns
+    run({"tuned.logging_steps": 5})
+    assert "tuned: done before, skipped" in capsys.readouterr().out
+    assert (output / "tuned" / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match=r"tuned was made with other settings \(stage\.learning_rate: 0\.01 -> 0\.5\)"):
+        run({"tuned.learning_rate": 0.5})
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        run({"seed": 1})
+    assert (output / "tuned" / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_parts_of_a_recipe(run):
+    with pytest.raises(FileNotFoundError, match="the stage 'sparse' has not finished"):
+        run(stages=["tuned"])
+    with pytest.raises(ValueError, match="no stage nope; its stages are dense, sparse, tuned"):
+        run(stages=["nope"])
+    output = run(stages=["dense", "sparse"])
+    assert not (output / "tuned").exists()
+    assert same_weights(run(stages=["tuned"]) / "tuned", run(output="whole") / "tuned")
+
+
+def test_only_what_the_pattern_names_trains(run):
+    output = run(trainable=r"\.(router|fusion_gate)\.", weight_decay=0.1)
+    before, after = weights(output / "sparse"), weights(output / "tuned")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".router." in name} != set()
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_interrupted_at_any_step_ends_in_the_same_bits(run, monkeypatch, steps):
+    class Stop(Exception):
+        pass
+
+    count = iter(range(steps))
+    original = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        if next(count, None) is None:
+            raise Stop
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        with pytest.raises(Stop):
+            run()
+    resumed = run()
+    whole = run(output="whole")
+    assert same_weights(resumed / "tuned", whole / "tuned")
+    assert losses(resumed / "tuned") == losses(whole / "tuned")
+
+
+def test_killed_and_started_again(run, tmp_path):
+    """SIGKILL at a random step, twice; the weights end as those of a run that nobody killed, to the bit."""
+    steps = {"max_steps": 40, "save_steps": 3}
+    run(stages=["dense", "sparse"], **steps)
+    command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
+    command += ["--output-dir", str(tmp_path / "out")]
+    log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
+    for _ in range(2):
+        done = len(log.read_text().splitlines()) if log.exists() else 0
+        last = random.SystemRandom().randint(done + 1, done + 12)
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+        while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < last):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it finished before it was killed"
+    resumed = run(**steps)
+    whole = run(output="whole", **steps)
+    assert losses(resumed / "tuned") == losses(whole / "tuned")
+    assert same_weights(resumed / "tuned", whole / "tuned")
+
+
+def test_two_processes_train_as_one(run, tmp_path):
+    run(stages=["dense", "sparse"], global_batch_size=16)
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
+    command += ["training/upcycle.py", "--config", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stdout
+    alone = run(output="alone", global_batch_size=16)
+    torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(alone / "tuned"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights(tmp_path / "out" / "tuned"), weights(alone / "tuned"), atol=1e-4, rtol=0)
+
+
+def test_gradient_checkpointing_changes_nothing(run):
+    plain, checkpointed = run(output="a"), run(output="b", gradient_checkpointing=True)
+    torch.testing.assert_close(losses(plain / "tuned"), losses(checkpointed / "tuned"), atol=1e-5, rtol=0)
+
+
+def test_accumulation_averages_gradients(run):
+    """Two halves whose captions and images are the same batch: accumulated, they give one half's step."""
+    output = run(gradient_accumulation_steps=2)
+    assert len(losses(output / "tuned")) == 6
+    with pytest.raises(ValueError, match="global_batch_size 8 cannot be shared by 1 processes x 3"):
+        run(output="b", gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_mixed_precision(run, precision):
+    script = run({"mixed_precision": precision}, output="mixed")
+    assert all(tensor.dtype == torch.float32 for tensor in weights(script / "tuned").values())
+    torch.testing.assert_close(losses(script / "tuned")[0], losses(run() / "tuned")[0], atol=0.05, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
+    original, calls = engine.contrastive_loss, iter(range(100))
+
+    def overflow(*args, **kwargs):
+        loss = original(*args, **kwargs)
+        return loss * float("nan") if next(calls) == 4 else loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "contrastive_loss", overflow)
+        with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan; .*step-00000004") as error:
+            run()
+    kept = Path(str(error.value).split("checkpoint is ")[1].split(". Lower")[0])
+    assert kept.is_dir()
+    assert same_weights(run() / "tuned", run(output="whole") / "tuned")  # it can go on from there
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch):
+    """The process may write no more than a few bytes to a file once the first checkpoint is there."""
+    original = engine.save_checkpoint
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(accelerator, checkpoints, step, limit):
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            return original(accelerator, checkpoints, step, limit)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", save)
+        with pytest.raises(OSError, match="step 4: the checkpoint .* could not be written .* earlier checkpoints are whole"):
+            run()
+    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert same_weights(run() / "tuned", run(output="whole") / "tuned")
+
+
+def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(stages, "_write", lambda path, text: path.write_text(text))
+        patch.setattr(stages, "run_stage", lambda run, stage: stages.STAGES[type(stage)](run, stage, made(run, stage)))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002.partial"]
+    assert engine.latest_checkpoint(checkpoints) is None
+
+
+def made(run, stage):
+    directory = run.output_dir / stage.name
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / stages.MANIFEST).write_text("{}")
+    return directory
+
+
+def test_trackers(run):
+    output = run({"trackers": ["tensorboard"]})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "clip_moe"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("tuned/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
+        (["--seed"], "--seed has no value"),
+        (["seed", "1"], "'seed' is not an option"),
+        (["--sede", "1"], "'sede' is neither a key"),
+        (["--stages", "nope"], "no stage nope"),
+        (["--upcycled.changes.num_expert", "4", "--stages", "upcycled"], "a preset has no num_expert"),
+        (["--upcycled.changes.num_experts", "1", "--stages", "upcycled"], "num_experts_per_tok"),
+        (["--upcycled.text_config.capacity", "4", "--stages", "upcycled"], "has no field 'capacity'"),
+        (["--upcycled.model", "nowhere/", "--stages", "upcycled"], "nowhere"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_end_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as exit:
+        upcycle.main([*arguments, "--output-dir", str(tmp_path / "out")])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
