@@ -359,9 +359,9 @@ def experts_forward_by_device(
     experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    The default implementation: `grouped_mm` on a GPU, where the loop would wait for the token counts, and the loop
-    elsewhere, where `benchmarks/experts.py` measures it faster in training. Under autocast always the loop, since
-    `grouped_mm` would compute in the precision of the parameters. It follows the input: a model may move at any time.
+    The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
+    loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast always the loop: `grouped_mm` would
+    compute in the precision of the parameters. It follows the input, so a model may move at any time.
     """
     if hidden_states.is_cuda and not torch.is_autocast_enabled("cuda"):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
@@ -642,9 +642,8 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
     def __init__(self, config: CLIPMoEVisionConfig):
         super().__init__(config)
         self.embeddings = CLIPVisionEmbeddings(config)
-        self.pre_layrnorm = nn.LayerNorm(
-            config.hidden_size, eps=config.layer_norm_eps
-        )  # the typo is in every checkpoint
+        # The misspelling is in every CLIP checkpoint
+        self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.encoder = CLIPMoEEncoder(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_init()
