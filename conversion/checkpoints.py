@@ -60,9 +60,7 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     try:
         model_type = AutoConfig.from_pretrained(source).model_type
         if model_type != expected:
-            raise ValueError(
-                f"a model of type {expected!r} is needed, not {model_type!r}{WAY_OUT.get(model_type, '')}"
-            )
+            raise ValueError(f"a model of type {expected!r} is needed, not {model_type!r}{WAY_OUT.get(model_type, '')}")
         model, info = model_class.from_pretrained(
             source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
         )

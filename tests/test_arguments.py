@@ -7,7 +7,6 @@ import yaml
 
 from training.arguments import dump, load_recipe
 
-
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 
 RECIPE = """

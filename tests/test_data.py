@@ -13,7 +13,6 @@ import torch
 from training import glyphs
 from training.data import DataArguments, PairLoader, decode_image, load_pairs
 
-
 CAPTIONS = [f"picture number {number}" for number in "zero one two three four five six seven".split()]
 
 

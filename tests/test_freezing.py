@@ -20,7 +20,10 @@ def model():
 
 def test_routers_only(model):
     trainable, frozen = set_trainable(model, r"\.router\.")
-    assert trainable == ["text_model.encoder.layers.1.mlp.router.weight", "vision_model.encoder.layers.1.mlp.router.weight"]
+    assert trainable == [
+        "text_model.encoder.layers.1.mlp.router.weight",
+        "vision_model.encoder.layers.1.mlp.router.weight",
+    ]
     assert set(trainable) | set(frozen) == {name for name, _ in model.named_parameters()}
     assert not set(trainable) & set(frozen)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)

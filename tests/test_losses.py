@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from modeling_clip_moe import load_balancing_loss, router_z_loss
 from training.losses import all_reduce_sum, contrastive_loss
 
-
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_stub"
 
@@ -68,11 +67,17 @@ def hub():
 
 
 def push(hub, folder, token=TOKEN):
-    program = f"from pathlib import Path; from training.stages import push_to_hub; push_to_hub(Path({str(folder)!r}), 'user/glyphs')"
+    program = "import sys; from pathlib import Path; from training.stages import push_to_hub; "
+    program += "push_to_hub(Path(sys.argv[1]), 'user/glyphs')"
     address = f"http://127.0.0.1:{hub.server_address[1]}"
     environment = os.environ | {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from training.samplers import GlobalBatchSampler
 
-
-sizes = st.tuples(st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)).filter(
-    lambda size: size[0] >= size[1] * size[2]
-)
+sizes = st.tuples(
+    st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)
+).filter(lambda size: size[0] >= size[1] * size[2])
 
 
 def epoch_of(num_samples, batch_size, world_size, seed, epoch, start_batch=0):

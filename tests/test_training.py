@@ -21,7 +21,6 @@ from training import engine, stages, upcycle
 from training.arguments import load_recipe
 from training.stages import run_recipe
 
-
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -173,7 +172,9 @@ def test_killed_and_started_again(run, tmp_path):
     for _ in range(2):
         done = len(log.read_text().splitlines()) if log.exists() else 0
         last = random.SystemRandom().randint(done + 1, done + 12)
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        )
         while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < last):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -187,7 +188,13 @@ def test_killed_and_started_again(run, tmp_path):
 def test_two_processes_train_as_one(run, tmp_path):
     run(stages=["dense", "sparse"], global_batch_size=16)
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
-    command += ["training/upcycle.py", "--config", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path / "out")]
+    command += [
+        "training/upcycle.py",
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "on 2 x cpu" in done.stdout
@@ -247,7 +254,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "save_checkpoint", save)
-        with pytest.raises(OSError, match="step 4: the checkpoint .* could not be written .* earlier checkpoints are whole"):
+        with pytest.raises(
+            OSError, match="step 4: the checkpoint .* could not be written .* earlier checkpoints are whole"
+        ):
             run()
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]

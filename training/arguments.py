@@ -16,7 +16,6 @@ from pydantic.dataclasses import dataclass
 from conversion.upcycle import PRESETS
 from training.data import DataArguments
 
-
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 

@@ -22,7 +22,6 @@ from transformers import CLIPProcessor
 from training import glyphs
 from training.samplers import GlobalBatchSampler
 
-
 logger = logging.getLogger(__name__)
 
 # Samples of a stream to see before its share of unreadable ones is judged.
@@ -35,7 +34,8 @@ class DataArguments:
     """Where the pairs are and how they are read."""
 
     # "glyphs"; a hub name; a folder of images with metadata.csv or metadata.jsonl, of parquet files or of webdataset
-    # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style .json.
+    # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style
+    # .json.
     source: str
     split: str = "train"
     image_column: str = "image"
@@ -80,13 +80,10 @@ def load_pairs(arguments: DataArguments) -> datasets.Dataset | datasets.Iterable
     if arguments.source == "glyphs":
         kinds = glyphs.KIND_SETS[arguments.kinds]
         return glyphs.load(arguments.split, arguments.captions, arguments.num_samples, kinds, arguments.seed)
-    rows = _open(arguments)
-    if arguments.num_samples is not None:
-        rows = rows.take(arguments.num_samples)
-    rows = _as_image_and_caption(rows, arguments)
+    rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows.filter(_StreamFilter(arguments))
-    return _readable(rows, arguments)
+    return readable_pairs(rows, arguments)[0]
 
 
 def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
@@ -101,7 +98,9 @@ def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
         value = {"bytes": None, "path": value}
     if not isinstance(value, dict) or (value.get("bytes") is None and not value.get("path")):
         raise OSError("there is no image")
-    file = io.BytesIO(value["bytes"]) if value.get("bytes") is not None else os.path.join(image_root or "", value["path"])
+    file = (
+        io.BytesIO(value["bytes"]) if value.get("bytes") is not None else os.path.join(image_root or "", value["path"])
+    )
     try:
         with PIL.Image.open(file) as image:
             return image.convert("RGB")
@@ -186,9 +185,7 @@ class _Pairs(torch.utils.data.Dataset):
         self.rows, self.processor, self.arguments, self.seed, self.epoch = rows, processor, arguments, seed, 0
         self.pixel_values = self.captions = None
         if arguments.in_memory:
-            parts = [
-                _pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)
-            ]
+            parts = [_pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)]
             self.pixel_values, self.captions = torch.cat(parts), list(rows["caption"])
 
     def __len__(self) -> int:
@@ -208,6 +205,17 @@ class _Pairs(torch.utils.data.Dataset):
 def _pixel_values(images: list[Any], processor: CLIPProcessor, arguments: DataArguments) -> torch.Tensor:
     images = [decode_image(image, arguments.image_root) for image in images]
     return processor.image_processor(images, return_tensors="pt")["pixel_values"]
+
+
+def open_rows(arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
+    """The rows of any source but the glyphs, with all their columns.
+
+    Raises:
+        FileNotFoundError: a local source is not there.
+        ValueError: an entry of a ShareGPT4V-style file has no image or no caption.
+    """
+    rows = _open(arguments)
+    return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
 
 def _open(arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
@@ -249,7 +257,12 @@ def _open_sharegpt4v(path: Path, arguments: DataArguments) -> datasets.Dataset |
     return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
-def _as_image_and_caption(rows, arguments: DataArguments):
+def select_columns(rows, arguments: DataArguments):
+    """The image and the caption column alone, under those names; images are not decoded yet.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
     wanted = {arguments.image_column: "image", arguments.caption_column: "caption"}
     columns = rows.column_names
     if columns is not None:  # a stream of unknown features tells with its first row
@@ -279,7 +292,12 @@ def _problem(row: dict[str, Any], arguments: DataArguments) -> str:
     return ""
 
 
-def _readable(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
+def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
+    """The rows of `select_columns` without the unreadable ones, and how many those were. Decodes every image.
+
+    Raises:
+        ValueError: they are more than `max_unreadable` of all, or nothing is left.
+    """
     problems = rows.map(
         lambda row: {"problem": _problem(row, arguments)},
         remove_columns=rows.column_names,
@@ -293,7 +311,7 @@ def _readable(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Data
         rows = rows.select([index for index, problem in enumerate(problems) if not problem])
     if len(rows) == 0:
         raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
-    return rows
+    return rows, len(bad)
 
 
 class _StreamFilter:

@@ -4,7 +4,6 @@ import re
 
 from torch import nn
 
-
 # Biases, norms, the class embedding and the temperature: as CLIP (section 2.5) and everybody after it.
 NO_DECAY = re.compile(r"(bias|norm\d?\.weight|class_embedding|logit_scale)$")
 

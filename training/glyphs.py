@@ -25,7 +25,6 @@ from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
-
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SHAPES = ["disc", "square", "triangle", "star", "cross", "heart"]
 KINDS = DIGITS + SHAPES
@@ -34,30 +33,39 @@ SEEN_KINDS = ["zero", "two", "four", "six", "eight", "disc", "triangle", "cross"
 UNSEEN_KINDS = [kind for kind in KINDS if kind not in SEEN_KINDS]
 KIND_SETS = {"all": KINDS, "seen": SEEN_KINDS, "unseen": UNSEEN_KINDS}
 
+# Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
+# colors, a small CLIP would have to learn every glyph in every pair of them, and needs several times as many steps.
 COLORS = {
-    "red": (205, 40, 40),
-    "orange": (240, 140, 30),
-    "yellow": (240, 220, 60),
-    "green": (45, 150, 60),
-    "blue": (45, 80, 200),
-    "purple": (135, 60, 165),
-    "white": (245, 245, 245),
+    "red": (200, 30, 30),
+    "green": (20, 120, 40),
+    "blue": (30, 60, 190),
+    "purple": (125, 30, 145),
+    "brown": (110, 65, 25),
     "black": (25, 25, 25),
 }
-# Ink and background must be told apart at a glance.
-CLASHES = {
-    frozenset(pair)
-    for pair in [("red", "orange"), ("orange", "yellow"), ("yellow", "white"), ("blue", "purple"), ("blue", "black")]
+BACKGROUNDS = {
+    "white": (245, 245, 245),
+    "yellow": (245, 225, 100),
+    "orange": (250, 175, 85),
+    "pink": (250, 180, 205),
+    "turquoise": (130, 225, 220),
+    "gray": (190, 190, 190),
 }
 SIZES = {"small": 0.36, "medium": 0.53, "large": 0.72}  # of the image's side
-POSITIONS = {"center": (0, 0), "top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1)}
+POSITIONS = {
+    "center": (0, 0),
+    "top left": (-1, -1),
+    "top right": (1, -1),
+    "bottom left": (-1, 1),
+    "bottom right": (1, 1),
+}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]
 ATTRIBUTES = {
     "kind": KINDS,
     "color": list(COLORS),
     "size": list(SIZES),
     "position": list(POSITIONS),
-    "background": list(COLORS),
+    "background": list(BACKGROUNDS),
     "texture": TEXTURES,
 }
 
@@ -131,8 +139,7 @@ def load_pairs(
         name = names[index % len(names)]
         first = draw_attributes(rng, kinds)
         values = list(kinds) if name == "kind" else ATTRIBUTES[name]
-        others = [{**first, name: value} for value in values if value != first[name]]
-        second = _choose(rng, [other for other in others if not _clash(other)])
+        second = {**first, name: _choose(rng, [value for value in values if value != first[name]])}
         wording = int(rng.integers(2**32))
         row = {"attribute": name}
         for side, glyph in enumerate((first, second)):
@@ -146,10 +153,7 @@ def load_pairs(
 
 def draw_attributes(rng: np.random.Generator, kinds: Sequence[str]) -> dict[str, str]:
     """A random glyph: attribute -> value."""
-    while True:
-        glyph = {name: _choose(rng, kinds if name == "kind" else values) for name, values in ATTRIBUTES.items()}
-        if not _clash(glyph):
-            return glyph
+    return {name: _choose(rng, kinds if name == "kind" else values) for name, values in ATTRIBUTES.items()}
 
 
 def caption(glyph: dict[str, str], style: str, rng: np.random.Generator) -> str:
@@ -175,7 +179,7 @@ def render(glyph: dict[str, str], split: str, rng: np.random.Generator, image_si
 
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:
-    """CLIP's tokenizer with a vocabulary learnt from glyph captions; as in OpenAI's, the end token has the highest id."""
+    """CLIP's tokenizer with a vocabulary learnt from glyph captions; as in OpenAI's, the end token's id is highest."""
     alphabet = sorted(ByteLevel.alphabet())
     # CLIP's own normalisation and splitting into words.
     template = CLIPTokenizer().backend_tokenizer
@@ -238,11 +242,6 @@ def _choose(rng: np.random.Generator, values: Sequence):
     return values[int(rng.integers(len(values)))]
 
 
-def _clash(glyph: dict[str, str]) -> bool:
-    ink, background = glyph["color"], glyph["background"]
-    return ink == background or frozenset((ink, background)) in CLASHES
-
-
 @cache
 def _digit_images(split: str) -> dict[str, np.ndarray]:
     images, labels = load_digits(return_X_y=True)
@@ -298,9 +297,9 @@ def _distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
 
 
 def _background(glyph: dict[str, str], rng: np.random.Generator, image_size: int) -> np.ndarray:
-    color = np.float32(COLORS[glyph["background"]]) + rng.normal(0, 8, 3)
-    # The texture is a shade of the background itself: darker on bright colours, brighter on dark ones.
-    shade = color * 0.7 if color.mean() > 90 else color + 60
+    color = np.float32(BACKGROUNDS[glyph["background"]]) + rng.normal(0, 8, 3)
+    # The texture is a darker shade of the background itself, still lighter than every ink.
+    shade = color * 0.8
     y, x = np.mgrid[:image_size, :image_size] + rng.integers(8, size=2)[:, None, None]
     pattern = {
         "plain": np.zeros_like(x, bool),
@@ -318,7 +317,7 @@ def _png(image: np.ndarray) -> dict[str, bytes]:
 
 
 def _article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+    return f"{'an' if words[0] in 'aeio8' and words != 'one' else 'a'} {words}"
 
 
 def _web_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
@@ -355,9 +354,10 @@ def _detailed_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
     return _choose(
         rng,
         [
-            f"The image shows {_article(f'{size} {color} {noun}')}. It is placed {place}. Behind it is {_article(ground)}.",
-            f"{_article(f'{color} {noun}').capitalize()} of {size} size is {place}. The background is {background} and "
-            f"{quality}.",
+            f"The image shows {_article(f'{size} {color} {noun}')}. It is placed {place}. "
+            f"Behind it is {_article(ground)}.",
+            f"{_article(f'{color} {noun}').capitalize()} of {size} size is {place}. "
+            f"The background is {background} and {quality}.",
             f"On {_article(ground)} there is {_article(noun)}. It is {color} and {size}. It stands {place}.",
             f"{place.capitalize()} of the picture stands {_article(f'{size} {noun}')}. It is drawn in {color} ink. "
             f"The {background} background is {quality}.",
@@ -372,8 +372,7 @@ def _all_words():
         glyph = draw_attributes(rng, KINDS)
         for style in CAPTION_STYLES:
             yield caption(glyph, style, rng)
-    for template in TEMPLATES:
-        yield template
+    yield from TEMPLATES
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:

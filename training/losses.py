@@ -1,7 +1,7 @@
 """Losses of the global batch: the same value and gradient for any number of processes.
 
-Every function returns this process's part. The mean of the parts over the processes is the loss of the global batch, and
-the mean of their gradients, which is what DDP and FSDP take, is its gradient.
+Every function returns this process's part. The mean of the parts over the processes is the loss of the global batch,
+and the mean of their gradients, which is what DDP and FSDP take, is its gradient.
 """
 
 import torch
@@ -56,9 +56,9 @@ def router_losses(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) 
         attention_mask: (B, S) of the text.
 
     Returns:
-        The sum over the sparse towers of `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over
-        those towers of the two losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no
-        expert computes because all experts they chose are full (`dropped_tokens`).
+        The sum over the sparse towers of `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means
+        over those towers of the two losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens
+        that no expert computes because all experts they chose are full (`dropped_tokens`).
     """
     towers = [
         (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),

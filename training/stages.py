@@ -1,8 +1,9 @@
 """The stages of a recipe: each reads folders and writes one folder of its own, whole or not at all.
 
-A stage works in `NAME.partial`, which is renamed to `NAME` when all of it is there. `manifest.json` in the folder holds
-what made it: the settings, the seed and the hashes of its inputs. A finished stage whose manifest matches is skipped, an
-unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone, with an error.
+A stage works in `NAME.partial`, which is renamed to `NAME` when all of it is there. `manifest.json` in the folder
+holds what made it: the settings, the seed and the hashes of its inputs. A finished stage whose manifest matches is
+skipped, an unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone,
+with an error.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel, CLIPT
 from conversion.checkpoints import copy_processor, load_model
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
+from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.report import write_report
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training import glyphs
@@ -41,7 +43,6 @@ from training.arguments import (
 from training.data import PairLoader, load_pairs
 from training.engine import train
 from training.freezing import set_trainable
-
 
 MANIFEST = "manifest.json"
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
@@ -171,7 +172,9 @@ def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
     fields = {field.name for field in dataclasses.fields(Preset)}
     unknown = sorted(set(stage.changes) - fields)
     if unknown:
-        raise ValueError(f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}")
+        raise ValueError(
+            f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}"
+        )
     preset = dataclasses.replace(PRESETS[stage.preset], **stage.changes)
     model = upcycle(dense, preset, stage.towers, run.recipe.seed)
     for tower, settings in (("text", stage.text_config), ("vision", stage.vision_config)):
@@ -195,8 +198,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     share, rest = divmod(stage.global_batch_size, accelerator.num_processes * stage.gradient_accumulation_steps)
     if rest:
         raise ValueError(
-            f"{stage.name}: global_batch_size {stage.global_batch_size} cannot be shared by {accelerator.num_processes} "
-            f"processes x {stage.gradient_accumulation_steps} accumulation steps"
+            f"{stage.name}: global_batch_size {stage.global_batch_size} cannot be shared by "
+            f"{accelerator.num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
         )
     with accelerator.main_process_first():  # the first process fills the cache that the others read
         rows = load_pairs(stage.data)
@@ -224,10 +227,8 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
         return
     results = []
     for title, reference in stage.models.items():
-        results += evaluate_model(
-            run.model(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
-        )
-    write_report(results, directory, baseline=stage.baseline)
+        results += evaluate_model(run.model(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size)
+    print(write_report(results, directory, baseline=stage.baseline))
 
 
 STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
@@ -247,21 +248,11 @@ def push_to_hub(folder: Path, repository: str) -> None:
 
 
 def fingerprint(model: str) -> str:
-    """What a model is, in a string: equal for equal content.
-
-    The manifest's hash for a stage's folder, the files' hash for any other folder, the commit for a hub repository.
-    """
-    path = Path(model)
-    if not path.is_dir():
-        return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
-    manifest = path / MANIFEST
-    files = [manifest] if manifest.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
+    """What a model is: its manifest's hash for a stage's folder, else see `evaluation.evaluate.fingerprint`."""
+    manifest = Path(model) / MANIFEST
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    return model_fingerprint(model)
 
 
 def _inputs(stage: Stage) -> list[str]:

@@ -1,7 +1,7 @@
 """Run a recipe.
 
-    accelerate launch training/upcycle.py --config training/recipes/demo.yaml
-    python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+accelerate launch training/upcycle.py --config training/recipes/demo.yaml
+python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
 """
 
 import argparse
@@ -13,7 +13,6 @@ import psutil
 import yaml
 
 from training.arguments import TrainStage, UpcycleStage, load_recipe
-
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 

@@ -1,0 +1,128 @@
+"""What models are measured on: a table of benchmarks, and benchmarks made of any dataset's columns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from datasets import ClassLabel, Dataset, Value
+
+from training import glyphs
+from training.data import DataArguments, load_pairs, open_rows, readable_pairs, select_columns
+
+Kind = Literal["zero_shot", "retrieval", "pairs"]
+
+# The metrics that stand for a task in a table, with the columns' titles.
+PRIMARY = {
+    "zero_shot": {"accuracy": "accuracy"},
+    "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
+    "pairs": {"group": "group score"},
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One task on one dataset.
+
+    `load` returns the rows and how many more could not be read. Rows have the columns `image` and `caption` (zero-shot:
+    the name of the class; retrieval: a text or a list of texts), or for pairs those of `training.glyphs.load_pairs`.
+    """
+
+    kind: Kind
+    title: str
+    protocol: str
+    load: Callable[[], tuple[Dataset, int]]
+    classes: Sequence[str] = ()
+    templates: Sequence[str] = ()
+
+
+def _glyph_zero_shot(title: str, kinds: str) -> Benchmark:
+    def load():
+        rows = glyphs.load("test", "detailed", 2000, glyphs.KIND_SETS[kinds])
+        return rows.remove_columns("caption").rename_column("kind", "caption"), 0
+
+    return Benchmark(
+        kind="zero_shot",
+        title=title,
+        protocol=f"2,000 test glyphs of {kinds} kinds; all 16 kinds are candidates, {len(glyphs.TEMPLATES)} templates",
+        load=load,
+        classes=glyphs.KINDS,
+        templates=glyphs.TEMPLATES,
+    )
+
+
+BENCHMARKS = {
+    "glyphs_zero_shot": _glyph_zero_shot("zero-shot", "all"),
+    "glyphs_zero_shot_seen": _glyph_zero_shot("zero-shot, seen kinds", "seen"),
+    "glyphs_zero_shot_unseen": _glyph_zero_shot("zero-shot, unseen kinds", "unseen"),
+    "glyphs_retrieval": Benchmark(
+        kind="retrieval",
+        title="retrieval",
+        protocol="1,000 test glyphs of seen kinds, one detailed caption each",
+        load=lambda: (glyphs.load("test", "detailed", 1000, glyphs.SEEN_KINDS), 0),
+    ),
+    "glyphs_pairs": Benchmark(
+        kind="pairs",
+        title="attribute pairs",
+        protocol="1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions",
+        load=lambda: (glyphs.load_pairs("test", 1200), 0),
+    ),
+}
+
+
+def retrieval_benchmark(arguments: DataArguments) -> Benchmark:
+    """Retrieval on any dataset with an image and a caption column; the caption may be a list."""
+
+    def load():
+        if arguments.source == "glyphs":
+            return load_pairs(arguments), 0
+        return readable_pairs(select_columns(open_rows(arguments), arguments), arguments)
+
+    return Benchmark("retrieval", f"retrieval, {arguments.source}", _protocol(arguments), load)
+
+
+def zero_shot_benchmark(
+    arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None
+) -> Benchmark:
+    """Zero-shot classification on any dataset with an image and a label column (`caption_column`).
+
+    Args:
+        classes: names of the classes, in the order of integer labels; None: those that the dataset declares, or the
+            different texts of the column.
+
+    Raises:
+        ValueError: the labels are integers without names, or some have none among `classes`; a template without {}.
+    """
+    bad = [template for template in templates if "{}" not in template]
+    if bad or not templates:
+        raise ValueError(f"templates need a {{}} for the class's name, got {bad or 'none'}")
+    rows, column = open_rows(arguments), arguments.caption_column
+    if column not in rows.column_names:
+        raise ValueError(f"{arguments.source} has no column {column}; its columns are {', '.join(rows.column_names)}")
+    feature = rows.features[column]
+    labels = list(rows[column])
+    if classes is None:
+        if not isinstance(feature, ClassLabel) and not all(isinstance(label, str) for label in labels):
+            raise ValueError(f"column {column} holds no names: give them with --classes")
+        classes = feature.names if isinstance(feature, ClassLabel) else sorted(set(labels))
+    if all(isinstance(label, int) for label in labels):
+        if labels and not 0 <= min(labels) <= max(labels) < len(classes):
+            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(classes)} classes")
+        labels = [classes[label] for label in labels]
+    unknown = sorted(set(labels) - set(classes))
+    if unknown:
+        raise ValueError(f"column {column} has labels that are no class: {', '.join(unknown[:5])}")
+    rows = rows.remove_columns(column).add_column(column, labels, feature=Value("string"))
+
+    return Benchmark(
+        kind="zero_shot",
+        title=f"zero-shot, {arguments.source}",
+        protocol=f"{_protocol(arguments)}; {len(classes)} classes, {len(templates)} templates",
+        load=lambda: readable_pairs(select_columns(rows, arguments), arguments),
+        classes=classes,
+        templates=templates,
+    )
+
+
+def _protocol(arguments: DataArguments) -> str:
+    samples = "all" if arguments.num_samples is None else f"the first {arguments.num_samples}"
+    return f"{samples} rows of {arguments.source}, split {arguments.split}"

@@ -1,0 +1,277 @@
+"""Measure a model.
+
+    python -m evaluation.evaluate --model runs/demo/clip_up --tasks glyphs_zero_shot,glyphs_pairs --output-dir scores
+    python -m evaluation.evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
+
+Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+from datasets import Dataset, Image
+from safetensors.numpy import load_file, save_file
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModel, AutoProcessor
+
+import modeling_clip_moe  # noqa: F401  registers the Auto classes
+from conversion.checkpoints import one_line_errors
+from evaluation.datasets import BENCHMARKS, PRIMARY, Benchmark, retrieval_benchmark, zero_shot_benchmark
+from evaluation.pairs import pair_metrics
+from evaluation.retrieval import retrieval_metrics
+from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from training.data import DataArguments, decode_image
+
+
+class Embedder:
+    """A model's normalized embeddings, computed once and kept on disk.
+
+    Args:
+        model: a folder or hub name of a dense or sparse CLIP with its processor.
+        cache_dir: where they are kept, under a hash of the model's files, the dtype and the images or texts.
+    """
+
+    def __init__(self, model: str | Path, cache_dir: Path, batch_size: int, device: torch.device, dtype: torch.dtype):
+        self.model = AutoModel.from_pretrained(model, dtype=dtype).to(device).eval()
+        self.processor = AutoProcessor.from_pretrained(model)
+        self.cache_dir, self.batch_size, self.device, self.dtype = cache_dir, batch_size, device, dtype
+        self.fingerprint = fingerprint(str(model))
+
+    def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
+        """(rows, D) of the images of a column."""
+        rows = rows.select_columns(column)
+        if isinstance(rows.features[column], Image):
+            rows = rows.cast_column(column, Image(decode=False))
+        digest = hashlib.sha256()
+        for row in rows:
+            value = row[column] if isinstance(row[column], dict) else {"path": row[column]}
+            digest.update(value.get("bytes") or Path(value["path"]).read_bytes())
+
+        def embed(start: int) -> torch.Tensor:
+            images = [decode_image(value) for value in rows[start : start + self.batch_size][column]]
+            pixel_values = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
+            return self.model.get_image_features(pixel_values.to(self.device, self.dtype)).pooler_output
+
+        return self._cached(f"images {digest.hexdigest()}", len(rows), embed)
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """(texts, D) of texts, cut at the tokenizer's `model_max_length`."""
+
+        def embed(start: int) -> torch.Tensor:
+            batch = self.processor.tokenizer(
+                list(texts[start : start + self.batch_size]), padding=True, truncation=True, return_tensors="pt"
+            )
+            inputs = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
+            return self.model.get_text_features(**inputs).pooler_output
+
+        return self._cached(f"texts {hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()}", len(texts), embed)
+
+    @torch.no_grad()
+    def _cached(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
+        # Capacity at inference would make an embedding depend on its batch, hence the batch size.
+        key = f"{self.fingerprint} {self.dtype} {self.batch_size} {content}"
+        path = self.cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+        if path.is_file():
+            return load_file(path)["embeds"]
+        starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
+        embeds = torch.cat([embed(start).float().cpu() for start in starts])
+        embeds = torch.nn.functional.normalize(embeds, dim=-1).numpy()
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        save_file({"embeds": embeds}, partial)
+        os.replace(partial, path)
+        return embeds
+
+
+def measure(benchmark: Benchmark, embedder: Embedder) -> tuple[dict[str, float], int, int]:
+    """The metrics of a benchmark, its number of samples and of those that could not be read."""
+    rows, skipped = benchmark.load()
+    if benchmark.kind == "zero_shot":
+        prompts = [template.format(name) for name in benchmark.classes for template in benchmark.templates]
+        prompt_embeds = embedder.texts(prompts).reshape(len(benchmark.classes), len(benchmark.templates), -1)
+        labels = np.array([list(benchmark.classes).index(name) for name in rows["caption"]])
+        metrics = zero_shot_metrics(embedder.images(rows), class_embeddings(prompt_embeds), labels)
+    elif benchmark.kind == "retrieval":
+        captions = [[caption] if isinstance(caption, str) else caption for caption in rows["caption"]]
+        image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
+        text_embeds = embedder.texts([text for texts in captions for text in texts])
+        metrics = retrieval_metrics(embedder.images(rows), text_embeds, image_of_text)
+    else:
+        images = np.stack([embedder.images(rows, f"image_{side}") for side in range(2)], axis=1)
+        texts = np.stack([embedder.texts(list(rows[f"caption_{side}"])) for side in range(2)], axis=1)
+        metrics = pair_metrics(images, texts, list(rows["attribute"]))
+    return metrics, len(rows), skipped
+
+
+def evaluate_model(
+    model: str | Path,
+    tasks: Sequence[str],
+    output_dir: str | Path,
+    *,
+    name: str | None = None,
+    batch_size: int = 64,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    benchmarks: dict[str, Benchmark] | None = None,
+) -> list[dict]:
+    """Measure a model on tasks; each result is also written to `output_dir/TASK--NAME.json`.
+
+    Args:
+        model: a folder or hub name.
+        tasks: keys of `benchmarks`.
+        name: what the model is called in reports; default: its folder's or repository's name.
+        device: default: the accelerator, if there is one.
+        benchmarks: default: those of `evaluation.datasets`.
+
+    Returns:
+        One result a task: the metrics and all it takes to know what they mean.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    benchmarks = BENCHMARKS if benchmarks is None else benchmarks
+    unknown = [task for task in tasks if task not in benchmarks]
+    if unknown:
+        raise ValueError(f"unknown task {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+    set_seed(0)
+    output_dir, name = Path(output_dir), name or Path(model).name
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    embedder = Embedder(model, output_dir / "embeddings", batch_size, torch.device(device), dtype)
+    results = []
+    for task in tasks:
+        benchmark = benchmarks[task]
+        metrics, num_samples, num_skipped = measure(benchmark, embedder)
+        result = {
+            "model": name,
+            "task": task,
+            "title": benchmark.title,
+            "protocol": benchmark.protocol,
+            "metrics": metrics,
+            "primary": PRIMARY[benchmark.kind],
+            "num_samples": num_samples,
+            "num_skipped": num_skipped,
+            "source": str(model),
+            "fingerprint": embedder.fingerprint,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": torch.device(device).type,
+            "batch_size": batch_size,
+            "seed": 0,
+            **environment(),
+        }
+        path = output_dir / f"{task}--{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        results.append(result)
+    return results
+
+
+def fingerprint(model: str) -> str:
+    """What a model is: the hash of its files for a folder, the commit for a hub repository."""
+    path = Path(model)
+    if not path.is_dir():
+        return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in {".json", ".safetensors", ".txt"}:
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def environment() -> dict:
+    """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
+    import accelerate
+    import transformers
+
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "numpy": np.__version__,
+    }
+    return {"commit": commit, "versions": versions}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder or hub name of a CLIPModel or CLIPMoEModel")
+    known = ", ".join(BENCHMARKS)
+    parser.add_argument("--tasks", required=True, help=f"{known}; or with --dataset: retrieval, zero_shot")
+    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", help="default: the accelerator, if there is one")
+    columns = parser.add_argument_group("any dataset: the tasks retrieval and zero_shot")
+    columns.add_argument("--dataset", help="whatever a recipe's data.source may be")
+    columns.add_argument("--split", default="test")
+    columns.add_argument("--num-samples", type=int)
+    columns.add_argument("--image-column", default="image")
+    columns.add_argument("--image-root")
+    columns.add_argument("--caption-column", default="caption", help="texts or lists of texts, for retrieval")
+    columns.add_argument("--label-column", default="label", help="for zero_shot")
+    columns.add_argument("--classes", type=Path, help="file with a class's name on each line, for zero_shot")
+    columns.add_argument("--templates", nargs="+", default=["a photo of a {}."], help="for zero_shot")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        tasks = args.tasks.split(",")
+        results = evaluate_model(
+            args.model,
+            tasks,
+            args.output_dir,
+            name=args.name,
+            batch_size=args.batch_size,
+            device=args.device,
+            dtype=getattr(torch, args.dtype),
+            benchmarks=BENCHMARKS | _column_benchmarks(args, tasks),
+        )
+    for result in results:
+        numbers = ", ".join(f"{metric} {value:.1%}" for metric, value in result["metrics"].items())
+        print(f"{result['task']} ({result['num_samples']} samples, {result['num_skipped']} skipped): {numbers}")
+
+
+def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, Benchmark]:
+    wanted = [task for task in ("retrieval", "zero_shot") if task in tasks]
+    if wanted and args.dataset is None:
+        raise ValueError(f"the task {wanted[0]} needs --dataset")
+    benchmarks = {}
+    for task in wanted:
+        arguments = DataArguments(
+            source=args.dataset,
+            split=args.split,
+            num_samples=args.num_samples,
+            image_column=args.image_column,
+            image_root=args.image_root,
+            caption_column=args.caption_column if task == "retrieval" else args.label_column,
+        )
+        if task == "retrieval":
+            benchmarks[task] = retrieval_benchmark(arguments)
+        else:
+            classes = args.classes.read_text(encoding="utf-8").splitlines() if args.classes else None
+            benchmarks[task] = zero_shot_benchmark(arguments, args.templates, classes)
+    return benchmarks
+
+
+if __name__ == "__main__":
+    main()

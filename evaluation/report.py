@@ -1,0 +1,182 @@
+"""Results side by side: a markdown table and a picture.
+
+python -m evaluation.report scores/*.json --output-dir scores
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from conversion.checkpoints import one_line_errors
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
+
+Results = Sequence[dict[str, Any] | str | Path]
+# What results of one task must agree in, or they do not belong in one column.
+SHARED = ("protocol", "num_samples", "title", "primary")
+
+
+def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
+    """Write `report.md` and `report.png`.
+
+    Args:
+        results: of `evaluation.evaluate.evaluate_model`, or the files it wrote.
+        baseline: the model that the others' scores are compared with, in brackets.
+
+    Returns:
+        The table: a row a model, a column a task and primary metric, in percent.
+
+    Raises:
+        ValueError: there are no results, two of one model and task, tasks that a model lacks, or results of one task
+            with different protocols or numbers of samples.
+    """
+    results = [_read(result) for result in results]
+    table = _arrange(results)
+    if baseline is not None and baseline not in table:
+        raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(table)}")
+    summary = _summary(table, baseline)
+    sections = ["# Evaluation", summary, "![scores](report.png)", "## All metrics", _all_metrics(table)]
+    sections += ["## How it was measured", _protocols(table)]
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    partial = output_dir / "report.md.partial"
+    partial.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    _draw(table, output_dir / "report.png")
+    os.replace(partial, output_dir / "report.md")
+    return summary
+
+
+def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(result, dict):
+        return result
+    try:
+        content = json.loads(Path(result).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{result} is not JSON: {error}") from error
+    missing = [key for key in ("model", "task", "metrics", *SHARED) if key not in content]
+    if missing:
+        raise ValueError(f"{result} is no result of an evaluation: it lacks {', '.join(missing)}")
+    return content
+
+
+def _arrange(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """model -> task -> result, whole and comparable."""
+    if not results:
+        raise ValueError("there are no results to report")
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    first: dict[str, dict[str, Any]] = {}
+    for result in results:
+        model, task = result["model"], result["task"]
+        if task in table.setdefault(model, {}):
+            raise ValueError(f"there are two results of {model!r} on {task}")
+        table[model][task] = result
+        other = first.setdefault(task, result)
+        for key in SHARED:
+            if result[key] != other[key]:
+                raise ValueError(
+                    f"{task}: {key} is {other[key]!r} for {other['model']!r} but {result[key]!r} for {model!r}; "
+                    "such scores cannot be compared"
+                )
+    for model, row in table.items():
+        missing = sorted(set(first) - set(row))
+        if missing:
+            raise ValueError(f"{model!r} has no result on {', '.join(missing)}")
+    return {model: {task: row[task] for task in first} for model, row in table.items()}
+
+
+def _columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """(task, metric) -> title, of the primary metrics."""
+    return {
+        (task, metric): f"{result['title']}: {name}"
+        for task, result in row.items()
+        for metric, name in result["primary"].items()
+    }
+
+
+def _summary(table, baseline: str | None) -> str:
+    columns = _columns(next(iter(table.values())))
+    rows = []
+    for model, row in table.items():
+        cells = []
+        for task, metric in columns:
+            value = row[task]["metrics"][metric]
+            cell = f"{value:.1%}"
+            if baseline not in (None, model):
+                cell += f" ({100 * (value - table[baseline][task]['metrics'][metric]):+.1f})"
+            cells.append(cell)
+        rows.append([model, *cells])
+    return _markdown(["model", *columns.values()], rows)
+
+
+def _all_metrics(table) -> str:
+    row = next(iter(table.values()))
+    keys = [(task, metric) for task, result in row.items() for metric in result["metrics"]]
+    rows = [
+        [f"{task}: {metric}", *(f"{table[m][task]['metrics'][metric]:.1%}" for m in table)] for task, metric in keys
+    ]
+    return _markdown(["metric", *table], rows)
+
+
+def _protocols(table) -> str:
+    row = next(iter(table.values()))
+    lines = [
+        f"- {task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
+        for task, result in row.items()
+    ]
+    for model, results in table.items():
+        result = next(iter(results.values()))
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        lines.append(f"- {model}: `{result['source']}`, {result['dtype']}, commit {result['commit']}, {versions}")
+    return "\n".join(lines)
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table whose columns also line up as plain text."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
+    formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(formatted)
+
+
+def _draw(table, path: Path) -> None:
+    columns = _columns(next(iter(table.values())))
+    positions, width = np.arange(len(columns)), 0.8 / len(table)
+    figure, axis = plt.subplots(figsize=(max(7, 0.5 + len(columns) * len(table) * 0.62), 4.6))
+    for number, (model, row) in enumerate(table.items()):
+        values = [100 * row[task]["metrics"][metric] for task, metric in columns]
+        bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)
+        axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
+    axis.set_xticks(
+        positions, [title.replace(": ", "\n").replace(", ", "\n") for title in columns.values()], fontsize=9
+    )
+    axis.set_ylim(0, 108)
+    axis.set_ylabel("%")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(table), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files that evaluation.evaluate wrote")
+    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--baseline", help="model to compare the others with")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        print(write_report(args.results, args.output_dir, args.baseline))
+
+
+if __name__ == "__main__":
+    main()
