@@ -149,7 +149,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 def _draw(table, path: Path) -> None:
     columns = _columns(next(iter(table.values())))
     positions, width = np.arange(len(columns)), 0.8 / len(table)
-    figure, axis = plt.subplots(figsize=(max(7, 0.5 + len(columns) * len(table) * 0.62), 4.6))
+    figure, axis = plt.subplots(figsize=(1.5 * len(columns) + 0.2 * len(table), 4.6))
     for number, (model, row) in enumerate(table.items()):
         values = [100 * row[task]["metrics"][metric] for task, metric in columns]
         bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)

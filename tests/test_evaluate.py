@@ -1,0 +1,181 @@
+"""The evaluation command on tiny models, glyphs and datasets given by columns."""
+
+import dataclasses
+import json
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel, CLIPVisionConfig
+
+from conversion.upcycle import PRESETS, upcycle
+from evaluation import datasets as benchmarks
+from evaluation import evaluate
+from evaluation.evaluate import Embedder, evaluate_model
+from training import glyphs
+from training.data import DataArguments
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    processor = glyphs.build_processor(16, 32)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = processor.tokenizer
+    text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
+    text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": 0}
+    torch.manual_seed(0)
+    assert CLIPVisionConfig
+    vision = {**tower, "image_size": 32, "patch_size": 16}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sparse(dense):
+    folder = dense.with_name("sparse")
+    preset = dataclasses.replace(PRESETS["clip_up"], num_experts=4)
+    upcycle(CLIPModel.from_pretrained(dense), preset).save_pretrained(folder)
+    AutoProcessor.from_pretrained(dense).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_benchmarks(monkeypatch):
+    """The glyph tasks on a few glyphs."""
+    small = {name: dataclasses.replace(b, load=cut(b.load)) for name, b in benchmarks.BENCHMARKS.items()}
+    monkeypatch.setattr(evaluate, "BENCHMARKS", small)
+
+
+def cut(load):
+    def first():
+        original = glyphs.load, glyphs.load_pairs
+        glyphs.load = lambda split, style, number, kinds: original[0](split, style, 40, kinds)
+        glyphs.load_pairs = lambda split, number: original[1](split, 12)
+        try:
+            return load()
+        finally:
+            glyphs.load, glyphs.load_pairs = original
+
+    return first
+
+
+def test_every_glyph_task(sparse, tmp_path):
+    results = evaluate_model(sparse, list(benchmarks.BENCHMARKS), tmp_path, name="a model/x")
+    for result in results:
+        stored = json.loads((tmp_path / f"{result['task']}--a_model_x.json").read_text())
+        assert stored == result
+        assert set(result["primary"]) <= set(result["metrics"])
+        assert all(0 <= value <= 1 for value in result["metrics"].values())
+        assert result["num_samples"] in (12, 40) and result["num_skipped"] == 0
+        assert result["protocol"] and result["versions"]["torch"] == torch.__version__
+
+
+def test_scores_are_those_of_the_model(dense, tmp_path):
+    """Against the obvious way, an image at a time."""
+    (result,) = evaluate_model(dense, ["glyphs_zero_shot"], tmp_path, batch_size=7)
+    model, processor = AutoModel.from_pretrained(dense).eval(), AutoProcessor.from_pretrained(dense)
+    rows = glyphs.load("test", "detailed", 40)
+    classes = []
+    for kind in glyphs.KINDS:
+        prompts = [template.format(kind) for template in glyphs.TEMPLATES]
+        embeds = [model.get_text_features(**processor.tokenizer(p, return_tensors="pt")).pooler_output for p in prompts]
+        mean = torch.stack([e / e.norm() for e in embeds]).mean(0)
+        classes.append(mean / mean.norm())
+    right = 0
+    for row in rows:
+        pixel_values = processor.image_processor(row["image"], return_tensors="pt")["pixel_values"]
+        image = model.get_image_features(pixel_values).pooler_output
+        similarity = torch.stack([(image * c).sum() for c in classes])
+        right += glyphs.KINDS[similarity.argmax()] == row["kind"]
+    assert result["metrics"]["accuracy"] == right / 40
+
+
+def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeypatch):
+    tasks = ["glyphs_retrieval", "glyphs_pairs"]
+    first = evaluate_model(dense, tasks, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(CLIPModel, "get_image_features", None)  # calling it would fail
+        assert evaluate_model(dense, tasks, tmp_path) == first
+    other = Embedder(sparse, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
+    mine = Embedder(dense, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
+    texts = ["a seven", "a red star"]
+    assert not np.array_equal(other.texts(texts), mine.texts(texts))  # never another model's
+
+
+def labelled(tmp_path, labels, features=None):
+    images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
+    if features is not None:
+        rows = rows.cast_column("label", features)
+    rows.to_parquet(tmp_path / "labelled.parquet")
+    return DataArguments(source=str(tmp_path / "labelled.parquet"), split="test", caption_column="label")
+
+
+@pytest.mark.parametrize(
+    ("labels", "features", "classes"),
+    [
+        ([0, 1, 1, 0], datasets.ClassLabel(names=["one", "two"]), None),
+        ([0, 1, 1, 0], None, ["one", "two"]),
+        (["one", "two", "two", "one"], None, None),
+    ],
+    ids=["class labels", "numbers", "texts"],
+)
+def test_labels_of_every_sort(tmp_path, labels, features, classes):
+    benchmark = benchmarks.zero_shot_benchmark(labelled(tmp_path, labels, features), ["a {}"], classes)
+    rows, skipped = benchmark.load()
+    assert list(benchmark.classes) == ["one", "two"] and skipped == 0
+    assert list(rows["caption"]) == ["one", "two", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "templates", "message"),
+    [
+        ([0, 1], None, ["a {}"], "column label holds no names"),
+        ([0, 2], ["one", "two"], ["a {}"], "labels go from 0 to 2, but there are 2"),
+        (["one", "three"], ["one", "two"], ["a {}"], "no class: three"),
+        (["one"], None, ["a photo"], "a photo"),
+    ],
+)
+def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
+    with pytest.raises(ValueError, match=message):
+        benchmarks.zero_shot_benchmark(labelled(tmp_path, labels), templates, classes)
+
+
+def test_command_on_columns(dense, tmp_path, capsys):
+    rows = glyphs.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
+    rows.to_parquet(tmp_path / "glyphs.parquet")
+    command = ["--model", str(dense), "--dataset", str(tmp_path / "glyphs.parquet"), "--image-column", "jpg"]
+    command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    assert "retrieval (20 samples, 0 skipped)" in capsys.readouterr().out
+    result = json.loads((tmp_path / "scores" / "zero_shot--dense.json").read_text())
+    assert "all rows of" in result["protocol"] and "1 templates" in result["protocol"]
+
+
+def test_skipped_images_are_in_the_result(dense, tmp_path):
+    rows = glyphs.load("test", "web", 20).cast_column("image", datasets.Image(decode=False)).to_list()
+    rows[3]["image"]["bytes"] = rows[3]["image"]["bytes"][:40]
+    features = datasets.Features({name: datasets.Value("string") for name in rows[0]} | {"image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "damaged.parquet")
+    arguments = DataArguments(source=str(tmp_path / "damaged.parquet"), split="test", max_unreadable=0.1)
+    found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
+    (result,) = evaluate_model(dense, ["retrieval"], tmp_path, benchmarks=found)
+    assert (result["num_samples"], result["num_skipped"]) == (19, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nope"], "unknown task nope; there are glyphs_zero_shot"),
+        (["--tasks", "retrieval"], "the task retrieval needs --dataset"),
+        (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
+    ],
+)
+def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path), *arguments])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
