@@ -37,7 +37,7 @@ def one_line_errors() -> Iterator[None]:
     """Ends the program with exit status 1 and one line on stderr for an error the user can cause."""
     try:
         yield
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
 
 

@@ -178,10 +178,19 @@ def evaluate_model(
 
 
 def fingerprint(model: str) -> str:
-    """What a model is: the hash of its files for a folder, the commit for a hub repository."""
+    """What a model is: the hash of its files for a folder, the commit for a hub repository.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
     path = Path(model)
     if not path.is_dir():
-        return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+        try:
+            return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"{model} is no folder, and no model that can be had from the Hub: {error}"
+            ) from error
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.suffix in {".json", ".safetensors", ".txt"}:

@@ -70,7 +70,7 @@ def push(hub, folder, token=TOKEN):
     program = "import sys; from pathlib import Path; from training.stages import push_to_hub; "
     program += "push_to_hub(Path(sys.argv[1]), 'user/glyphs')"
     address = f"http://127.0.0.1:{hub.server_address[1]}"
-    environment = os.environ | {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
     return subprocess.run(
         [sys.executable, "-c", program, str(folder)],
         cwd=ROOT,

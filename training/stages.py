@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from conversion.checkpoints import copy_processor, load_model
+from conversion.checkpoints import copy_processor, has_file, load_model
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
@@ -107,7 +107,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None) -> Path:
         for name, repository in recipe.push_to_hub.items():
             if run.accelerator.is_main_process:
                 push_to_hub(run.output_dir / name, repository)
-    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
     return run.output_dir
 
 
@@ -192,6 +192,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     source = run.model(stage.model)
     sparse = AutoConfig.from_pretrained(source).model_type == CLIPMoEConfig.model_type
     model = load_model(CLIPMoEModel if sparse else CLIPModel, source, dtype=torch.float32)
+    if not has_file(source, "tokenizer.json", "vocab.json"):  # transformers would make up an empty one
+        raise FileNotFoundError(f"{stage.name}: {source} has no processor; copy the one of the dense model there")
     processor = AutoProcessor.from_pretrained(source)
     trainable, frozen = set_trainable(model, stage.trainable)
     accelerator = make_accelerator(run.recipe)
@@ -214,7 +216,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     if accelerator.log_with:
         accelerator.init_trackers("clip_moe", config=_flatten(dump(stage)))
     state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory)
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     if accelerator.is_main_process:
         model.save_pretrained(directory, state_dict=state_dict)
         processor.save_pretrained(directory)

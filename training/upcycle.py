@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import yaml
 
+from conversion.checkpoints import one_line_errors
 from training.arguments import TrainStage, UpcycleStage, load_recipe
+from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 
@@ -33,17 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output-dir", help="folder for the stages' outputs (default: the recipe's)")
     parser.add_argument("--stages", help="run only these stages, e.g. upcycled,clip_up (default: all)")
     known, rest = parser.parse_known_args(argv)
-    try:
+    with one_line_errors():
         overrides = _overrides(rest)
         if known.output_dir is not None:
             overrides["output_dir"] = known.output_dir
         recipe = load_recipe(known.config, overrides)
-        # Imported here, so that --help and a mistake in the recipe answer at once.
-        from training.stages import run_recipe
-
         output_dir = run_recipe(recipe, known.stages.split(",") if known.stages else None)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
     models = [stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage)]
     finished = [stage for stage in models if (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
