@@ -12,9 +12,9 @@ from setuptools import setup
 training = [
     "accelerate>=1.15",
     "datasets>=5.0",
-    "evaluate>=0.4.6",
     "matplotlib>=3.9",
     "pillow>=11",
+    "psutil>=6.0",
     "pydantic>=2.10",
     "pyyaml>=6.0",
     "scikit-learn>=1.6",
