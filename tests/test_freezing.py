@@ -1,7 +1,6 @@
 """What trains and what decays."""
 
 import pytest
-from transformers import CLIPTextConfig, CLIPVisionConfig
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.freezing import parameter_groups, set_trainable
@@ -12,7 +11,6 @@ def model():
     common = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, moe_layers=[1])
     common |= dict(num_experts=4, num_experts_per_tok=2, fusion_gate=True)
     text = {**common, "vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
-    assert CLIPTextConfig and CLIPVisionConfig
     return CLIPMoEModel(
         CLIPMoEConfig(text_config=text, vision_config={**common, "image_size": 8, "patch_size": 4}, projection_dim=8)
     )

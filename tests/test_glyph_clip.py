@@ -17,7 +17,6 @@ from evaluation.evaluate import Embedder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from training import glyphs
 
-
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
 TEMPLATE = "a picture of a {}"
 WITHOUT_PACKAGE = """

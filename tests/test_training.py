@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoProcessor
@@ -282,23 +283,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch
     assert same_weights(run() / "tuned", run(output="whole") / "tuned")
 
 
-def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(stages, "_write", lambda path, text: path.write_text(text))
-        patch.setattr(stages, "run_stage", lambda run, stage: stages.STAGES[type(stage)](run, stage, made(run, stage)))
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002.partial"]
-    assert engine.latest_checkpoint(checkpoints) is None
+def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    first = engine.save_checkpoint(accelerator, tmp_path, 2, limit=1)
 
+    def killed(*_):
+        raise KeyboardInterrupt
 
-def made(run, stage):
-    directory = run.output_dir / stage.name
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / stages.MANIFEST).write_text("{}")
-    return directory
+    monkeypatch.setattr(os, "replace", killed)  # all is written, but not yet under its name
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(accelerator, tmp_path, 4, limit=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004.partial"}
+    assert engine.latest_checkpoint(tmp_path) == first
+    monkeypatch.undo()
+    last = engine.save_checkpoint(accelerator, tmp_path, 4, limit=1)
+    assert [path for path in tmp_path.iterdir()] == [last]
 
 
 def test_trackers(run):
