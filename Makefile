@@ -1,9 +1,11 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 BIN := .venv/bin
+# Threads that wait do not spin: on a machine that does other work too, spinning costs several times the time.
+export OMP_WAIT_POLICY := PASSIVE
 STAMP := .venv/installed
 
-.PHONY: demo test check style bench clean
+.PHONY: demo test check style bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
