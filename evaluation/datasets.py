@@ -1,5 +1,6 @@
 """What models are measured on: a table of benchmarks, and benchmarks made of any dataset's columns."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -75,7 +76,7 @@ def retrieval_benchmark(arguments: DataArguments) -> Benchmark:
     def load():
         if arguments.source == "glyphs":
             return load_pairs(arguments), 0
-        return readable_pairs(select_columns(open_rows(arguments), arguments), arguments)
+        return _readable(open_rows(arguments), arguments)
 
     return Benchmark("retrieval", f"retrieval, {arguments.source}", _protocol(arguments), load)
 
@@ -117,10 +118,24 @@ def zero_shot_benchmark(
         kind="zero_shot",
         title=f"zero-shot, {arguments.source}",
         protocol=f"{_protocol(arguments)}; {len(classes)} classes, {len(templates)} templates",
-        load=lambda: readable_pairs(select_columns(rows, arguments), arguments),
+        load=lambda: _readable(rows, arguments),
         classes=classes,
         templates=templates,
     )
+
+
+def _readable(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
+    """The readable rows as columns `image` and `caption`, with whole paths, and how many others there were."""
+    rows, skipped = readable_pairs(select_columns(rows, arguments), arguments)
+    if arguments.image_root is not None:
+        rows = rows.map(lambda row: {"image": _below(arguments.image_root, row["image"])})
+    return rows, skipped
+
+
+def _below(root: str, image: str | dict) -> str | dict:
+    if isinstance(image, str):
+        return os.path.join(root, image)
+    return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
 
 
 def _protocol(arguments: DataArguments) -> str:

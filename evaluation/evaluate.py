@@ -22,14 +22,14 @@ from accelerate.utils import set_seed
 from datasets import Dataset, Image
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModel, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, CLIPModel
 
-import modeling_clip_moe  # noqa: F401  registers the Auto classes
-from conversion.checkpoints import one_line_errors
+from conversion.checkpoints import has_file, load_model, one_line_errors
 from evaluation.datasets import BENCHMARKS, PRIMARY, Benchmark, retrieval_benchmark, zero_shot_benchmark
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.data import DataArguments, decode_image
 
 
@@ -38,14 +38,29 @@ class Embedder:
 
     Args:
         model: a folder or hub name of a dense or sparse CLIP with its processor.
-        cache_dir: where they are kept, under a hash of the model's files, the dtype and the images or texts.
+        cache_dir: where they are kept, under a hash of model, code, settings and what is embedded.
+
+    Raises:
+        FileNotFoundError: there is no such model, or it has no tokenizer or no image processor.
+        ValueError: the batch size is below 1, it is no CLIP, its weights do not fit, or embeddings are not finite.
     """
 
     def __init__(self, model: str | Path, cache_dir: Path, batch_size: int, device: torch.device, dtype: torch.dtype):
-        self.model = AutoModel.from_pretrained(model, dtype=dtype).to(device).eval()
-        self.processor = AutoProcessor.from_pretrained(model)
-        self.cache_dir, self.batch_size, self.device, self.dtype = cache_dir, batch_size, device, dtype
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.fingerprint = fingerprint(str(model))
+        sparse = AutoConfig.from_pretrained(model).model_type == CLIPMoEConfig.model_type
+        self.model = load_model(CLIPMoEModel if sparse else CLIPModel, model, dtype=dtype).to(device)
+        # transformers would make up an empty tokenizer for a model that has none.
+        if not has_file(model, "tokenizer.json", "vocab.json"):
+            raise FileNotFoundError(f"{model} has no tokenizer; copy the one it was trained with there")
+        if not has_file(model, "processor_config.json", "preprocessor_config.json"):
+            raise FileNotFoundError(f"{model} has no image processor; copy the one it was trained with there")
+        self.processor = AutoProcessor.from_pretrained(model)
+        self.source, self.cache_dir = model, cache_dir
+        self.batch_size, self.device, self.dtype = batch_size, device, dtype
+        # Capacity at inference would make an embedding depend on its batch, hence the batch size.
+        self.key = json.dumps([self.fingerprint, environment(), str(dtype), device.type, batch_size])
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
         """(rows, D) of the images of a column."""
@@ -78,13 +93,17 @@ class Embedder:
 
     @torch.no_grad()
     def _cached(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
-        # Capacity at inference would make an embedding depend on its batch, hence the batch size.
-        key = f"{self.fingerprint} {self.dtype} {self.batch_size} {content}"
-        path = self.cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+        path = self.cache_dir / f"{hashlib.sha256(f'{self.key} {content}'.encode()).hexdigest()[:32]}.safetensors"
         if path.is_file():
             return load_file(path)["embeds"]
         starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
         embeds = torch.cat([embed(start).float().cpu() for start in starts])
+        bad = number - int(embeds.isfinite().all(dim=1).sum())
+        if bad:
+            raise ValueError(
+                f"{bad} of {number} {content.split()[0]} have an embedding that is not finite: the weights of "
+                f"{self.source} are damaged, or {self.dtype} is too small for them"
+            )
         embeds = torch.nn.functional.normalize(embeds, dim=-1).numpy()
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -137,7 +156,7 @@ def evaluate_model(
         One result a task: the metrics and all it takes to know what they mean.
 
     Raises:
-        ValueError: an unknown task.
+        ValueError: an unknown task, or a device that is not there; else as `Embedder`.
     """
     benchmarks = BENCHMARKS if benchmarks is None else benchmarks
     unknown = [task for task in tasks if task not in benchmarks]
@@ -147,6 +166,10 @@ def evaluate_model(
     output_dir, name = Path(output_dir), name or Path(model).name
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot compute on the device {device}: {error}") from error
     embedder = Embedder(model, output_dir / "embeddings", batch_size, torch.device(device), dtype)
     results = []
     for task in tasks:
@@ -193,7 +216,7 @@ def fingerprint(model: str) -> str:
             ) from error
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if file.suffix in {".json", ".safetensors", ".txt"}:
+        if file.suffix in {".bin", ".json", ".safetensors", ".txt"}:
             digest.update(file.name.encode())
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())

@@ -17,12 +17,14 @@ def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: 
         The shares `text`, `image` and `group` of all pairs, and `group/ATTRIBUTE` of those that differ in it.
 
     Raises:
-        ValueError: the numbers of pairs differ.
+        ValueError: the numbers of pairs differ, or an embedding is not finite.
     """
     if not len(image_embeds) == len(text_embeds) == len(attributes):
         raise ValueError(
             f"{len(image_embeds)} pairs of images, {len(text_embeds)} of captions and {len(attributes)} attributes"
         )
+    if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
+        raise ValueError("image_embeds and text_embeds must be finite")
     similarity = np.einsum("pid,ptd->pit", image_embeds, text_embeds)  # (pairs, image, text)
     own = np.diagonal(similarity, axis1=1, axis2=2)
     other_text = similarity[:, [0, 1], [1, 0]]  # of each image

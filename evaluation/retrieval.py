@@ -2,6 +2,9 @@
 
 import numpy as np
 
+# Similarities closer than this are a tie: a matrix product rounds equal candidates differently, by their place in it.
+TIE = 1e-6
+
 
 def retrieval_metrics(
     image_embeds: np.ndarray,
@@ -12,8 +15,9 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
-    A wrong candidate as similar as the best right one counts as before it, so that equal embeddings score nothing. An
-    image's query is answered by any of its captions; its other captions do not count as wrong.
+    A wrong candidate as similar as the best right one, to 1e-6, counts as before it, so that equal embeddings score
+    nothing: a query's rank is the number of such and better wrong candidates. An image's query is answered by any of
+    its captions; its other captions do not count as wrong.
 
     Args:
         image_embeds: (images, D), normalized.
@@ -25,7 +29,7 @@ def retrieval_metrics(
         `image_to_text_recall@k` and `text_to_image_recall@k`.
 
     Raises:
-        ValueError: a text has no image, or an image no text.
+        ValueError: a text has no image, or an image no text; an embedding is not finite.
     """
     image_of_text = np.asarray(image_of_text)
     num_images = len(image_embeds)
@@ -33,6 +37,8 @@ def retrieval_metrics(
         raise ValueError(f"image_of_text has the shape {image_of_text.shape}, but there are {len(text_embeds)} texts")
     if set(image_of_text.tolist()) != set(range(num_images)):
         raise ValueError(f"image_of_text must name each of the {num_images} images, and no other, at least once")
+    if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
+        raise ValueError("image_embeds and text_embeds must be finite")
     ranks = {
         "image_to_text": _ranks(image_embeds, text_embeds, np.arange(num_images), image_of_text, chunk_size),
         "text_to_image": _ranks(text_embeds, image_embeds, image_of_text, np.arange(num_images), chunk_size),
@@ -48,5 +54,5 @@ def _ranks(queries, candidates, query_images, candidate_images, chunk_size) -> n
         similarity = queries[chunk] @ candidates.T
         right = query_images[chunk, None] == candidate_images[None]
         best = np.where(right, similarity, -np.inf).max(axis=1, keepdims=True)
-        ranks.append(((similarity >= best) & ~right).sum(axis=1))
+        ranks.append(((similarity >= best - TIE) & ~right).sum(axis=1))
     return np.concatenate(ranks)

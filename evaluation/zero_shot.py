@@ -30,7 +30,7 @@ def zero_shot_metrics(image_embeds: np.ndarray, class_embeds: np.ndarray, labels
         that occur.
 
     Raises:
-        ValueError: there are not as many labels as images, or a label is no class.
+        ValueError: there are not as many labels as images, a label is no class, or an embedding is not finite.
     """
     labels = np.asarray(labels)
     if len(labels) != len(image_embeds):
@@ -38,6 +38,8 @@ def zero_shot_metrics(image_embeds: np.ndarray, class_embeds: np.ndarray, labels
     classes = np.arange(len(class_embeds))
     if not np.isin(labels, classes).all():
         raise ValueError(f"labels go from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
+    if not (np.isfinite(image_embeds).all() and np.isfinite(class_embeds).all()):
+        raise ValueError("image_embeds and class_embeds must be finite")
     similarity = image_embeds @ class_embeds.T
     predicted = similarity.argmax(axis=1)
     metrics = {

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 
 import datasets
 import numpy as np
 import PIL.Image
 import pytest
 import torch
-from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
 
 from conversion.upcycle import PRESETS, upcycle
 from evaluation import datasets as benchmarks
@@ -105,6 +107,86 @@ def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeyp
     assert not np.array_equal(other.texts(texts), mine.texts(texts))  # never another model's
 
 
+def test_weights_of_the_old_format_are_part_of_the_fingerprint(dense, tmp_path):
+    for seed in (1, 2):
+        folder = shutil.copytree(dense, tmp_path / str(seed))
+        torch.manual_seed(seed)
+        weights = CLIPModel(CLIPConfig.from_pretrained(dense)).state_dict()
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    assert evaluate.fingerprint(str(tmp_path / "1")) != evaluate.fingerprint(str(tmp_path / "2"))
+
+
+def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
+    def key(batch_size=8, dtype=torch.float32):
+        return Embedder(dense, tmp_path, batch_size, torch.device("cpu"), dtype).key
+
+    keys = [key(), key(batch_size=9), key(dtype=torch.bfloat16)]
+    monkeypatch.setattr(evaluate, "environment", lambda: {"commit": "another", "versions": {}})
+    assert len({*keys, key()}) == 4
+
+
+def damage(folder, change):
+    """Changes the weights in a folder."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def remove_tokenizer(folder):
+    for file in folder.glob("*token*"):
+        file.unlink()
+
+
+def replace_by_bert(folder):
+    BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(folder)
+
+
+def cut_weights(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: damage(folder, lambda w: w.pop("visual_projection.weight")), "missing: visual_projection"),
+        (lambda folder: damage(folder, lambda w: w["visual_projection.weight"].fill_(torch.nan)), "not finite"),
+        (cut_weights, "cannot load"),
+        (remove_tokenizer, "has no tokenizer"),
+        (lambda folder: (folder / "processor_config.json").unlink(), "has no image processor"),
+        (replace_by_bert, "not 'bert'"),
+    ],
+    ids=["missing weight", "nan", "truncated", "no tokenizer", "no image processor", "no CLIP"],
+)
+def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
+    folder = shutil.copytree(dense, tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main(["--model", str(folder), "--tasks", "glyphs_retrieval", "--output-dir", str(tmp_path / "scores")])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
+    assert not list(tmp_path.glob("scores/**/*.json"))
+
+
+def test_images_below_a_root(dense, tmp_path):
+    """Paths that start from --image-root score as the same images inside the dataset do."""
+    rows = glyphs.load("test", "web", 20)
+    rows.to_parquet(tmp_path / "glyphs.parquet")
+    (tmp_path / "images").mkdir()
+    entries = []
+    for number, row in enumerate(rows):
+        row["image"].save(tmp_path / "images" / f"{number}.png")
+        answer = {"from": "gpt", "value": row["caption"]}
+        entries.append({"image": f"{number}.png", "conversations": [answer]})
+    (tmp_path / "glyphs.json").write_text(json.dumps(entries))
+    scores = []
+    for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
+        arguments = DataArguments(source=str(tmp_path / source), split="test", image_root=root)
+        found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
+        scores += evaluate_model(dense, ["retrieval"], tmp_path / "scores", benchmarks=found)
+    assert scores[0]["metrics"] == scores[1]["metrics"]
+
+
 def labelled(tmp_path, labels, features=None):
     images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
     rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
@@ -172,6 +254,8 @@ def test_skipped_images_are_in_the_result(dense, tmp_path):
         (["--tasks", "nope"], "unknown task nope; there are glyphs_zero_shot"),
         (["--tasks", "retrieval"], "the task retrieval needs --dataset"),
         (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
+        (["--tasks", "glyphs_pairs", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--tasks", "glyphs_pairs", "--device", "nonsense"], "cannot compute on the device nonsense"),
     ],
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):

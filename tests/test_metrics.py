@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evaluation.pairs import pair_metrics
-from evaluation.retrieval import retrieval_metrics
+from evaluation.retrieval import TIE, retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 
@@ -49,7 +49,7 @@ def plain_recall(similarity, right, k):
     hits = []
     for row, is_right in zip(similarity, right, strict=True):
         best = max(value for value, ok in zip(row, is_right, strict=True) if ok)
-        before = sum(value >= best for value, ok in zip(row, is_right, strict=True) if not ok)
+        before = sum(value >= best - TIE for value, ok in zip(row, is_right, strict=True) if not ok)
         hits.append(before < k)
     return np.mean(hits)
 
@@ -75,6 +75,16 @@ def test_equal_embeddings_find_nothing():
     assert [metrics[f"text_to_image_recall@{k}"] for k in (1, 3, 4)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("size", [3, 10, 101, 500])
+@pytest.mark.parametrize("width", [64, 128, 512])
+def test_equal_captions_are_a_tie_wherever_they_stand(size, width):
+    """The first and the last image have the same caption: neither finds its own, nor the caption its image."""
+    images = random_unit(np.random.default_rng(0), size, width).astype(np.float32)
+    images[-1] = images[0]
+    metrics = retrieval_metrics(images, images.copy(), np.arange(size))
+    assert metrics["image_to_text_recall@1"] == metrics["text_to_image_recall@1"] == (size - 2) / size
+
+
 @pytest.mark.parametrize("image_of_text", [[0, 0], [0, 2], [0]])
 def test_retrieval_refuses(image_of_text):
     with pytest.raises(ValueError, match="image_of_text"):
@@ -87,6 +97,25 @@ def test_pairs_by_hand():
     metrics = pair_metrics(images, texts, ["color", "color", "size", "size"])
     # In the third pair each image prefers its own text, but text 1 prefers image 0.
     assert metrics == {"text": 0.5, "image": 0.25, "group": 0.25, "group/color": 0.5, "group/size": 0.0}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda images, texts: retrieval_metrics(images, texts, np.arange(3)),
+        lambda images, texts: zero_shot_metrics(images, texts, np.arange(3)),
+        lambda images, texts: pair_metrics(images[:2][None], texts[:2][None], ["color"]),
+    ],
+    ids=["retrieval", "zero-shot", "pairs"],
+)
+def test_embeddings_that_are_not_finite_are_no_score(metrics, value, side):
+    embeds = [unit([0, 90, 180]), unit([0, 90, 180])]
+    metrics(*embeds)
+    embeds[side][1, 0] = value
+    with pytest.raises(ValueError, match="must be finite"):
+        metrics(*embeds)
 
 
 def test_pairs_refuse():
