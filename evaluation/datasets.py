@@ -1,8 +1,10 @@
 """What models are measured on: a table of benchmarks, and benchmarks made of any dataset's columns."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Literal
 
 from datasets import ClassLabel, Dataset, Value
@@ -91,20 +93,28 @@ def zero_shot_benchmark(
             different texts of the column.
 
     Raises:
-        ValueError: the labels are integers without names, or some have none among `classes`; a template without {}.
+        ValueError: the labels are integers without names, or some have none among `classes`; a label that is neither an
+            integer nor a text; two classes of one name; a template without its one {}.
     """
-    bad = [template for template in templates if "{}" not in template]
+    fields = {template: [field for _, field, _, _ in Formatter().parse(template)] for template in templates}
+    bad = [template for template, found in fields.items() if [field for field in found if field is not None] != [""]]
     if bad or not templates:
-        raise ValueError(f"templates need a {{}} for the class's name, got {bad or 'none'}")
+        raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
     rows, column = open_rows(arguments), arguments.caption_column
     if column not in rows.column_names:
         raise ValueError(f"{arguments.source} has no column {column}; its columns are {', '.join(rows.column_names)}")
     feature = rows.features[column]
     labels = list(rows[column])
+    for row, label in enumerate(labels):
+        if not isinstance(label, int | str):
+            raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
     if classes is None:
         if not isinstance(feature, ClassLabel) and not all(isinstance(label, str) for label in labels):
             raise ValueError(f"column {column} holds no names: give them with --classes")
         classes = feature.names if isinstance(feature, ClassLabel) else sorted(set(labels))
+    repeated = sorted(name for name, count in Counter(classes).items() if count > 1)
+    if repeated:
+        raise ValueError(f"classes need different names, but these occur twice: {', '.join(repeated[:5])}")
     if all(isinstance(label, int) for label in labels):
         if labels and not 0 <= min(labels) <= max(labels) < len(classes):
             raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(classes)} classes")

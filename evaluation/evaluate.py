@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, Image
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoProcessor, CLIPModel
@@ -42,7 +43,8 @@ class Embedder:
 
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer or no image processor.
-        ValueError: the batch size is below 1, it is no CLIP, its weights do not fit, or embeddings are not finite.
+        ValueError: the batch size is below 1, it is no CLIP, its weights do not fit, embeddings are not finite, or
+            a kept file of them is damaged.
     """
 
     def __init__(self, model: str | Path, cache_dir: Path, batch_size: int, device: torch.device, dtype: torch.dtype):
@@ -60,7 +62,8 @@ class Embedder:
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
-        self.key = json.dumps([self.fingerprint, environment(), str(dtype), device.type, batch_size])
+        versions = environment()["versions"]
+        self.key = json.dumps([self.fingerprint, code_hash(), versions, str(dtype), device.type, batch_size])
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
         """(rows, D) of the images of a column."""
@@ -95,7 +98,10 @@ class Embedder:
     def _cached(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
         path = self.cache_dir / f"{hashlib.sha256(f'{self.key} {content}'.encode()).hexdigest()[:32]}.safetensors"
         if path.is_file():
-            return load_file(path)["embeds"]
+            try:
+                return load_file(path)["embeds"]
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
         starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
         embeds = torch.cat([embed(start).float().cpu() for start in starts])
         bad = number - int(embeds.isfinite().all(dim=1).sum())
@@ -163,7 +169,7 @@ def evaluate_model(
     if unknown:
         raise ValueError(f"unknown task {', '.join(unknown)}; there are {', '.join(benchmarks)}")
     set_seed(0)
-    output_dir, name = Path(output_dir), name or Path(model).name
+    output_dir, name = Path(output_dir), name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
@@ -220,6 +226,15 @@ def fingerprint(model: str) -> str:
             digest.update(file.name.encode())
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def code_hash() -> str:
+    """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "training" / "data.py"]:
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

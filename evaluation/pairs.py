@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from evaluation.retrieval import TIE
+
 
 def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: list[str]) -> dict[str, float]:
     """Winoground's three scores (Thrush et al. 2022, equations 1 to 3); `image` is MMVP-VLM's (Tong et al. 2024).
 
     Of a pair, `text` asks that each image is closer to its own caption than to the other, `image` that each caption is
-    closer to its own image than to the other, `group` both. Ties count as wrong. Chance is 1/4, 1/4 and 1/6.
+    closer to its own image than to the other, `group` both. Ties, to 1e-6, count as wrong. Chance is 1/4, 1/4 and 1/6.
 
     Args:
         image_embeds, text_embeds: (pairs, 2, D), normalized.
@@ -17,19 +19,21 @@ def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: 
         The shares `text`, `image` and `group` of all pairs, and `group/ATTRIBUTE` of those that differ in it.
 
     Raises:
-        ValueError: the numbers of pairs differ, or an embedding is not finite.
+        ValueError: the numbers of pairs differ, there is none, or an embedding is not finite.
     """
     if not len(image_embeds) == len(text_embeds) == len(attributes):
         raise ValueError(
             f"{len(image_embeds)} pairs of images, {len(text_embeds)} of captions and {len(attributes)} attributes"
         )
+    if not attributes:
+        raise ValueError("there are no pairs to score")
     if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
         raise ValueError("image_embeds and text_embeds must be finite")
     similarity = np.einsum("pid,ptd->pit", image_embeds, text_embeds)  # (pairs, image, text)
     own = np.diagonal(similarity, axis1=1, axis2=2)
     other_text = similarity[:, [0, 1], [1, 0]]  # of each image
     other_image = similarity[:, [1, 0], [0, 1]]  # of each text
-    text, image = (own > other_text).all(axis=1), (own > other_image).all(axis=1)
+    text, image = (own > other_text + TIE).all(axis=1), (own > other_image + TIE).all(axis=1)
     group = text & image
     metrics = {"text": float(text.mean()), "image": float(image.mean()), "group": float(group.mean())}
     for attribute in sorted(set(attributes)):

@@ -21,6 +21,7 @@ from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backen
 Results = Sequence[dict[str, Any] | str | Path]
 # What results of one task must agree in, or they do not belong in one column.
 SHARED = ("protocol", "num_samples", "title", "primary")
+NEEDED = ("model", "task", "metrics", *SHARED, "num_skipped", "source", "dtype", "commit", "versions")
 
 
 def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
@@ -34,8 +35,8 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         The table: a row a model, a column a task and primary metric, in percent.
 
     Raises:
-        ValueError: there are no results, two of one model and task, tasks that a model lacks, or results of one task
-            with different protocols or numbers of samples.
+        ValueError: there are no results, two of one model and task, tasks that a model lacks, a score that is not
+            finite, or results of one task with different protocols, numbers of samples or metrics.
     """
     results = [_read(result) for result in results]
     table = _arrange(results)
@@ -60,7 +61,9 @@ def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
         content = json.loads(Path(result).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{result} is not JSON: {error}") from error
-    missing = [key for key in ("model", "task", "metrics", *SHARED) if key not in content]
+    if not isinstance(content, dict):
+        raise ValueError(f"{result} is no result of an evaluation: it holds no JSON object")
+    missing = [key for key in NEEDED if key not in content]
     if missing:
         raise ValueError(f"{result} is no result of an evaluation: it lacks {', '.join(missing)}")
     return content
@@ -78,6 +81,11 @@ def _arrange(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str,
             raise ValueError(f"there are two results of {model!r} on {task}")
         table[model][task] = result
         other = first.setdefault(task, result)
+        if not set(result["primary"]) <= set(result["metrics"]) == set(other["metrics"]):
+            raise ValueError(f"{task}: {model!r} and {other['model']!r} need the same metrics, with the primary ones")
+        bad = [metric for metric, value in result["metrics"].items() if not np.isfinite(value)]
+        if bad:
+            raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite")
         for key in SHARED:
             if result[key] != other[key]:
                 raise ValueError(
@@ -139,7 +147,7 @@ def _protocols(table) -> str:
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table whose columns also line up as plain text."""
-    lines = [header, *rows]
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in [header, *rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
     formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")

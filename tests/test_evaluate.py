@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -122,8 +123,42 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
         return Embedder(dense, tmp_path, batch_size, torch.device("cpu"), dtype).key
 
     keys = [key(), key(batch_size=9), key(dtype=torch.bfloat16)]
-    monkeypatch.setattr(evaluate, "environment", lambda: {"commit": "another", "versions": {}})
-    assert len({*keys, key()}) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "environment", lambda: {"commit": None, "versions": {"torch": "another"}})
+        keys.append(key())
+    monkeypatch.setattr(evaluate, "code_hash", lambda: "another")
+    assert len({*keys, key()}) == 5
+
+
+def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypatch):
+    root = Path(evaluate.__file__).parents[1]
+    for file in [*root.glob("modeling_clip_moe/*.py"), root / "training" / "data.py", root / "evaluation/evaluate.py"]:
+        (tmp_path / file.relative_to(root)).parent.mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / file.relative_to(root))
+    here = evaluate.code_hash()
+    monkeypatch.setattr(evaluate, "__file__", str(tmp_path / "evaluation" / "evaluate.py"))
+    hashes = {here}
+    assert evaluate.code_hash() == here
+    for _ in range(2):
+        with (tmp_path / "modeling_clip_moe" / "modeling_clip_moe.py").open("a") as code:
+            code.write("# changed\n")
+        hashes.add(evaluate.code_hash())
+    assert len(hashes) == 3
+
+
+def test_a_damaged_file_of_embeddings_is_named(dense, tmp_path):
+    embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
+    embedder.texts(["a star"])
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
+        embedder.texts(["a star"])
+
+
+def test_the_current_folder_has_a_name(dense, tmp_path, monkeypatch):
+    monkeypatch.chdir(dense)
+    (result,) = evaluate_model(".", ["glyphs_pairs"], tmp_path)
+    assert result["model"] == "dense" and (tmp_path / "glyphs_pairs--dense.json").is_file()
 
 
 def damage(folder, change):
@@ -219,6 +254,12 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
         ([0, 2], ["one", "two"], ["a {}"], "labels go from 0 to 2, but there are 2"),
         (["one", "three"], ["one", "two"], ["a {}"], "no class: three"),
         (["one"], None, ["a photo"], "a photo"),
+        (["one"], None, ["{} and {}"], "one {} for the class's name"),
+        (["one"], None, ["a {name}"], "one {} for the class's name"),
+        ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
+        (["one", None], None, ["a {}"], "row 1 of column label has None"),
+        ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
+        ([0, 1], ["crane", "crane"], ["a {}"], "occur twice: crane"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):

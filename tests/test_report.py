@@ -46,6 +46,10 @@ def test_table_and_picture(tmp_path):
         ([result("a"), result("b", num_samples=999)], "num_samples is 1000 for 'a' but 999 for 'b'"),
         ([result("a"), result("b", protocol="all")], "protocol is '1,000 images' for 'a' but 'all' for 'b'"),
         ([result("a"), result("a", "pairs"), result("b")], "'b' has no result on pairs"),
+        ([result("a"), result("b", metrics={"recall": 0.5})], "'b' and 'a' need the same metrics"),
+        ([result("a"), result("b", metrics={"recall": 0.5, "other": 0.5, "more": 1})], "need the same metrics"),
+        ([result("a", metrics={"other": 0.5})], "with the primary ones"),
+        ([result("a", value=float("nan"))], "recall of 'a' is not finite"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
@@ -64,9 +68,24 @@ def test_command(tmp_path, capsys):
     assert "50.0%" in capsys.readouterr().out and (tmp_path / "out" / "report.png").is_file()
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ("{}", "lacks model")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not JSON"), ("{}", "lacks model"), ("3", "holds no JSON object"), ("null", "holds no JSON object")],
+)
 def test_files_that_are_no_results(tmp_path, content, message):
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(SystemExit) as exit:
         report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path)])
     assert message in exit.value.code
+
+
+@pytest.mark.parametrize("key", sorted(set(result("a"))))
+def test_every_part_of_a_result_is_needed(tmp_path, key):
+    (tmp_path / "x.json").write_text(json.dumps({k: v for k, v in result("a").items() if k != key}))
+    with pytest.raises(SystemExit) as exit:
+        report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path)])
+    assert f"it lacks {key}" in exit.value.code
+
+
+def test_a_bar_in_a_name_is_no_column(tmp_path):
+    assert r"a\|b" in write_report([result("a|b")], tmp_path).splitlines()[2]
