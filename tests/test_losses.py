@@ -77,6 +77,8 @@ def worker(rank, folder):
         loss.backward()
         results.append((loss.detach(), gradients(model.module)))
     torch.save(results, f"{folder}/{rank}.pt")
+    # A DDP module that outlives the group destroys it while it holds the GIL, for which the group's own thread may wait.
+    del model, loss
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ with an error.
 """
 
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -107,6 +108,9 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None) -> Path:
         for name, repository in recipe.push_to_hub.items():
             if run.accelerator.is_main_process:
                 push_to_hub(run.output_dir / name, repository)
+    # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
+    # may wait: a deadlock at the very end.
+    gc.collect()
     run.accelerator.end_training()
     return run.output_dir
 
