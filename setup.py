@@ -18,6 +18,7 @@ training = [
     "pydantic>=2.10",
     "pyyaml>=6.0",
     "scikit-learn>=1.6",
+    "threadpoolctl>=3.5",
     "tqdm>=4.66",
 ]
 test = [*training, "hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.15", "tensorboard>=2.18"]

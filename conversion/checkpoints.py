@@ -18,12 +18,14 @@ from transformers import (
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
+    CLIPModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import cached_file, logging
 
 from conversion.rules import cut
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 TOLERANCE = 1e-4
 WAY_OUT = {
@@ -79,6 +81,15 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     if any(problems.values()):
         raise ValueError(f"{source} does not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))
     return model.eval()
+
+
+def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
+    """Loads a dense or a sparse CLIP, see `load_model`."""
+    try:
+        sparse = AutoConfig.from_pretrained(source).model_type == CLIPMoEConfig.model_type
+    except (OSError, ValueError):
+        sparse = False  # `load_model` says what is wrong
+    return load_model(CLIPMoEModel if sparse else CLIPModel, source, **kwargs)
 
 
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:

@@ -14,11 +14,12 @@ CLIP-FMoE's baseline of five experts without fusion gate:
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import CLIPModel
 
 from conversion.checkpoints import (
@@ -143,9 +144,9 @@ def kept_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> lis
     ]
 
 
-def upcycling_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> list[Rule]:
+def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
-    rules = kept_rules(config, logit_scale_shape)
+    rules = kept_rules(config, (1,))
     for ffn, tower_config in sparse_ffns(config).items():
         for name, expert_tensor in EXPERT_TENSORS.items():
             source, experts = rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}"
@@ -162,22 +163,19 @@ def upcycling_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -
     return rules
 
 
-def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> CLIPMoEModel:
-    """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
+def build_sparse(
+    config: CLIPMoEConfig, source: Mapping[str, Tensor], rules: Iterable[Rule], dtype: torch.dtype, seed: int
+) -> CLIPMoEModel:
+    """The sparse model of a table of rules, in evaluation mode, with new routers and fusion gates.
 
     Args:
-        preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
-        towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
-        seed: of the weights of routers and fusion gates, drawn from a normal distribution with the tower's
-            `initializer_range` as its standard deviation. A fusion gate starts near 1/2: its bias is 0.
-
-    Returns:
-        The model in evaluation mode and the dense model's dtype.
+        source, rules: give all tensors but those of routers and fusion gates.
+        seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation.
+            A fusion gate starts near 1/2: its bias is 0.
 
     Raises:
-        ValueError: see `sparse_config`.
+        ValueError: see `apply_rules`.
     """
-    config = sparse_config(dense, preset, towers)
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = CLIPMoEModel(config)
     state = sparse.state_dict()
@@ -190,9 +188,26 @@ def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, se
             tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
             tensor.normal_(std=tower_config.initializer_range, generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
-    rules = upcycling_rules(config, tuple(sparse.logit_scale.shape))
-    sparse.load_state_dict(new | apply_rules(dense.state_dict(), shapes, rules))
-    return sparse.to(dense.dtype).eval()
+    sparse.load_state_dict(new | apply_rules(source, shapes, rules))
+    return sparse.to(dtype).eval()
+
+
+def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> CLIPMoEModel:
+    """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
+
+    Args:
+        preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
+        towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
+        seed: of the new weights, see `build_sparse`.
+
+    Returns:
+        The model in evaluation mode and the dense model's dtype.
+
+    Raises:
+        ValueError: see `sparse_config`.
+    """
+    config = sparse_config(dense, preset, towers)
+    return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
 
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from string import Formatter
 from typing import Literal
 
@@ -38,7 +39,9 @@ class Benchmark:
     templates: Sequence[str] = ()
 
 
+# Rows of the glyph benchmarks are drawn once for all models that are measured on them.
 def _glyph_zero_shot(title: str, kinds: str) -> Benchmark:
+    @cache
     def load():
         rows = glyphs.load("test", "detailed", 2000, glyphs.KIND_SETS[kinds])
         return rows.remove_columns("caption").rename_column("kind", "caption"), 0
@@ -61,13 +64,13 @@ BENCHMARKS = {
         kind="retrieval",
         title="retrieval",
         protocol="1,000 test glyphs of seen kinds, one detailed caption each",
-        load=lambda: (glyphs.load("test", "detailed", 1000, glyphs.SEEN_KINDS), 0),
+        load=cache(lambda: (glyphs.load("test", "detailed", 1000, glyphs.SEEN_KINDS), 0)),
     ),
     "glyphs_pairs": Benchmark(
         kind="pairs",
         title="attribute pairs",
         protocol="1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions",
-        load=lambda: (glyphs.load_pairs("test", 1200), 0),
+        load=cache(lambda: (glyphs.load_pairs("test", 1200), 0)),
     ),
 }
 

@@ -23,14 +23,13 @@ from datasets import Dataset, Image
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoProcessor, CLIPModel
+from transformers import AutoConfig, AutoProcessor
 
-from conversion.checkpoints import has_file, load_model, one_line_errors
+from conversion.checkpoints import has_file, load_clip, one_line_errors
 from evaluation.datasets import BENCHMARKS, PRIMARY, Benchmark, retrieval_benchmark, zero_shot_benchmark
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.data import DataArguments, decode_image
 
 
@@ -39,7 +38,7 @@ class Embedder:
 
     Args:
         model: a folder or hub name of a dense or sparse CLIP with its processor.
-        cache_dir: where they are kept, under a hash of model, code, settings and what is embedded.
+        cache_dir: where they are kept, under a hash of model, code, settings and what is embedded. None: nowhere.
 
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer or no image processor.
@@ -47,12 +46,18 @@ class Embedder:
             a kept file of them is damaged.
     """
 
-    def __init__(self, model: str | Path, cache_dir: Path, batch_size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: str | Path,
+        cache_dir: Path | None,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.fingerprint = fingerprint(str(model))
-        sparse = AutoConfig.from_pretrained(model).model_type == CLIPMoEConfig.model_type
-        self.model = load_model(CLIPMoEModel if sparse else CLIPModel, model, dtype=dtype).to(device)
+        self.model = load_clip(model, dtype=dtype).to(device)
         # transformers would make up an empty tokenizer for a model that has none.
         if not has_file(model, "tokenizer.json", "vocab.json"):
             raise FileNotFoundError(f"{model} has no tokenizer; copy the one it was trained with there")
@@ -94,14 +99,24 @@ class Embedder:
 
         return self._cached(f"texts {hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()}", len(texts), embed)
 
-    @torch.no_grad()
     def _cached(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
+        if self.cache_dir is None:
+            return self._embed(content, number, embed)
         path = self.cache_dir / f"{hashlib.sha256(f'{self.key} {content}'.encode()).hexdigest()[:32]}.safetensors"
         if path.is_file():
             try:
                 return load_file(path)["embeds"]
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
+        embeds = self._embed(content, number, embed)
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        save_file({"embeds": embeds}, partial)
+        os.replace(partial, path)
+        return embeds
+
+    @torch.no_grad()
+    def _embed(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
         starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
         embeds = torch.cat([embed(start).float().cpu() for start in starts])
         bad = number - int(embeds.isfinite().all(dim=1).sum())
@@ -110,12 +125,7 @@ class Embedder:
                 f"{bad} of {number} {content.split()[0]} have an embedding that is not finite: the weights of "
                 f"{self.source} are damaged, or {self.dtype} is too small for them"
             )
-        embeds = torch.nn.functional.normalize(embeds, dim=-1).numpy()
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"embeds": embeds}, partial)
-        os.replace(partial, path)
-        return embeds
+        return torch.nn.functional.normalize(embeds, dim=-1).numpy()
 
 
 def measure(benchmark: Benchmark, embedder: Embedder) -> tuple[dict[str, float], int, int]:
@@ -165,18 +175,11 @@ def evaluate_model(
         ValueError: an unknown task, or a device that is not there; else as `Embedder`.
     """
     benchmarks = BENCHMARKS if benchmarks is None else benchmarks
-    unknown = [task for task in tasks if task not in benchmarks]
-    if unknown:
-        raise ValueError(f"unknown task {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+    require_known(tasks, benchmarks)
     set_seed(0)
     output_dir, name = Path(output_dir), name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot compute on the device {device}: {error}") from error
-    embedder = Embedder(model, output_dir / "embeddings", batch_size, torch.device(device), dtype)
+    device = usable_device(device)
+    embedder = Embedder(model, output_dir / "embeddings", batch_size, device, dtype)
     results = []
     for task in tasks:
         benchmark = benchmarks[task]
@@ -193,7 +196,7 @@ def evaluate_model(
             "source": str(model),
             "fingerprint": embedder.fingerprint,
             "dtype": str(dtype).removeprefix("torch."),
-            "device": torch.device(device).type,
+            "device": device.type,
             "batch_size": batch_size,
             "seed": 0,
             **environment(),
@@ -204,6 +207,26 @@ def evaluate_model(
         os.replace(partial, path)
         results.append(result)
     return results
+
+
+def require_known(tasks: Sequence[str], benchmarks: dict[str, Benchmark]) -> None:
+    unknown = [task for task in tasks if task not in benchmarks]
+    if unknown:
+        raise ValueError(f"unknown task {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device, or the accelerator if there is one.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot compute on the device {device}: {error}") from error
 
 
 def fingerprint(model: str) -> str:

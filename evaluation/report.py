@@ -120,7 +120,7 @@ def _summary(table, baseline: str | None) -> str:
                 cell += f" ({100 * (value - table[baseline][task]['metrics'][metric]):+.1f})"
             cells.append(cell)
         rows.append([model, *cells])
-    return _markdown(["model", *columns.values()], rows)
+    return markdown_table(["model", *columns.values()], rows)
 
 
 def _all_metrics(table) -> str:
@@ -129,7 +129,7 @@ def _all_metrics(table) -> str:
     rows = [
         [f"{task}: {metric}", *(f"{table[m][task]['metrics'][metric]:.1%}" for m in table)] for task, metric in keys
     ]
-    return _markdown(["metric", *table], rows)
+    return markdown_table(["metric", *table], rows)
 
 
 def _protocols(table) -> str:
@@ -145,7 +145,7 @@ def _protocols(table) -> str:
     return "\n".join(lines)
 
 
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A table whose columns also line up as plain text."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in [header, *rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]

@@ -18,6 +18,7 @@ Papers:
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -272,6 +273,8 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        # Set by `force_expert`: the one expert of all tokens
+        self.forced_expert: int | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
@@ -283,7 +286,7 @@ class CLIPMoERouter(nn.Module):
 
         Returns:
             logits (B, S, E), weights (B, S, K) and expert ids (B, S, K), best first. A choice that capacity drops, and
-            those of padding, have weight 0 and id E.
+            those of padding, have weight 0 and id E. With a forced expert, K is 1 and its weight 1.
         """
         config = self.config
         noise = config.router_jitter_noise if self.training else 0.0
@@ -291,10 +294,15 @@ class CLIPMoERouter(nn.Module):
             hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1 - noise, 1 + noise)
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
+        kept = None if mask is None else mask.bool()[..., None]
+        if self.forced_expert is not None:
+            ids = torch.full_like(logits[..., :1], self.forced_expert, dtype=torch.long)  # (B, S, 1)
+            if kept is not None:
+                ids = ids.masked_fill(~kept, config.num_experts)
+            return logits, (ids < config.num_experts).to(logits.dtype), ids
         weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
 
         capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
-        kept = None if mask is None else mask.bool()[..., None]
         if capacity_factor is not None:
             kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, mask, config.capacity_group_size)
         if kept is not None:
@@ -527,6 +535,32 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
                 f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
             )
         return (model, info) if output_loading_info else model
+
+    @contextmanager
+    def force_expert(self, expert: int):
+        """
+        Within the block, every token goes through this expert alone, with weight 1 and whatever its capacity, in all
+        sparse layers: what one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
+
+        Args:
+            expert: its number, from 0.
+
+        Raises:
+            ValueError: if there is no sparse layer, or one without such an expert.
+        """
+        routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
+        num_experts = min((router.config.num_experts for router in routers), default=0)
+        if not 0 <= expert < num_experts:
+            known = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
+            raise ValueError(f"expert={expert}, but the model has {known}.")
+        before = [router.forced_expert for router in routers]
+        try:
+            for router in routers:
+                router.forced_expert = expert
+            yield
+        finally:
+            for router, value in zip(routers, before, strict=True):
+                router.forced_expert = value
 
     @classmethod
     def is_custom_code(cls) -> bool:

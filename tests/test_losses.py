@@ -1,6 +1,7 @@
 """Losses against obvious loops, value and gradient, in one process and in two."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from modeling_clip_moe import load_balancing_loss, router_z_loss
-from training.losses import all_reduce_sum, contrastive_loss
+from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
+from training.losses import all_reduce_sum, contrastive_loss, router_losses
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
@@ -77,7 +78,7 @@ def worker(rank, folder):
         loss.backward()
         results.append((loss.detach(), gradients(model.module)))
     torch.save(results, f"{folder}/{rank}.pt")
-    # A DDP module that outlives the group destroys it while it holds the GIL, for which the group's own thread may wait.
+    # A DDP module that outlives the group destroys it while it holds the GIL, for which the group's thread may wait.
     del model, loss
     dist.destroy_process_group()
 
@@ -125,6 +126,47 @@ def test_two_processes_equal_one(two_processes, case):
         assert gradient.abs().max() > 1e-4, name
         torch.testing.assert_close(gradients_0[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
         assert torch.equal(gradients_0[name], gradients_1[name])
+
+
+@pytest.mark.parametrize("balance_top_k", [None, 1])
+@pytest.mark.parametrize("balance_mean", ["tower", "layer"])
+def test_router_losses_by_hand(balance_top_k, balance_mean):
+    """Three sparse text layers and one sparse vision layer, token by token."""
+    towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    towers |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    config = CLIPMoEConfig(
+        text_config=towers | {"moe_layers": [0, 1, 2]},
+        vision_config=towers | {"moe_layers": [1]},
+        router_aux_loss_coef=0.5,
+        router_z_loss_coef=0.25,
+    )
+    *_, mask = data()
+    generator = torch.Generator().manual_seed(2)
+    text = tuple(torch.randn(BATCH, 7, EXPERTS, generator=generator) for _ in range(3))
+    vision = (torch.randn(BATCH, 4, EXPERTS, generator=generator),)
+    ids = {"text": tuple(x.topk(TOP_K).indices for x in text), "vision": tuple(x.topk(TOP_K).indices for x in vision)}
+    outputs = SimpleNamespace(
+        text_router_logits=text,
+        vision_router_logits=vision,
+        text_model_output=SimpleNamespace(expert_ids=ids["text"]),
+        vision_model_output=SimpleNamespace(expert_ids=ids["vision"]),
+    )
+    per_layer = {"text": [], "vision": []}
+    for tower, layers in (("text", text), ("vision", vision)):
+        for logits in layers:
+            tokens = logits[mask.bool()] if tower == "text" else logits.flatten(0, 1)
+            load, probability, z = torch.zeros(EXPERTS), torch.zeros(EXPERTS), 0.0
+            for token in tokens:
+                for expert in token.topk(balance_top_k or TOP_K).indices:
+                    load[expert] += 1 / (len(tokens) * (balance_top_k or TOP_K))
+                probability += token.softmax(-1) / len(tokens)
+                z += token.logsumexp(-1) ** 2 / len(tokens)
+            per_layer[tower].append(0.5 * EXPERTS * (load * probability).sum() + 0.25 * z)
+    means = [sum(layers) / len(layers) for layers in per_layer.values()]
+    expected = sum(means) if balance_mean == "tower" else sum(sum(per_layer.values(), [])) / 4
+    loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
+    torch.testing.assert_close(loss, expected)
+    assert metrics["dropped_tokens"] == 0
 
 
 def test_float32_under_autocast():

@@ -414,6 +414,48 @@ def test_all_experts_chosen_are_the_weighted_sum_of_dense_layers():
     torch.testing.assert_close(block(hidden_states), expected)
 
 
+@pytest.mark.parametrize("fields", [{}, {"norm_topk_prob": True}, {"eval_capacity_factor": 0.5}, {"fusion_gate": True}])
+def test_a_forced_expert_computes_every_token(fields):
+    model = tiny_model(num_experts=3, **fields).eval()
+    batch = inputs()
+    with torch.no_grad():
+        routed = model(**batch)
+        for expert in range(3):
+            with model.force_expert(expert):
+                forced = model(**batch, output_expert_ids=True)
+            other = copy.deepcopy(model)
+            for config in (other.config.text_config, other.config.vision_config):
+                config.eval_capacity_factor, config.norm_topk_prob = None, True
+            for module in other.modules():
+                if isinstance(module, CLIPMoEExperts):  # all experts are that one
+                    for parameter in module.parameters():
+                        parameter.copy_(parameter[expert].expand_as(parameter).clone())
+            expected = other(**batch)
+            torch.testing.assert_close(forced.image_embeds, expected.image_embeds)
+            torch.testing.assert_close(forced.text_embeds, expected.text_embeds)
+            mask = batch["attention_mask"].bool()
+            for ids in forced.text_model_output.expert_ids:
+                assert set(ids[mask].flatten().tolist()) == {expert} and set(ids[~mask].flatten().tolist()) <= {3}
+        after = model(**batch)
+    assert torch.equal(after.logits_per_image, routed.logits_per_image)
+    assert not torch.allclose(forced.logits_per_image, routed.logits_per_image)
+
+
+def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
+    model = tiny_model(num_experts=3)
+    for expert in (-1, 3):
+        with pytest.raises(ValueError, match=f"expert={expert}, but the model has experts 0 to 2"):
+            with model.force_expert(expert):
+                pass
+    with pytest.raises(ValueError, match="expert=0, but the model has no sparse layer"):
+        with tiny_model(moe_layers=()).force_expert(0):
+            pass
+    with pytest.raises(KeyError), model.force_expert(2):
+        with model.vision_model.force_expert(1):
+            raise KeyError
+    assert {m.forced_expert for m in model.modules() if isinstance(m, CLIPMoERouter)} == {None}
+
+
 def test_fusion_gate_mixes_base_and_experts():
     block = tiny_block(moe_layers=[1], fusion_gate=True)
     hidden_states, mask = torch.randn(2, 5, 16), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])

@@ -83,6 +83,12 @@ class TrainStage:
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
+    # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
+    # all K (CLIP-UP, CLIP-FMoE).
+    balance_top_k: int | None = Field(default=None, gt=0)
+    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP), or the mean over all layers of
+    # both towers (CLIP-MoE eq. 9).
+    balance_mean: Literal["tower", "layer"] = "tower"
     gradient_checkpointing: bool = False
 
     logging_steps: int = Field(default=10, gt=0)
@@ -99,6 +105,103 @@ class TrainStage:
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainExpertsStage(TrainStage):
+    """An expert of CLIP-MoE: the FFNs of a dense CLIP trained with negatives of one cluster (Multistage Contrastive
+    Learning, CLIP-MoE section 3)."""
+
+    stage: Literal["train_experts"]
+    trainable: str = r"\.mlp\."
+    # Its number in the sparse model, by which --experts chooses; the base FFN is number 0.
+    expert: int = Field(gt=0)
+    # A cluster stage.
+    clusters: str
+    # What happens to the samples of a cluster that is smaller than a batch: they are left out, or go to the nearest
+    # other cluster.
+    small_clusters: Literal["drop", "merge"] = "drop"
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainRouterStage(TrainStage):
+    """Routers trained with everything else frozen (CLIP-MoE section 4)."""
+
+    stage: Literal["train_router"]
+    trainable: str = r"\.mlp\.router\."
+    balance_top_k: int | None = Field(default=1, gt=0)
+    balance_mean: Literal["tower", "layer"] = "layer"
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EmbedStage:
+    """The features of a whole dataset, by which it is clustered."""
+
+    name: str
+    stage: Literal["embed"]
+    # An earlier stage, a folder or a hub name.
+    model: str
+    data: DataArguments
+    # Of one process.
+    batch_size: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that labels could belong to")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterStage:
+    """K-means of image and of text features; a label is a pair of both, together with those of the stages before."""
+
+    name: str
+    stage: Literal["cluster"]
+    # An embed stage.
+    features: str
+    # The cluster stage whose labels these refine.
+    previous: str | None = None
+    num_image_clusters: int = Field(default=3, gt=0)
+    num_text_clusters: int = Field(default=3, gt=0)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UnifyStage:
+    """A dense CLIP and its experts as one sparse model: `conversion.unify`."""
+
+    name: str
+    stage: Literal["unify"]
+    # The dense model that the experts come from; its FFNs are expert 0.
+    model: str
+    # Experts 1, 2, ...: earlier stages, folders or hub names.
+    experts: list[str] = Field(min_length=1)
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of conversion.upcycle.Preset to change, those of the preset clip_moe but num_experts.
+    changes: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LongContextStage:
+    """A CLIP with a longer text context: `conversion.long_context`."""
+
+    name: str
+    stage: Literal["long_context"]
+    # An earlier stage, a folder or a hub name.
+    model: str
+    length: int = Field(gt=0)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AnalyzeStage:
+    """What each expert of a sparse model knows and which tokens it gets: `evaluation.experts`."""
+
+    name: str
+    stage: Literal["analyze"]
+    model: str
+    # Names in evaluation.datasets.
+    tasks: list[str] = Field(min_length=1)
+    batch_size: int = Field(default=64, gt=0)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -122,7 +225,19 @@ class EvaluateStage:
         return self
 
 
-Stage = InitializeStage | UpcycleStage | TrainStage | EvaluateStage
+Stage = (
+    InitializeStage
+    | LongContextStage
+    | UpcycleStage
+    | EmbedStage
+    | ClusterStage
+    | TrainStage
+    | TrainExpertsStage
+    | UnifyStage
+    | TrainRouterStage
+    | EvaluateStage
+    | AnalyzeStage
+)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -148,6 +263,9 @@ class Recipe:
                 raise ValueError(f"the stage name {name!r} is used twice")
             if name in {field.name for field in fields(cls)} | {"defaults"} or Path(name).name != name:
                 raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe or no folder name")
+        experts = [stage.expert for stage in stages if isinstance(stage, TrainExpertsStage)]
+        if len(set(experts)) < len(experts):
+            raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
         return stages
 
     @model_validator(mode="after")
@@ -163,7 +281,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
 
     Args:
         path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
-            settings that all stages of that type share unless they set them themselves.
+            settings that all stages of that type share unless they set them themselves. Those of `train` hold for
+            `train_experts` and `train_router`, too.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
 
@@ -187,10 +306,15 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     for key, value in (overrides or {}).items():
         _override(raw, key, value)
     defaults = raw.pop("defaults", {})
-    unknown = set(defaults) - {stage["stage"] for stage in raw["stages"]}
-    if unknown:
-        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {', '.join(sorted(unknown))}")
-    raw["stages"] = [_merge(defaults.get(stage["stage"], {}), stage) for stage in raw["stages"]]
+    used = {kind for stage in raw["stages"] for kind in _default_kinds(stage["stage"])}
+    if set(defaults) - used:
+        unused = ", ".join(sorted(set(defaults) - used))
+        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {unused}")
+    for number, stage in enumerate(raw["stages"]):
+        shared = {}
+        for kind in _default_kinds(stage["stage"]):
+            shared = _merge(shared, defaults.get(kind, {}))
+        raw["stages"][number] = _merge(shared, stage)
     try:
         return TypeAdapter(Recipe).validate_python(raw)
     except ValidationError as error:
@@ -223,6 +347,11 @@ def _override(raw: dict, key: str, value: Any) -> None:
         if not isinstance(target, dict):
             raise ValueError(f"--{key}: {part!r} has no keys")
     target[rest[-1]] = value
+
+
+def _default_kinds(stage: str) -> list[str]:
+    """The keys of `defaults` that hold for a stage of this type, the more special one last."""
+    return ["train", stage] if stage in ("train_experts", "train_router") else [stage]
 
 
 def _merge(defaults: dict, settings: dict) -> dict:

@@ -1,6 +1,7 @@
 """Pairs of images and captions: from where they lie to the batches of a process."""
 
 import glob
+import hashlib
 import io
 import json
 import logging
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import CLIPProcessor
 
 from training import glyphs
-from training.samplers import GlobalBatchSampler
+from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,20 @@ def load_pairs(arguments: DataArguments) -> datasets.Dataset | datasets.Iterable
     return readable_pairs(rows, arguments)[0]
 
 
+def fingerprint(rows: datasets.Dataset) -> str:
+    """The hash of all captions and names of image files in their order, by which labels know their dataset.
+
+    Pixels do not count, so that nothing is decoded; neither do folders, so that it is the same on every machine.
+    """
+    digest = hashlib.sha256()
+    files = rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
+    for batch in files.select_columns(["image", "caption"]).iter(1000):
+        for image, caption in zip(batch["image"], batch["caption"], strict=True):
+            path = image if isinstance(image, str) else image["path"]
+            digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
+    return digest.hexdigest()
+
+
 def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
     """An RGB image from what an image column holds: a PIL image, a path, or bytes and path.
 
@@ -114,6 +129,7 @@ class PairLoader:
     Args:
         rows: of `load_pairs`.
         batch_size: of this process.
+        sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
 
     Raises:
         ValueError: the dataset is smaller than a global batch.
@@ -128,6 +144,7 @@ class PairLoader:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
     ):
         self.processor, self.arguments, self.batch_size, self.seed = processor, arguments, batch_size, seed
         self.rank, self.world_size = rank, world_size
@@ -135,7 +152,9 @@ class PairLoader:
             self.rows = split_dataset_by_node(rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), rank, world_size)
         else:
             self.pairs = _Pairs(rows, processor, arguments, seed)
-            self.sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
+            if sampler is None:
+                sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
+            self.sampler = sampler
 
     def __len__(self) -> int:
         """Batches of an epoch; a stream has no known length."""
@@ -144,21 +163,31 @@ class PairLoader:
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches from number `start` of the run on: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask`
         (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`."""
-        options = {"collate_fn": self._collate, "num_workers": self.arguments.num_workers}
         if self.arguments.streaming:
             # A stream has to be read again up to where the run stopped.
             yield from DataLoader(
                 self.rows.repeat(None).skip(start * self.batch_size).map(self._process),
                 batch_size=self.batch_size,
                 drop_last=True,
-                **options,
+                **self._options,
             )
         epoch, start_batch = divmod(start, len(self.sampler))
         while True:
             self.sampler.set_epoch(epoch, start_batch)
             self.pairs.epoch = epoch
-            yield from DataLoader(self.pairs, batch_sampler=self.sampler, **options)
+            yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
             epoch, start_batch = epoch + 1, 0
+
+    def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller."""
+        self.pairs.epoch = 0
+        starts = range(start, stop, self.batch_size)
+        batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
+        yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers}
 
     def _process(self, row: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -274,10 +303,14 @@ def select_columns(rows, arguments: DataArguments):
             )
         rows = rows.select_columns(list(wanted))
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    if isinstance((rows.features or {}).get("image"), datasets.Image):
+    if _holds_images(rows):
         # Decoded here, where an image that is broken can be skipped.
         rows = rows.cast_column("image", datasets.Image(decode=False))
     return rows
+
+
+def _holds_images(rows) -> bool:
+    return isinstance((rows.features or {}).get("image"), datasets.Image)
 
 
 def _problem(row: dict[str, Any], arguments: DataArguments) -> str:

@@ -55,7 +55,13 @@ class ContrastiveTask(nn.Module):
         )
         metrics = {"contrastive_loss": loss.detach()}
         if sparse:
-            auxiliary, router_metrics = router_losses(self.model.config, outputs, batch["attention_mask"])
+            auxiliary, router_metrics = router_losses(
+                self.model.config,
+                outputs,
+                batch["attention_mask"],
+                self.settings.balance_top_k,
+                self.settings.balance_mean,
+            )
             loss = loss + auxiliary
             metrics |= router_metrics
         metrics["loss"] = loss.detach()
@@ -146,8 +152,9 @@ def train(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            model.logit_scale.clamp_(max=torch.tensor(settings.max_logit_scale).log().item())
+        if model.logit_scale.requires_grad:
+            with torch.no_grad():
+                model.logit_scale.clamp_(max=torch.tensor(settings.max_logit_scale).log().item())
         progress.step += 1
         bar.update()
 

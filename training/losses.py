@@ -48,29 +48,40 @@ def contrastive_loss(
         return (image_loss + text_loss) / (2 * len(images))
 
 
-def router_losses(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) -> tuple[torch.Tensor, dict]:
+def router_losses(
+    config: CLIPMoEConfig,
+    outputs,
+    attention_mask: torch.Tensor,
+    balance_top_k: int | None = None,
+    balance_mean: str = "tower",
+) -> tuple[torch.Tensor, dict]:
     """The weighted router losses of a `CLIPMoEModel` over the tokens of all processes, and what to log of them.
 
     Args:
         outputs: of the model, called with `output_router_logits=True, output_expert_ids=True`.
         attention_mask: (B, S) of the text.
+        balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
+        balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
+            "layer": they are the mean over all layers of both (CLIP-MoE eq. 9).
 
     Returns:
-        The sum over the sparse towers of `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means
-        over those towers of the two losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens
-        that no expert computes because all experts they chose are full (`dropped_tokens`).
+        `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
+        losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no expert computes because
+        all experts they chose are full (`dropped_tokens`).
     """
     towers = [
         (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
         (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
     ]
+    towers = [tower for tower in towers if tower[1] is not None]
+    num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
     total, metrics = 0.0, []
     for tower, router_logits, expert_ids, mask in towers:
-        if router_logits is None:
-            continue
-        balance = load_balancing_loss(router_logits, tower.num_experts_per_tok, mask, reduce=all_reduce_sum)
+        top_k = balance_top_k or tower.num_experts_per_tok
+        balance = load_balancing_loss(router_logits, top_k, mask, reduce=all_reduce_sum)
         z_loss = router_z_loss(router_logits, mask, reduce=all_reduce_sum)
-        total = total + config.router_aux_loss_coef * balance + config.router_z_loss_coef * z_loss
+        weight = len(router_logits) / num_layers if balance_mean == "layer" else 1.0
+        total = total + weight * (config.router_aux_loss_coef * balance + config.router_z_loss_coef * z_loss)
         metrics.append(torch.stack([balance.detach(), z_loss.detach(), _dropped(tower, expert_ids, mask)]))
     return total, dict(zip(("balance_loss", "z_loss", "dropped_tokens"), torch.stack(metrics).mean(0), strict=True))
 

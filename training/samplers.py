@@ -44,3 +44,76 @@ class GlobalBatchSampler(Sampler[list[int]]):
         for batch in range(self.start_batch, len(self)):
             start = (batch * self.world_size + self.rank) * self.batch_size
             yield permutation[start : start + self.batch_size].tolist()
+
+
+class ClusterBatchSampler(Sampler[list[int]]):
+    """Global batches that each come from one cluster, so that all negatives do (CLIP-MoE eq. 1).
+
+    In an epoch, the samples of every cluster are shuffled and cut into global batches, and the batches of all clusters
+    are shuffled, both by (seed, epoch); process r of W gets the r-th of the W equal slices of each batch. What does not
+    fill a batch of its cluster is left out of the epoch, so a cluster smaller than a batch is never used.
+
+    Args:
+        labels: (samples,), the cluster of each.
+        batch_size: of one process.
+        rank, world_size: this process and their number.
+
+    Raises:
+        ValueError: no cluster fills a global batch.
+    """
+
+    def __init__(self, labels: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.global_batch_size = batch_size * world_size
+        clusters, sizes = np.unique(labels, return_counts=True)
+        if sizes.max(initial=0) < self.global_batch_size:
+            raise ValueError(
+                f"none of the {len(clusters)} clusters fills a global batch of {self.global_batch_size} ({world_size} "
+                f"processes x {batch_size}); the largest has {sizes.max(initial=0)} samples: lower the batch size, or "
+                "set small_clusters to merge"
+            )
+        self.clusters = [np.flatnonzero(labels == cluster) for cluster in clusters]
+        self.batch_size, self.rank, self.seed = batch_size, rank, seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """Choose the epoch, and the batch of it to begin with: that is how a run resumes."""
+        self.epoch, self.start_batch = epoch, start_batch
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return sum(len(cluster) // self.global_batch_size for cluster in self.clusters)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        batches = []
+        for cluster in self.clusters:
+            whole = len(cluster) // self.global_batch_size
+            batches += np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
+        start = self.rank * self.batch_size
+        for number in rng.permutation(len(batches))[self.start_batch :]:
+            yield batches[number][start : start + self.batch_size].tolist()
+
+
+def merge_small_clusters(labels: np.ndarray, centers: np.ndarray, smallest: int) -> np.ndarray:
+    """Give the samples of clusters that are too small to the nearest other cluster, the smallest cluster first.
+
+    Args:
+        labels: (samples,), clusters from 0 to C - 1.
+        centers: (C, D), the mean features of each. Clusters that are merged have the mean of all their samples.
+        smallest: the number of samples that a cluster must have.
+
+    Returns:
+        (samples,) labels of clusters of at least that size, or of one cluster if all are together smaller.
+    """
+    sizes = np.bincount(labels, minlength=len(centers)).astype(np.int64)
+    centers, target = centers.astype(np.float64), np.arange(len(centers))
+    alive = np.flatnonzero(sizes)
+    while len(alive) > 1 and sizes[alive].min() < smallest:
+        small = alive[sizes[alive].argmin()]
+        alive = alive[alive != small]
+        nearest = alive[np.square(centers[alive] - centers[small]).sum(axis=1).argmin()]
+        weights = sizes[[small, nearest]]
+        centers[nearest] = np.average(centers[[small, nearest]], axis=0, weights=weights)
+        sizes[nearest] += sizes[small]
+        target[target == small] = nearest
+    return target[labels]

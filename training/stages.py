@@ -13,37 +13,58 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import AutoProcessor, CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
 
-from conversion.checkpoints import copy_processor, has_file, load_model
+from conversion import long_context
+from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
+from conversion.unify import unify, verify
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
+from evaluation.experts import analyze_experts
 from evaluation.report import write_report
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training import glyphs
 from training.arguments import (
+    AnalyzeStage,
+    ClusterStage,
+    EmbedStage,
     EvaluateStage,
     InitializeStage,
+    LongContextStage,
     Recipe,
     Stage,
+    TrainExpertsStage,
+    TrainRouterStage,
     TrainStage,
+    UnifyStage,
     UpcycleStage,
     dump,
 )
-from training.data import PairLoader, load_pairs
+from training.clustering import (
+    accumulate,
+    contact_sheet,
+    kmeans,
+    load_clusters,
+    save_clusters,
+)
+from training.data import DataArguments, PairLoader, load_pairs
+from training.data import fingerprint as data_fingerprint
+from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.engine import train
 from training.freezing import set_trainable
+from training.samplers import ClusterBatchSampler, merge_small_clusters
 
 MANIFEST = "manifest.json"
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
@@ -57,19 +78,35 @@ class Run:
     recipe: Recipe
     output_dir: Path
     accelerator: Accelerator
+    # The last pairs that were loaded, by their settings: most stages of a recipe use the same.
+    _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
 
-    def model(self, reference: str) -> str:
-        """The folder or hub name of a model that a stage names: an earlier stage, a folder or a hub name.
+    def folder(self, reference: str) -> str:
+        """The folder or hub name that a stage names: an earlier stage, a folder or a hub name.
 
         Raises:
             FileNotFoundError: it names a stage that has not finished.
         """
-        if reference not in {stage.name for stage in self.recipe.stages}:
-            return reference
+        if self.finished(reference):
+            return str(self.output_dir / reference) if self._is_stage(reference) else reference
         folder = self.output_dir / reference
-        if not (folder / MANIFEST).is_file():
-            raise FileNotFoundError(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
-        return str(folder)
+        raise FileNotFoundError(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
+
+    def finished(self, reference: str) -> bool:
+        """Whether what a stage names is there, as far as this run makes it."""
+        return not self._is_stage(reference) or (self.output_dir / reference / MANIFEST).is_file()
+
+    def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
+        """See `load_pairs`."""
+        key = json.dumps(dump(arguments))
+        if key not in self._pairs:
+            self._pairs.clear()
+            with self.accelerator.main_process_first():  # the first process fills the cache that the others read
+                self._pairs[key] = load_pairs(arguments)
+        return self._pairs[key]
+
+    def _is_stage(self, reference: str) -> bool:
+        return reference in {stage.name for stage in self.recipe.stages}
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -85,26 +122,45 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     )
 
 
-def run_recipe(recipe: Recipe, only: Iterable[str] | None = None) -> Path:
-    """Run the stages of a recipe in order, or those named in `only`, and return the output folder.
+def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> Path:
+    """Run the stages of a recipe in order, and return the output folder.
+
+    Args:
+        only: names of the stages to run; None: all.
+        experts: numbers of the experts to train; None: all. Of the other stages, those that need an expert which is
+            not there yet wait: this run leaves them to a later one.
 
     Raises:
-        ValueError: `only` names a stage that is not in the recipe, or a stage's folder was made with other settings.
+        ValueError: `only` or `experts` names what is not in the recipe, or a stage's folder was made with other
+            settings.
         FileNotFoundError: a stage needs the output of another one that has not finished.
     """
     names = [stage.name for stage in recipe.stages]
     unknown = sorted(set(only or ()) - set(names))
     if unknown:
         raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
+    numbers = [stage.expert for stage in recipe.stages if isinstance(stage, TrainExpertsStage)]
+    unknown = sorted(set(experts or ()) - set(numbers))
+    if unknown:
+        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
     run = Run(recipe, Path(recipe.output_dir), make_accelerator(recipe))
     if run.accelerator.is_main_process:
         run.output_dir.mkdir(parents=True, exist_ok=True)
         _write(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
         _write(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
     for stage in recipe.stages:
-        if only is None or stage.name in only:
-            run_stage(run, stage)
-    if only is None:
+        if only is not None and stage.name not in only:
+            continue
+        if experts is not None and not run.finished(stage.name):
+            if isinstance(stage, TrainExpertsStage) and stage.expert not in experts:
+                run.accelerator.print(f"{stage.name}: expert {stage.expert} is left to another run")
+                continue
+            missing = [reference for reference in _inputs(stage) if not run.finished(reference)]
+            if missing:
+                run.accelerator.print(f"{stage.name}: waits for {', '.join(missing)}")
+                continue
+        run_stage(run, stage)
+    if only is None and experts is None:
         for name, repository in recipe.push_to_hub.items():
             if run.accelerator.is_main_process:
                 push_to_hub(run.output_dir / name, repository)
@@ -121,7 +177,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     manifest = {
         "stage": _comparable(dump(stage)),
         "seed": run.recipe.seed,
-        "inputs": {reference: fingerprint(run.model(reference)) for reference in _inputs(stage)},
+        "inputs": {reference: fingerprint(run.folder(reference)) for reference in _inputs(stage)},
     }
     run.accelerator.wait_for_everyone()
     for folder in (final, partial):
@@ -168,19 +224,18 @@ def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
     processor.save_pretrained(directory)
 
 
+def lengthen(run: Run, stage: LongContextStage, directory: Path) -> None:
+    """A CLIP with a longer text context."""
+    if run.accelerator.is_main_process:
+        long_context.convert(run.folder(stage.model), directory, stage.length)
+
+
 def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
     """A dense CLIP made sparse."""
     if not run.accelerator.is_main_process:
         return
-    dense = load_model(CLIPModel, run.model(stage.model))
-    fields = {field.name for field in dataclasses.fields(Preset)}
-    unknown = sorted(set(stage.changes) - fields)
-    if unknown:
-        raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}"
-        )
-    preset = dataclasses.replace(PRESETS[stage.preset], **stage.changes)
-    model = upcycle(dense, preset, stage.towers, run.recipe.seed)
+    dense = load_model(CLIPModel, run.folder(stage.model))
+    model = upcycle(dense, _preset(stage, stage.preset), stage.towers, run.recipe.seed)
     for tower, settings in (("text", stage.text_config), ("vision", stage.vision_config)):
         config = getattr(model.config, f"{tower}_config")
         for name, value in settings.items():
@@ -188,30 +243,74 @@ def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
                 raise ValueError(f"{stage.name}.{tower}_config: {type(config).__name__} has no field {name!r}")
             setattr(config, name, value)
     model.save_pretrained(directory)
-    copy_processor(run.model(stage.model), directory)
+    copy_processor(run.folder(stage.model), directory)
+
+
+def embed(run: Run, stage: EmbedStage, directory: Path) -> None:
+    """The features of all pairs."""
+    source = run.folder(stage.model)
+    processor = _processor(source, stage)
+    rows = run.pairs(stage.data)
+    loader = PairLoader(rows, processor, stage.data, min(stage.batch_size, len(rows)))
+    embed_pairs(make_accelerator(run.recipe), load_clip(source, dtype=torch.float32), loader, len(rows), directory)
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        join_parts(directory, stage.data, data_fingerprint(rows))
+
+
+def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
+    """Labels of all pairs, and a picture of what they mean."""
+    source = Path(run.folder(stage.features))
+    data, fingerprint = embedded_data(source)
+    rows = run.pairs(data)
+    if not run.accelerator.is_main_process:
+        return
+    if data_fingerprint(rows) != fingerprint:
+        raise ValueError(f"{stage.name}: {data.source} has changed since {source} was made; delete it to embed it anew")
+    features = load_features(source)
+    previous = None if stage.previous is None else load_clusters(Path(run.folder(stage.previous)), fingerprint)
+    image_labels = kmeans(features["image"], stage.num_image_clusters, run.recipe.seed, "image features")
+    text_labels = kmeans(features["text"], stage.num_text_clusters, run.recipe.seed, "text features")
+    labels = image_labels * stage.num_text_clusters + text_labels
+    clusters = accumulate(labels, np.concatenate([features["image"], features["text"]], axis=1), previous)
+    save_clusters(directory, clusters, fingerprint)
+    titles = [f"image {label // stage.num_text_clusters}, text {label % stage.num_text_clusters}" for label in labels]
+    contact_sheet(directory / "clusters.png", rows, np.array(titles), data.image_root, run.recipe.seed)
+    sizes = np.bincount(clusters.labels)
+    print(
+        f"{stage.name}: {len(np.unique(labels))} clusters, {len(sizes)} with those of the stages before, of "
+        f"{sizes.min()} to {sizes.max()} samples; look at {run.output_dir / stage.name / 'clusters.png'}"
+    )
 
 
 def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     """A model trained on pairs of images and captions."""
-    source = run.model(stage.model)
-    sparse = AutoConfig.from_pretrained(source).model_type == CLIPMoEConfig.model_type
-    model = load_model(CLIPMoEModel if sparse else CLIPModel, source, dtype=torch.float32)
-    if not has_file(source, "tokenizer.json", "vocab.json"):  # transformers would make up an empty one
-        raise FileNotFoundError(f"{stage.name}: {source} has no processor; copy the one of the dense model there")
-    processor = AutoProcessor.from_pretrained(source)
+    source = run.folder(stage.model)
+    model, processor = load_clip(source, dtype=torch.float32), _processor(source, stage)
     trainable, frozen = set_trainable(model, stage.trainable)
     accelerator = make_accelerator(run.recipe)
-    share, rest = divmod(stage.global_batch_size, accelerator.num_processes * stage.gradient_accumulation_steps)
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    share, rest = divmod(stage.global_batch_size, num_processes * stage.gradient_accumulation_steps)
     if rest:
         raise ValueError(
             f"{stage.name}: global_batch_size {stage.global_batch_size} cannot be shared by "
-            f"{accelerator.num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
+            f"{num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
         )
-    with accelerator.main_process_first():  # the first process fills the cache that the others read
-        rows = load_pairs(stage.data)
-    loader = PairLoader(
-        rows, processor, stage.data, share, accelerator.process_index, accelerator.num_processes, run.recipe.seed
-    )
+    rows = run.pairs(stage.data)
+    sampler = None
+    if isinstance(stage, TrainExpertsStage):
+        clusters = load_clusters(Path(run.folder(stage.clusters)), data_fingerprint(rows))
+        merged = merge_small_clusters(clusters.labels, clusters.centers, share * num_processes)
+        chosen = merged if stage.small_clusters == "merge" else clusters.labels
+        sampler = ClusterBatchSampler(chosen, share, rank, num_processes, run.recipe.seed)
+        for setting, labels in (("drop", clusters.labels), ("merge", merged)):
+            used = _used_samples(labels, share * num_processes)
+            accelerator.print(
+                f"{stage.name}: {len(np.unique(labels))} clusters with small_clusters: {setting}"
+                f"{' (chosen)' if setting == stage.small_clusters else ''}; batches of one cluster leave "
+                f"{len(labels) - used} of {len(labels)} samples ({1 - used / len(labels):.1%}) unused in an epoch"
+            )
+    loader = PairLoader(rows, processor, stage.data, share, rank, num_processes, run.recipe.seed, sampler)
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
     accelerator.print(
         f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
@@ -228,21 +327,47 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
 
+def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
+    """Experts as one sparse model."""
+    if not run.accelerator.is_main_process:
+        return
+    sources = [run.folder(reference) for reference in (stage.model, *stage.experts)]
+    base, *experts = (load_model(CLIPModel, source) for source in sources)
+    unify(base, experts, _preset(stage, "clip_moe"), stage.towers, run.recipe.seed).save_pretrained(directory)
+    copy_processor(sources[0], directory)
+    verify(sources, directory)
+
+
 def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
     """Models side by side, with a report."""
     if not run.accelerator.is_main_process:
         return
     results = []
     for title, reference in stage.models.items():
-        results += evaluate_model(run.model(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size)
+        results += evaluate_model(
+            run.folder(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
+        )
     print(write_report(results, directory, baseline=stage.baseline))
+
+
+def analyze(run: Run, stage: AnalyzeStage, directory: Path) -> None:
+    """What every expert of a sparse model knows, and which tokens it gets."""
+    if run.accelerator.is_main_process:
+        print(analyze_experts(run.folder(stage.model), stage.tasks, directory, batch_size=stage.batch_size))
 
 
 STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
     InitializeStage: initialize,
+    LongContextStage: lengthen,
     UpcycleStage: make_sparse,
+    EmbedStage: embed,
+    ClusterStage: cluster,
     TrainStage: train_model,
+    TrainExpertsStage: train_model,
+    UnifyStage: unify_experts,
+    TrainRouterStage: train_model,
     EvaluateStage: evaluate,
+    AnalyzeStage: analyze,
 }
 
 
@@ -263,9 +388,43 @@ def fingerprint(model: str) -> str:
 
 
 def _inputs(stage: Stage) -> list[str]:
-    if isinstance(stage, EvaluateStage):
-        return sorted(set(stage.models.values()))
-    return [] if isinstance(stage, InitializeStage) else [stage.model]
+    """The stages, folders and hub names that a stage reads."""
+    match stage:
+        case InitializeStage():
+            return []
+        case EvaluateStage():
+            return sorted(set(stage.models.values()))
+        case ClusterStage():
+            return [stage.features, stage.previous] if stage.previous else [stage.features]
+        case TrainExpertsStage():
+            return [stage.model, stage.clusters]
+        case UnifyStage():
+            return [stage.model, *stage.experts]
+        case _:
+            return [stage.model]
+
+
+def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
+    """The preset of that name with the stage's changes."""
+    fields = {field.name for field in dataclasses.fields(Preset)}
+    unknown = sorted(set(stage.changes) - fields)
+    if unknown:
+        raise ValueError(
+            f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}"
+        )
+    return dataclasses.replace(PRESETS[name], **stage.changes)
+
+
+def _processor(source: str, stage: Stage) -> CLIPProcessor:
+    if not has_file(source, "tokenizer.json", "vocab.json"):  # transformers would make up an empty one
+        raise FileNotFoundError(f"{stage.name}: {source} has no processor; copy the one of the dense model there")
+    return AutoProcessor.from_pretrained(source)
+
+
+def _used_samples(labels: np.ndarray, batch_size: int) -> int:
+    """How many samples batches of one cluster hold in an epoch."""
+    sizes = np.bincount(labels)
+    return int((sizes // batch_size * batch_size).sum())
 
 
 def _comparable(settings: Any) -> Any:

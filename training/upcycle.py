@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from conversion.checkpoints import one_line_errors
-from training.arguments import TrainStage, UpcycleStage, load_recipe
+from training.arguments import TrainStage, UnifyStage, UpcycleStage, load_recipe
 from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -34,14 +34,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", default=DEFAULT_RECIPE, help="recipe, a YAML file (default: the glyph demo)")
     parser.add_argument("--output-dir", help="folder for the stages' outputs (default: the recipe's)")
     parser.add_argument("--stages", help="run only these stages, e.g. upcycled,clip_up (default: all)")
+    parser.add_argument(
+        "--experts", help="train only these experts, e.g. 1,2; what needs others waits for a later run (default: all)"
+    )
     known, rest = parser.parse_known_args(argv)
     with one_line_errors():
         overrides = _overrides(rest)
         if known.output_dir is not None:
             overrides["output_dir"] = known.output_dir
         recipe = load_recipe(known.config, overrides)
-        output_dir = run_recipe(recipe, known.stages.split(",") if known.stages else None)
-    models = [stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage)]
+        only = known.stages.split(",") if known.stages else None
+        output_dir = run_recipe(recipe, only, _numbers(known.experts) if known.experts else None)
+    models = [stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage)]
     finished = [stage for stage in models if (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
         print(
@@ -50,6 +54,12 @@ def main(argv: list[str] | None = None) -> None:
             "    from transformers import AutoModel\n"
             f'    model = AutoModel.from_pretrained("{output_dir / finished[-1].name}")\n'
         )
+
+
+def _numbers(argument: str) -> list[int]:
+    if not all(number.isdecimal() for number in argument.split(",")):
+        raise ValueError(f"--experts takes numbers, such as 1,2, not {argument!r}")
+    return [int(number) for number in argument.split(",")]
 
 
 def _overrides(arguments: list[str]) -> dict[str, object]:

@@ -1,0 +1,118 @@
+"""What each expert of a sparse model knows, and which tokens it gets.
+
+    python -m evaluation.experts --model runs/clip_moe_glyphs/clip_moe --tasks glyphs_pairs --output-dir experts
+
+Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
+1). OUTPUT_DIR gets `experts.json`, the table `experts.md` and the share of tokens per expert and layer, `routing.png`
+(Figure 3).
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+
+from conversion.checkpoints import one_line_errors
+from evaluation.datasets import BENCHMARKS, Benchmark
+from evaluation.evaluate import Embedder, environment, measure, require_known, usable_device
+from evaluation.report import markdown_table
+from evaluation.routing import count_tokens, draw_shares
+from modeling_clip_moe import CLIPMoEModel
+
+ROUTED = "routed"
+
+
+def analyze_experts(
+    model: str | Path,
+    tasks: Sequence[str],
+    output_dir: str | Path,
+    *,
+    batch_size: int = 64,
+    device: str | torch.device | None = None,
+    benchmarks: dict[str, Benchmark] | None = None,
+) -> str:
+    """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks.
+
+    Args:
+        model: a folder or hub name of a `CLIPMoEModel`.
+        tasks: keys of `benchmarks` (default: those of `evaluation.datasets`).
+
+    Returns:
+        The table: a row a metric, a column an expert, in percent; the best of a row is bold.
+
+    Raises:
+        ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts;
+            else as `evaluation.evaluate.Embedder`.
+    """
+    benchmarks = BENCHMARKS if benchmarks is None else benchmarks
+    require_known(tasks, benchmarks)
+    set_seed(0)
+    output_dir = Path(output_dir)
+    embedder = Embedder(model, None, batch_size, usable_device(device))
+    num_experts = _num_experts(embedder.model, model)
+    metrics: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
+    with count_tokens(embedder.model) as counts:
+        for task in tasks:
+            metrics[task][ROUTED] = measure(benchmarks[task], embedder)[0]
+    for expert in range(num_experts):
+        with embedder.model.force_expert(expert):
+            for task in tasks:
+                metrics[task][f"expert {expert}"] = measure(benchmarks[task], embedder)[0]
+    shares = {
+        tower: {layer: counter.shares().tolist() for layer, counter in layers.items()}
+        for tower, layers in counts.items()
+    }
+    protocols = {task: benchmarks[task].protocol for task in tasks}
+    result = {"source": str(model), "protocols": protocols, "metrics": metrics, "shares": shares, **environment()}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    table = _table(metrics)
+    draw_shares(shares, output_dir / "routing.png", f"% of the tokens computed by each expert: {', '.join(tasks)}")
+    (output_dir / "experts.md").write_text(f"# Experts\n\n{table}\n\n![routing](routing.png)\n", encoding="utf-8")
+    partial = output_dir / "experts.json.partial"
+    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, output_dir / "experts.json")
+    return table
+
+
+def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
+    if not isinstance(model, CLIPMoEModel):
+        raise ValueError(f"{source} is a dense CLIP: it has no experts")
+    towers = [config for config in (model.config.text_config, model.config.vision_config) if config.moe_layers]
+    numbers = sorted({config.num_experts for config in towers})
+    if len(numbers) != 1:
+        raise ValueError(f"{source} has towers with {numbers or 'no'} experts: all sparse towers need as many")
+    return numbers[0]
+
+
+def _table(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
+    rows = []
+    columns = sorted(next(iter(metrics.values())), key=lambda name: name == ROUTED)
+    for task, of_model in metrics.items():
+        for metric in of_model[ROUTED]:
+            values = [of_model[column][metric] for column in columns]
+            cells = [f"**{value:.1%}**" if value == max(values) else f"{value:.1%}" for value in values]
+            rows.append([f"{task}: {metric}", *cells])
+    return markdown_table(["metric", *columns], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
+    parser.add_argument("--tasks", required=True, help=", ".join(BENCHMARKS))
+    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--device", help="default: the accelerator, if there is one")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        tasks = args.tasks.split(",")
+        print(analyze_experts(args.model, tasks, args.output_dir, batch_size=args.batch_size, device=args.device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""CLIP-MoE's recipe run whole on models of a few thousand parameters: what moves, how it resumes, in how many parts."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from training import stages
+from training.arguments import load_recipe
+from training.clustering import load_clusters
+from training.data import fingerprint
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[1]
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NAMES = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
+MODELS = ["dense", "expert_1", "expert_2", "unified", "clip_moe"]
+
+
+def recipe():
+    data = {"source": "glyphs", "num_samples": 90, "captions": "detailed", "in_memory": True}
+    training = {
+        "data": data,
+        "global_batch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+    }
+    clusters = {"num_image_clusters": 2, "num_text_clusters": 2}
+    return {
+        "output_dir": "out",
+        "defaults": {
+            "embed": {"data": data, "batch_size": 4},
+            "cluster": clusters,
+            "train": training,
+            "train_experts": {"small_clusters": "merge"},
+        },
+        "stages": [
+            {
+                "name": "dense",
+                "stage": "initialize",
+                "processor": "glyphs",
+                "projection_dim": 16,
+                "text_config": {**TOWER, "max_position_embeddings": 24},
+                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
+            },
+            {"name": "features_0", "stage": "embed", "model": "dense"},
+            {"name": "clusters_1", "stage": "cluster", "features": "features_0"},
+            {"name": "expert_1", "stage": "train_experts", "expert": 1, "model": "dense", "clusters": "clusters_1"},
+            {"name": "features_1", "stage": "embed", "model": "expert_1"},
+            {"name": "clusters_2", "stage": "cluster", "features": "features_1", "previous": "clusters_1"},
+            {"name": "expert_2", "stage": "train_experts", "expert": 2, "model": "expert_1", "clusters": "clusters_2"},
+            {"name": "unified", "stage": "unify", "model": "dense", "experts": ["expert_1", "expert_2"]},
+            {"name": "clip_moe", "stage": "train_router", "model": "unified"},
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip_moe")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
+
+    def run(output, overrides=None, **parts):
+        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
+        return run_recipe(loaded, **parts)
+
+    run.folder = folder
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """The finished recipe, run at once; tests only read it."""
+    return run("whole")
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_files(first, second):
+    """Whether the stages of two runs hold the same bits."""
+    for name in NAMES:
+        (path,) = (first / name).glob("*.safetensors")
+        expected, found = load_file(path), load_file(second / name / path.name)
+        if expected.keys() != found.keys() or not all(torch.equal(expected[key], found[key]) for key in expected):
+            return False
+    return True
+
+
+def same_features(first, second):
+    first, second = (load_arrays(folder / "features_0" / "features.safetensors") for folder in (first, second))
+    return all((first[name] == second[name]).all() for name in ("image", "text"))
+
+
+def start(run, output):
+    command = [sys.executable, "-m", "training.upcycle", "--config", str(run.folder / "recipe.yaml")]
+    return subprocess.Popen(
+        [*command, "--output-dir", str(run.folder / output)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def test_all_stages_are_there(whole):
+    assert {path.name for path in whole.iterdir()} == {*NAMES, "recipe.yaml", "environment.json"}
+    model = AutoModel.from_pretrained(whole / "clip_moe")
+    assert model.config.vision_config.num_experts == 3
+    assert not (whole / "features_0" / "parts").exists()
+    assert (whole / "clusters_2" / "clusters.png").stat().st_size > 10_000
+
+
+def test_only_ffns_move_in_mcl(whole):
+    for before, after in (("dense", "expert_1"), ("expert_1", "expert_2")):
+        old, new = weights(whole / before), weights(whole / after)
+        assert old.keys() == new.keys()
+        moved = {name for name in old if not torch.equal(old[name], new[name])}
+        assert moved == {name for name in old if re.search(r"\.layers\.\d+\.mlp\.fc[12]\.(weight|bias)$", name)}
+        assert len(moved) == 16
+
+
+def test_only_routers_move_in_router_training(whole):
+    old, new = weights(whole / "unified"), weights(whole / "clip_moe")
+    moved = {name for name in old if not torch.equal(old[name], new[name])}
+    assert moved == {name for name in old if name.endswith(".mlp.router.weight")}
+    assert len(moved) == 4
+
+
+def test_experts_are_the_ffns_of_the_stages(whole):
+    experts = weights(whole / "clip_moe")
+    for number, name in enumerate(("dense", "expert_1", "expert_2")):
+        dense = weights(whole / name)
+        for tower in ("text_model", "vision_model"):
+            for layer in range(2):
+                ffn = f"{tower}.encoder.layers.{layer}.mlp"
+                assert torch.equal(experts[f"{ffn}.experts.up_proj"][number], dense[f"{ffn}.fc1.weight"])
+                assert torch.equal(experts[f"{ffn}.experts.down_proj_bias"][number], dense[f"{ffn}.fc2.bias"])
+
+
+def test_features_and_labels(whole, run):
+    data = load_recipe(run.folder / "recipe.yaml").stages[1].data
+    rows = stages.load_pairs(data)
+    features = load_arrays(whole / "features_0" / "features.safetensors")
+    for array in features.values():
+        assert array.shape == (90, 16)
+        np.testing.assert_allclose(np.linalg.norm(array, axis=1), 1, atol=1e-5)
+    model = AutoModel.from_pretrained(whole / "dense")
+    processor = stages.AutoProcessor.from_pretrained(whole / "dense")
+    for index in (0, 57, 89):  # the dense model's own embedding of that row
+        row = rows[index]
+        inputs = processor(text=[row["caption"]], images=[row["image"]], return_tensors="pt", truncation=True)
+        with torch.no_grad():
+            outputs = model(**inputs)
+        np.testing.assert_allclose(features["image"][index], outputs.image_embeds[0], atol=1e-5)
+        np.testing.assert_allclose(features["text"][index], outputs.text_embeds[0], atol=1e-5)
+    first = load_clusters(whole / "clusters_1", fingerprint(rows))
+    second = load_clusters(whole / "clusters_2", fingerprint(rows))
+    assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
+    assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
+
+
+def test_unused_samples_are_reported_before_training(run, whole, capsys):
+    sizes = np.bincount(load_arrays(whole / "clusters_1" / "clusters.safetensors")["labels"])
+    unused = 90 - sum(size // 8 * 8 for size in sizes.tolist())
+    shutil.copytree(whole, run.folder / "reported")
+    shutil.rmtree(run.folder / "reported" / "expert_1")
+    run("reported", {"expert_1.small_clusters": "drop"}, only=["expert_1"])
+    printed = capsys.readouterr().out
+    assert f"small_clusters: drop (chosen); batches of one cluster leave {unused} of 90 samples" in printed
+    assert "small_clusters: merge; batches" in printed
+    assert printed.index("unused in an epoch") < printed.index("6 steps of 8 pairs")
+
+
+def test_killed_inside_stages_and_between_them(run, whole):
+    """SIGKILL while features, an expert and the routers are made, and after every other stage: the same bits."""
+    output = run.folder / "killed"
+    seen = []
+
+    def until(condition):
+        process = start(run, "killed")
+        while process.poll() is None and not condition():
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, f"it finished before it was killed; seen so far: {seen}"
+
+    def lines(name):
+        log = output / f"{name}.partial" / "log.jsonl"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    generator = random.SystemRandom()
+    for name, condition in (
+        ("expert_1", lambda: lines("expert_1") > generator.choice([1, 2, 3, 4])),
+        ("clip_moe", lambda: lines("clip_moe") > generator.choice([1, 2, 3, 4])),
+    ):
+        until(condition)
+        assert (output / f"{name}.partial").exists()
+        seen.append(name)
+    finished = {name: (output / name / "manifest.json").stat().st_mtime_ns for name in NAMES[:-1]}
+    run("killed")
+    for name, written in finished.items():
+        assert (output / name / "manifest.json").stat().st_mtime_ns == written  # not made again
+    assert same_files(whole, output)
+
+
+@pytest.mark.parametrize("last", range(1, len(NAMES)))
+def test_started_again_at_every_boundary(run, whole, last, monkeypatch):
+    """A run that ends right after stage number `last` goes on with the next one and repeats none."""
+    output = run.folder / f"boundary_{last}"
+
+    class Stop(Exception):
+        pass
+
+    made = []
+    original = stages.run_stage
+
+    def stop_after(run_, stage):
+        original(run_, stage)
+        made.append(stage.name)
+        if len(made) == last:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "run_stage", stop_after)
+        with pytest.raises(Stop):
+            run(output.name)
+    assert made == NAMES[:last]
+    written = {name: (output / name).stat().st_mtime_ns for name in made}
+    run(output.name)
+    assert {name: (output / name).stat().st_mtime_ns for name in made} == written
+    assert same_files(whole, output)
+
+
+def test_interrupted_embedding_keeps_its_parts(run, whole, monkeypatch):
+    output = run.folder / "parts"
+    run("parts", only=["dense"])
+    monkeypatch.setattr("training.embedding.BATCHES_PER_PART", 5)
+    calls = []
+    original = stages.PairLoader.in_order
+
+    def in_order(loader, start, stop):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(start)
+        return original(loader, start, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.PairLoader, "in_order", in_order)
+        with pytest.raises(KeyboardInterrupt):
+            run("parts", only=["features_0"])
+    assert calls == [0, 20, 40] and not (output / "features_0").exists()
+    resumed = []
+    monkeypatch.setattr(stages.PairLoader, "in_order", lambda *args: resumed.append(args[1]) or original(*args))
+    run("parts", only=["features_0"])
+    assert resumed == [60, 80]
+    assert same_features(whole, output)
+
+
+def test_experts_in_separate_runs(run, whole, capsys):
+    output = run("separate", experts=[1])
+    printed = capsys.readouterr().out
+    assert "expert_2: expert 2 is left to another run" in printed and "unified: waits for expert_2" in printed
+    assert not (output / "expert_2").exists() and (output / "clusters_2").exists()
+    with pytest.raises(FileNotFoundError, match="the stage 'expert_2' has not finished"):
+        run("separate", only=["unified"])
+    with pytest.raises(ValueError, match=r"trains no expert \[7\]; its experts are \[1, 2\]"):
+        run("separate", experts=[7])
+    run("separate", experts=[2])
+    assert same_files(whole, output)
+
+
+def test_experts_that_start_from_the_base(run, whole):
+    """The released code's way: every stage trains the base's FFNs."""
+    output = run.folder / "from_base"
+    shutil.copytree(whole, output)
+    for name in ("expert_2", "unified", "clip_moe"):
+        shutil.rmtree(output / name)
+    run("from_base", {"expert_2.model": "dense"}, only=["expert_2", "unified"])
+    assert not torch.equal(
+        weights(output / "expert_2")["text_model.encoder.layers.0.mlp.fc1.weight"],
+        weights(whole / "expert_2")["text_model.encoder.layers.0.mlp.fc1.weight"],
+    )
+
+
+def test_two_processes_end_in_the_same_model(run, whole):
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
+    command += ["training/upcycle.py", "--config", str(run.folder / "recipe.yaml")]
+    command += ["--output-dir", str(run.folder / "two")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    two = run.folder / "two"
+    assert same_features(whole, two)  # to the bit
+    for name in ("clusters_1", "clusters_2"):
+        first, second = (load_arrays(f / name / "clusters.safetensors")["labels"] for f in (whole, two))
+        assert (first == second).all()
+    for name in MODELS:
+        torch.testing.assert_close(weights(two / name), weights(whole / name), atol=1e-4, rtol=0)
+    log = [json.loads(line)["loss"] for line in (two / "clip_moe" / "log.jsonl").read_text().splitlines()]
+    expected = [json.loads(line)["loss"] for line in (whole / "clip_moe" / "log.jsonl").read_text().splitlines()]
+    torch.testing.assert_close(log, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "only", "message"),
+    [
+        ({"clusters_1.num_image_clusters": 91}, "clusters_1", "90 samples cannot make 91 clusters of image features"),
+        ({"expert_1.data.num_samples": 80}, "expert_1", "labels in .*clusters_1 belong to another dataset"),
+        ({"expert_1.data.seed": 1}, "expert_1", "belong to another dataset, or to another order"),
+        (
+            {"expert_1.global_batch_size": 90, "expert_1.small_clusters": "drop"},
+            "expert_1",
+            "none of the . clusters fills a global batch of 90",
+        ),
+        ({"clusters_1.features": "dense"}, "clusters_1", "is not the folder of an embed stage"),
+        ({"expert_1.clusters": "features_0"}, "expert_1", "is not the folder of a cluster stage"),
+        ({"unified.experts": ["expert_1", "clip_moe"]}, "unified", "a model of type 'clip' is needed"),
+        ({"unified.changes": {"experts": 2}}, "unified", "a preset has no experts"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_mistakes(run, whole, tmp_path, overrides, only, message):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / only)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run("mistakes", {**overrides, "output_dir": str(tmp_path / "out")}, only=[only])
+    assert not (tmp_path / "out" / only).exists()
+
+
+def test_an_expert_of_another_base_is_refused(run, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "unified")
+    tensors = weights(tmp_path / "out" / "expert_2")
+    name = "vision_model.encoder.layers.1.self_attn.q_proj.weight"
+    tensors[name][0, 0] += 1e-4
+    save_file(tensors, tmp_path / "out" / "expert_2" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"expert 2 was not trained from this base.*{re.escape(name)}"):
+        run("x", {"output_dir": str(tmp_path / "out")}, only=["unified"])
+
+
+def test_features_that_are_not_finite(run, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "features_1")
+    tensors = weights(tmp_path / "out" / "expert_1")
+    tensors["visual_projection.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "out" / "expert_1" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="90 image features of the pairs from 0 on are not finite"):
+        run("x", {"output_dir": str(tmp_path / "out")}, only=["features_1"])

@@ -1,0 +1,90 @@
+"""Clusters: what comes out by hand, and what cannot be clustered."""
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+from safetensors.numpy import save_file
+
+from training import glyphs
+from training.clustering import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters
+from training.data import fingerprint
+
+CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
+
+
+def blobs(per_cluster=20):
+    truth = np.repeat(np.arange(3), per_cluster)
+    noise = np.random.default_rng(0).normal(0, 0.05, (len(truth), 2))
+    return (CORNERS[truth] + noise).astype(np.float32), truth
+
+
+def test_kmeans_finds_what_is_there():
+    features, truth = blobs()
+    labels = kmeans(features, 3, seed=0)
+    assert len({(a, b) for a, b in zip(labels, truth, strict=True)}) == 3  # the same up to names
+    assert (labels == kmeans(features, 3, seed=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (CORNERS[:2], "2 samples cannot make 3 clusters of image features"),
+        (np.ones((10, 2), np.float32), "only 1 of 3 clusters of image features have samples"),
+        (CORNERS[[0, 1, 1, 0]], "only 2 of 3 clusters"),
+        (np.full((10, 2), np.nan, np.float32), "the image features are not finite"),
+    ],
+    ids=["too few", "all equal", "an empty cluster", "nan"],
+)
+def test_what_cannot_be_clustered(features, message):
+    with pytest.raises(ValueError, match=message):
+        kmeans(features, 3, 0, "image features")
+
+
+def test_labels_accumulate_over_stages():
+    features = np.arange(12, dtype=np.float64).reshape(6, 2)
+    first = accumulate(np.array([1, 1, 0, 0, 1, 0]), features)
+    assert first.tuples.tolist() == [[0], [1]]
+    second = accumulate(np.array([5, 7, 5, 5, 5, 7]), features, first)
+    assert second.tuples[second.labels].tolist() == [[1, 5], [1, 7], [0, 5], [0, 5], [1, 5], [0, 7]]
+    assert len(second.tuples) == 4  # the fifth combination does not occur
+    np.testing.assert_array_equal(second.centers[second.labels[0]], features[[0, 4]].mean(axis=0))
+    with pytest.raises(ValueError, match="5 samples, but the previous clusters have 6"):
+        accumulate(np.zeros(5, int), features[:5], first)
+
+
+def test_labels_know_their_data(tmp_path):
+    rows = glyphs.load("train", "detailed", 30)
+    clusters = accumulate(np.arange(30) % 4, np.random.default_rng(0).normal(size=(30, 3)))
+    save_clusters(tmp_path, clusters, fingerprint(rows))
+    loaded = load_clusters(tmp_path, fingerprint(glyphs.load("train", "detailed", 30)))
+    assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()
+    for other in (
+        rows.select([1, 0, *range(2, 30)]),
+        rows.select(range(29)),
+        glyphs.load("train", "detailed", 30, seed=1),
+        glyphs.load("train", "web", 30),
+    ):
+        with pytest.raises(ValueError, match="belong to another dataset, or to another order of it"):
+            load_clusters(tmp_path, fingerprint(other))
+
+
+def test_damaged_or_missing_labels(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{FILE} is not there: .* is not the folder of a cluster stage"):
+        load_clusters(tmp_path, "")
+    save_file({"labels": np.zeros(3)}, tmp_path / FILE, {"dataset_fingerprint": ""})
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_clusters(tmp_path, "")
+
+
+def test_contact_sheet(tmp_path):
+    rows = glyphs.load("train", "detailed", 20)
+    labels = np.array(rows["kind"])
+    contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
+    contact_sheet(tmp_path / "again.png", rows, labels, None, seed=0, columns=3)
+    contact_sheet(tmp_path / "other.png", rows, labels[::-1], None, seed=0, columns=3)
+    sheet, again, other = (np.asarray(PILImage.open(tmp_path / f"{n}.png")) for n in ("sheet", "again", "other"))
+    assert sheet.shape[0] > 100 * len(set(labels))  # a line for each cluster
+    assert (sheet == again).all()
+    assert sheet.shape != other.shape or (sheet != other).any()

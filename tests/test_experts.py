@@ -1,0 +1,131 @@
+"""What experts know and which tokens they get: by hand, and on a small model."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPModel
+
+from conversion.dense import extract
+from conversion.upcycle import PRESETS, upcycle
+from evaluation.datasets import Benchmark
+from evaluation.evaluate import Embedder, measure
+from evaluation.experts import analyze_experts, main
+from evaluation.routing import RouterCounts, count_tokens, draw_shares
+from training import glyphs
+
+TASKS = {
+    "pairs": Benchmark("pairs", "pairs", "60 pairs", lambda: (glyphs.load_pairs("test", 60), 0)),
+    "retrieval": Benchmark("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
+}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """The glyph CLIP with four different experts."""
+    folder = tmp_path_factory.mktemp("sparse")
+    model = upcycle(CLIPModel.from_pretrained("training/glyph_clip"), PRESETS["clip_moe"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() / 3)
+            elif ".router." in name:
+                parameter.mul_(10)
+    model.save_pretrained(folder)
+    glyphs.build_processor(64, 32).save_pretrained(folder)
+    return model.eval(), folder
+
+
+def test_counts_by_hand():
+    counts = RouterCounts(3)
+    # Two captions of two tokens, two choices each; the last token is padding, and one choice found no room.
+    counts.add(torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]]))
+    assert (counts.computed.tolist(), counts.num_tokens) == ([3, 1, 1], 3)
+    counts.add(torch.tensor([[[1, 2]]]), None)
+    np.testing.assert_allclose(counts.shares(), [3 / 4, 2 / 4, 2 / 4])
+    with pytest.raises(ValueError, match="has seen no token"):
+        RouterCounts(3).shares()
+
+
+def test_counts_are_those_the_model_records(sparse):
+    model, _ = sparse
+    inputs = {
+        "pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        "input_ids": torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(0)),
+        "attention_mask": (torch.arange(9) < torch.tensor([9, 4, 6])[:, None]).long(),
+    }
+    with torch.no_grad(), count_tokens(model) as counts:
+        outputs = model(**inputs, output_expert_ids=True)
+    assert {tower: sorted(layers) for tower, layers in counts.items()} == {
+        "text": [0, 1, 2, 3],
+        "vision": [0, 1, 2, 3],
+    }
+    for tower, recorded, tokens in (
+        ("text", outputs.text_model_output.expert_ids, 19),
+        ("vision", outputs.vision_model_output.expert_ids, 3 * 17),
+    ):
+        for layer, ids in enumerate(recorded):
+            shares = [(ids == expert).sum().item() / tokens for expert in range(4)]
+            np.testing.assert_allclose(counts[tower][layer].shares(), shares)
+            assert sum(shares) == pytest.approx(2)
+    with torch.no_grad():
+        model(**inputs)
+    assert counts["text"][0].num_tokens == 19  # outside of the block nothing counts
+
+
+def test_a_dense_model_has_no_routing():
+    with (
+        pytest.raises(ValueError, match="no sparse layer"),
+        count_tokens(CLIPModel.from_pretrained("training/glyph_clip")),
+    ):
+        pass
+
+
+def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
+    model, folder = sparse
+    table = analyze_experts(folder, ["pairs", "retrieval"], tmp_path / "out", benchmarks=TASKS)
+    result = json.loads((tmp_path / "out" / "experts.json").read_text())
+    for expert in range(4):
+        extract(model, expert).save_pretrained(tmp_path / str(expert))
+        glyphs.build_processor(64, 32).save_pretrained(tmp_path / str(expert))
+        for task, benchmark in TASKS.items():
+            expected, *_ = measure(benchmark, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))
+            assert result["metrics"][task][f"expert {expert}"] == pytest.approx(expected)
+    expected, *_ = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))
+    assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
+    scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
+    assert len(set(scores)) > 1
+    lines = table.splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
+        "metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed"
+    ]  # fmt: skip
+    assert all("**" in line for line in lines[2:])
+    assert any("group/texture" in line for line in lines)
+    assert (tmp_path / "out" / "experts.md").read_text().count("|") >= table.count("|")
+    assert matplotlib.image.imread(tmp_path / "out" / "routing.png").shape[0] > 100
+    for layers in result["shares"].values():
+        assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
+
+
+def test_heat_map_shows_the_shares(tmp_path):
+    for name, share in (("full", 1.0), ("empty", 0.0)):
+        draw_shares({"vision": {3: [share, 1 - share]}}, tmp_path / f"{name}.png", "shares")
+    full, empty = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("full", "empty"))
+    assert full.shape == empty.shape and (full != empty).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "training/glyph_clip", "--tasks", "glyphs_pairs"], "is a dense CLIP: it has no experts"),
+        (["--model", "training/glyph_clip", "--tasks", "nope"], "unknown task nope"),
+        (["--model", "nowhere/", "--tasks", "glyphs_pairs"], "nowhere"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, message, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments, "--output-dir", str(tmp_path)])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code

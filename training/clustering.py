@@ -1,0 +1,152 @@
+"""Clusters of a dataset's images and captions, and what a person needs to judge them."""
+
+import os
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+from safetensors.numpy import save_file
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from threadpoolctl import threadpool_limits
+
+from training.data import decode_image
+from training.embedding import open_arrays
+
+FILE = "clusters.safetensors"
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The accumulated clusters of a dataset: every sample has a tuple of labels, one label a stage so far.
+
+    Args:
+        labels: (samples,), the cluster of each sample, a row of `tuples`.
+        tuples: (C, stages), the labels that make up each cluster; sorted.
+        centers: (C, D), the mean features of each.
+    """
+
+    labels: np.ndarray
+    tuples: np.ndarray
+    centers: np.ndarray
+
+
+def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "features") -> np.ndarray:
+    """K-means (scikit-learn's, 10 starts) on one thread, which makes it repeatable to the bit.
+
+    Args:
+        features: (samples, D).
+        what: they are, for error messages.
+
+    Returns:
+        (samples,) labels from 0 to `num_clusters` - 1. None is empty.
+
+    Raises:
+        ValueError: fewer samples than clusters, features that are not finite, or fewer different ones than clusters.
+    """
+    if len(features) < num_clusters:
+        raise ValueError(f"{len(features)} samples cannot make {num_clusters} clusters of {what}")
+    if not np.isfinite(features).all():
+        raise ValueError(f"the {what} are not finite")
+    with warnings.catch_warnings(), threadpool_limits(1):
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: see below
+        labels = KMeans(num_clusters, n_init=10, random_state=seed).fit_predict(features)
+    found = len(np.unique(labels))
+    if found < num_clusters:
+        raise ValueError(
+            f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {len(features)} {what} "
+            "differ. Ask for fewer clusters, or look at the model they come from"
+        )
+    return labels
+
+
+def accumulate(labels: np.ndarray, features: np.ndarray, previous: Clusters | None = None) -> Clusters:
+    """The clusters of samples that agree in this stage's label and in those of all stages before (CLIP-MoE section 3).
+
+    Args:
+        labels: (samples,), of this stage.
+        features: (samples, D), of which the centers are means.
+        previous: of the stages before.
+
+    Raises:
+        ValueError: `previous` is of another number of samples.
+    """
+    columns = labels[:, None]
+    if previous is not None:
+        if len(previous.labels) != len(labels):
+            raise ValueError(f"{len(labels)} samples, but the previous clusters have {len(previous.labels)}")
+        columns = np.concatenate([previous.tuples[previous.labels], columns], axis=1)
+    tuples, accumulated = np.unique(columns, axis=0, return_inverse=True)
+    accumulated = accumulated.reshape(-1)
+    centers = np.stack([features[accumulated == cluster].mean(axis=0) for cluster in range(len(tuples))])
+    return Clusters(accumulated, tuples, centers)
+
+
+def save_clusters(directory: Path, clusters: Clusters, dataset_fingerprint: str) -> None:
+    partial = directory / f"{FILE}.partial"
+    save_file(asdict(clusters), partial, {"dataset_fingerprint": dataset_fingerprint})
+    os.replace(partial, directory / FILE)
+
+
+def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
+    """The clusters of a cluster stage.
+
+    Args:
+        dataset_fingerprint: `training.data.fingerprint` of the samples they are to be used for.
+
+    Raises:
+        FileNotFoundError: the folder has no clusters.
+        ValueError: the file is damaged, or the labels are of other samples or of the same in another order.
+    """
+    with open_arrays(directory / FILE, "a cluster stage") as file:
+        found = file.metadata()["dataset_fingerprint"]
+        arrays = {name: file.get_tensor(name) for name in ("labels", "tuples", "centers")}
+    if found != dataset_fingerprint:
+        raise ValueError(
+            f"the labels in {directory} belong to another dataset, or to another order of it (fingerprint "
+            f"{found[:12]}, not {dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and "
+            "cluster these data"
+        )
+    return Clusters(**arrays)
+
+
+def contact_sheet(
+    path: Path, rows: datasets.Dataset, labels: np.ndarray, image_root: str | None, seed: int, columns: int = 8
+) -> None:
+    """Draw some images of each cluster with their captions, a cluster a line, for a person to judge.
+
+    Args:
+        rows: with the columns `image` and `caption`.
+        labels: (samples,), the cluster of each row.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    clusters, sizes = np.unique(labels, return_counts=True)
+    rng = np.random.default_rng(seed)
+    figure, axes = plt.subplots(
+        len(clusters), columns, figsize=(2 * columns, 2.5 * len(clusters)), squeeze=False, layout="constrained"
+    )
+    for line, cluster, size in zip(axes, clusters, sizes, strict=True):
+        for axis in line:
+            axis.axis("off")
+        chosen = rng.permutation(np.flatnonzero(labels == cluster))[:columns]
+        for axis, index in zip(line, chosen, strict=False):
+            row = rows[int(index)]
+            axis.imshow(decode_image(row["image"], image_root))
+            axis.set_title(textwrap.fill(textwrap.shorten(first_caption(row["caption"]), 110), 26), fontsize=7)
+        line[0].text(
+            -0.1, 0.5, f"cluster {cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center"
+        )
+    figure.savefig(path, dpi=70)
+    plt.close(figure)
+
+
+def first_caption(caption: str | Sequence[str]) -> str:
+    return caption if isinstance(caption, str) else caption[0]
