@@ -38,8 +38,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         ValueError: there are no results, two of one model and task, tasks that a model lacks, a score that is not
             finite, or results of one task with different protocols, numbers of samples or metrics.
     """
-    results = [_read(result) for result in results]
-    table = _arrange(results)
+    table = arrange(results)
     if baseline is not None and baseline not in table:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(table)}")
     summary = _summary(table, baseline)
@@ -69,8 +68,9 @@ def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
     return content
 
 
-def _arrange(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """model -> task -> result, whole and comparable."""
+def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
+    """model -> task -> result, whole and comparable. Raises as `write_report`."""
+    results = [_read(result) for result in results]
     if not results:
         raise ValueError("there are no results to report")
     table: dict[str, dict[str, dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ def _arrange(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str,
     return {model: {task: row[task] for task in first} for model, row in table.items()}
 
 
-def _columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(task, metric) -> title, of the primary metrics."""
     return {
         (task, metric): f"{result['title']}: {name}"
@@ -109,7 +109,7 @@ def _columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
 
 
 def _summary(table, baseline: str | None) -> str:
-    columns = _columns(next(iter(table.values())))
+    columns = primary_columns(next(iter(table.values())))
     rows = []
     for model, row in table.items():
         cells = []
@@ -155,9 +155,10 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _draw(table, path: Path) -> None:
-    columns = _columns(next(iter(table.values())))
+    columns = primary_columns(next(iter(table.values())))
     positions, width = np.arange(len(columns)), 0.8 / len(table)
-    figure, axis = plt.subplots(figsize=(1.5 * len(columns) + 0.2 * len(table), 4.6))
+    # Room for a number above each bar
+    figure, axis = plt.subplots(figsize=(len(columns) * max(1.6, 0.34 * len(table)) + 1, 4.6))
     for number, (model, row) in enumerate(table.items()):
         values = [100 * row[task]["metrics"][metric] for task, metric in columns]
         bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)
@@ -168,7 +169,7 @@ def _draw(table, path: Path) -> None:
     axis.set_ylim(0, 108)
     axis.set_ylabel("%")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(table), frameon=False)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=min(5, len(table)), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

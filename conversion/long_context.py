@@ -1,0 +1,133 @@
+"""Stretches the text context of a CLIP, dense or sparse, as Long-CLIP does (https://arxiv.org/abs/2403.15378).
+
+    python -m conversion.long_context openai/clip-vit-large-patch14 clip-l14-248 --length 248
+
+The first 20 rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
+later row and the next one, new rows are interpolated. Before OUTPUT appears, the saved model is loaded again and
+compared with the source on short texts, which it must embed alike.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, CLIPModel
+
+from conversion.checkpoints import (
+    check_equal,
+    copy_processor,
+    has_file,
+    load_clip,
+    new_folder,
+    one_line_errors,
+    sample_inputs,
+)
+from modeling_clip_moe import CLIPMoEModel
+
+KEEP = 20
+POSITIONS = "text_model.embeddings.position_embedding.weight"
+
+
+def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
+    """Interpolates the rows of a position table.
+
+    Row i from `keep` on becomes r = (length - keep) / (rows - keep) rows: (1 - k/r) * row i + k/r * row i+1 for k from
+    0 to r - 1. What would follow the last row is extrapolated from it and the one before.
+
+    Args:
+        table: (rows, D).
+        length: rows of the result; 77 rows become 248 with r = 4.
+        keep: rows that stay as they are.
+
+    Returns:
+        (length, D), in the table's dtype.
+
+    Raises:
+        ValueError: r is not a whole number above 1, or fewer than two rows follow those that stay.
+    """
+    rows = len(table)
+    stretched = rows - keep
+    if keep < 0 or stretched < 2:
+        raise ValueError(f"a table of {rows} rows, {keep} of which stay, leaves none to interpolate between")
+    ratio, rest = divmod(length - keep, stretched)
+    if rest or ratio < 2:
+        possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
+        raise ValueError(f"{rows} positions cannot be stretched to {length}, only to {possible}, ...")
+    start = table[keep:].float()
+    step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])
+    shares = torch.arange(ratio, dtype=torch.float32, device=table.device)[:, None] / ratio  # (r, 1)
+    new = start[:, None] + shares * step[:, None]  # (rows - keep, r, D)
+    return torch.cat([table[:keep], new.flatten(0, 1).to(table.dtype)])
+
+
+def lengthen(model: CLIPModel | CLIPMoEModel, length: int, keep: int = KEEP) -> CLIPModel | CLIPMoEModel:
+    """The same model with `length` text positions, in evaluation mode and the same dtype.
+
+    Raises:
+        ValueError: see `stretch_positions`.
+    """
+    state = model.state_dict()
+    state[POSITIONS] = stretch_positions(state[POSITIONS], length, keep)
+    config = copy.deepcopy(model.config)
+    config.text_config.max_position_embeddings = length
+    with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced
+        longer = type(model)(config).to(model.dtype)
+    longer.load_state_dict(state)
+    return longer.eval()
+
+
+@torch.no_grad()
+def verify(source: str | Path, folder: Path, keep: int = KEEP) -> dict[str, float]:
+    """Compares the embeddings of images, and of texts that end within the first `keep` tokens, in float32.
+
+    Raises:
+        ValueError: they differ.
+    """
+    before, after = (load_clip(place, dtype=torch.float32) for place in (source, folder))
+    inputs = sample_inputs(before.config)
+    end = inputs["input_ids"][:, -1:]
+    inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : keep - 1], end], dim=1)
+    expected, found = (model(**inputs) for model in (before, after))
+    return check_equal(
+        {"text embeddings": expected.text_embeds, "image embeddings": expected.image_embeds},
+        {"text embeddings": found.text_embeds, "image embeddings": found.image_embeds},
+    )
+
+
+def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> None:
+    """Saves the lengthened model of `source` and its processor, whose texts are cut at the new length, into `folder`.
+
+    Raises:
+        ValueError: no CLIP, or see `stretch_positions`.
+    """
+    lengthen(load_clip(source), length, keep).save_pretrained(folder)
+    copy_processor(source, folder)
+    if has_file(folder, "tokenizer.json", "vocab.json"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=length)
+        # The old length, where it was the last one that the source's tokenizer was used with
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.init_kwargs.pop("max_length", None)
+        tokenizer.save_pretrained(folder)
+    verify(source, folder, keep)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.long_context",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPModel or CLIPMoEModel")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the longer model")
+    parser.add_argument("--length", type=int, required=True, help="text positions, such as 248 for a model of 77")
+    parser.add_argument("--keep", type=int, default=KEEP, help=f"first positions that stay (default: {KEEP})")
+    args = parser.parse_args(argv)
+    with one_line_errors(), new_folder(args.output) as folder:
+        convert(args.source, folder, args.length, args.keep)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Results of the same models with several seeds: mean and spread.
+
+    python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_glyphs --baseline dense
+
+Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with the
+mean and the sample standard deviation of every score, and `seeds.json`, with the scores themselves.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from conversion.checkpoints import one_line_errors
+from evaluation.report import arrange, markdown_table, primary_columns
+
+Table = dict[str, dict[str, dict]]
+
+
+def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None = None) -> str:
+    """Write `seeds.md` and `seeds.json`.
+
+    Args:
+        folders: with one result a model and task, `TASK--MODEL.json`.
+        baseline: the model whose score of the same seed is subtracted from the others' before the mean, in brackets.
+
+    Returns:
+        The table of the primary metrics: a row a model, in percent.
+
+    Raises:
+        ValueError: fewer than two folders, one without results, folders that differ in models, tasks or protocols, or
+            a baseline without results.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"a spread needs the results of at least two runs, got {len(folders)} folder")
+    tables = []
+    for folder in folders:
+        # In the order in which they were measured, which is the recipe's.
+        files = sorted(folder.glob("*--*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+        if not files:
+            raise ValueError(f"{folder} holds no results of an evaluation")
+        tables.append(arrange(files))
+    first = tables[0]
+    for folder, table in zip(folders[1:], tables[1:], strict=True):
+        _require_comparable(first, table, folders[0], folder)
+    if baseline is not None and baseline not in first:
+        raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
+    columns = primary_columns(next(iter(first.values())))
+    rows = [[model, *(_cell(tables, model, *column, baseline) for column in columns)] for model in first]
+    table = markdown_table(["model", *columns.values()], rows)
+    sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
+    if baseline is not None:
+        sections.append(f"In brackets: the difference to {baseline}, mean ± deviation of the seeds' differences.")
+    result = next(iter(next(iter(first.values())).values()))
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    protocols = [f"- {task}: {r['protocol']}" for task, r in next(iter(first.values())).items()]
+    sections += [table, "\n".join(protocols), f"Commit {result['commit']}, {versions}."]
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "seeds.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    scores = {
+        model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
+    }
+    (output_dir / "seeds.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    return table
+
+
+def _cell(tables: Sequence[Table], model: str, task: str, metric: str, baseline: str | None) -> str:
+    values = [100 * table[model][task]["metrics"][metric] for table in tables]
+    cell = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+    if baseline in (None, model):
+        return cell
+    pairs = zip(values, tables, strict=True)
+    differences = [value - 100 * table[baseline][task]["metrics"][metric] for value, table in pairs]
+    return f"{cell} ({statistics.mean(differences):+.1f} ± {statistics.stdev(differences):.1f})"
+
+
+def _require_comparable(first: Table, other: Table, folder: Path, other_folder: Path) -> None:
+    if {m: set(row) for m, row in first.items()} != {m: set(row) for m, row in other.items()}:
+        raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
+    for model, row in first.items():
+        for task, result in row.items():
+            for key in ("protocol", "num_samples"):
+                if other[model][task][key] != result[key]:
+                    raise ValueError(
+                        f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
+                        f"{other_folder}; such scores cannot be averaged"
+                    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a seed")
+    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--baseline", help="model to compare the others with")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        print(write_seeds(args.folders, args.output_dir, args.baseline))
+
+
+if __name__ == "__main__":
+    main()
