@@ -104,13 +104,18 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> 
     """
     lengthen(load_clip(source), length, keep).save_pretrained(folder)
     copy_processor(source, folder)
+    set_text_length(folder, length)
+    verify(source, folder, keep)
+
+
+def set_text_length(folder: str | Path, length: int) -> None:
+    """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
     if has_file(folder, "tokenizer.json", "vocab.json"):
         tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=length)
         # The old length, where it was the last one that the source's tokenizer was used with
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.init_kwargs.pop("max_length", None)
         tokenizer.save_pretrained(folder)
-    verify(source, folder, keep)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -25,7 +25,7 @@ import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -225,9 +225,19 @@ def convert(
     return model.eval()
 
 
+def dense_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
+    """The FFN of a residual block; x is (B, T, D)."""
+    hidden = linear(state, f"{block}.mlp.c_fc", x)
+    return linear(state, f"{block}.mlp.c_proj", activation(config, hidden))
+
+
 @torch.no_grad()
 def original_outputs(
-    state: Mapping[str, Tensor], config: CLIPConfig, pixel_values: Tensor, input_ids: Tensor
+    state: Mapping[str, Tensor],
+    config: CLIPConfig,
+    pixel_values: Tensor,
+    input_ids: Tensor,
+    ffn: Callable[..., Tensor] = dense_ffn,
 ) -> dict[str, Tensor]:
     """The published architecture in plain functions, on the unconverted float32 tensors.
 
@@ -236,17 +246,18 @@ def original_outputs(
     Args:
         pixel_values: (B, 3, H, W).
         input_ids: (B, T), pooled at the highest id.
+        ffn: what stands in a block for its FFN.
     """
     patches = F.conv2d(pixel_values, state["visual.conv1.weight"], stride=config.vision_config.patch_size)
     patches = patches.flatten(2).transpose(1, 2)  # (B, patches, D)
     class_token = state["visual.class_embedding"].expand(len(patches), 1, -1)
     x = torch.cat([class_token, patches], dim=1) + state["visual.positional_embedding"]
-    x = residual_blocks(state, "visual.", config.vision_config, layer_norm(state, "visual.ln_pre", x))
+    x = residual_blocks(state, "visual.", config.vision_config, layer_norm(state, "visual.ln_pre", x), ffn)
     image_embeds = layer_norm(state, "visual.ln_post", x[:, 0]) @ state["visual.proj"]
 
     length = input_ids.shape[1]
     x = state["token_embedding.weight"][input_ids] + state["positional_embedding"][:length]
-    x = layer_norm(state, "ln_final", residual_blocks(state, "", config.text_config, x, causal=True))
+    x = layer_norm(state, "ln_final", residual_blocks(state, "", config.text_config, x, ffn, causal=True))
     text_embeds = x[torch.arange(len(x)), input_ids.argmax(dim=-1)] @ state["text_projection"]
 
     image_embeds, text_embeds = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
@@ -258,7 +269,12 @@ def original_outputs(
 
 
 def residual_blocks(
-    state: Mapping[str, Tensor], prefix: str, config: PreTrainedConfig, x: Tensor, causal: bool = False
+    state: Mapping[str, Tensor],
+    prefix: str,
+    config: PreTrainedConfig,
+    x: Tensor,
+    ffn: Callable[..., Tensor],
+    causal: bool = False,
 ) -> Tensor:
     """The transformer of one tower; x is (B, T, D)."""
     for index in range(config.num_hidden_layers):
@@ -268,10 +284,12 @@ def residual_blocks(
         query, key, value = packed.unflatten(-1, (3, config.num_attention_heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
         x = x + linear(state, f"{block}.attn.out_proj", attended)
-        hidden = linear(state, f"{block}.mlp.c_fc", layer_norm(state, f"{block}.ln_2", x))
-        hidden = F.gelu(hidden) if config.hidden_act == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
-        x = x + linear(state, f"{block}.mlp.c_proj", hidden)
+        x = x + ffn(state, block, config, layer_norm(state, f"{block}.ln_2", x))
     return x
+
+
+def activation(config: PreTrainedConfig, x: Tensor) -> Tensor:
+    return F.gelu(x) if config.hidden_act == "gelu" else x * torch.sigmoid(1.702 * x)
 
 
 def linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -57,11 +57,12 @@ class Rule:
 
 
 def apply_rules(
-    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size], rules: Iterable[Rule]
+    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size] | None, rules: Iterable[Rule]
 ) -> dict[str, Tensor]:
     """Returns the target state dict: exactly the keys and shapes of `target_shapes`, in the source's dtypes.
 
-    The tensors may be views of the source's and of one another.
+    The tensors may be views of the source's and of one another. With None for `target_shapes`, the target is whatever
+    the rules lead to: converting it back must show that nothing is missing.
 
     Raises:
         ValueError: some source key matches no rule or several, or leads to a key the target does not have; some target
@@ -87,7 +88,7 @@ def apply_rules(
     for (rule, targets), keys in jobs.items():
         keys = sorted(keys, key=numerical_order)
         reached.update(targets)
-        if any(target not in target_shapes for target in targets):
+        if target_shapes is not None and any(target not in target_shapes for target in targets):
             unknown.extend(keys)
         elif len(keys) > 1 and not rule.merges or any(target in state for target in targets):
             ambiguous.extend(keys)
@@ -99,6 +100,7 @@ def apply_rules(
             except (ValueError, RuntimeError, IndexError) as error:
                 shapes = ", ".join(f"{key} {tuple(source[key].shape)}" for key in keys[:NAMES_PER_ERROR])
                 wrong.append(f"{shapes} to {', '.join(targets)} ({error})")
+    target_shapes = {key: tensor.shape for key, tensor in state.items()} if target_shapes is None else target_shapes
     for key, tensor in state.items():
         if tensor.shape != target_shapes[key]:
             wrong.append(f"{key} is {tuple(tensor.shape)} and must be {tuple(target_shapes[key])}")

@@ -46,6 +46,35 @@ def test_defaults_are_merged_under_the_stage(recipe):
     assert (tuned.data.num_samples, tuned.data.captions) == (64, "web")  # merged key by key
 
 
+def test_defaults_of_train_hold_for_all_that_trains(recipe):
+    """The more special ones win, the stage's own most of all; neither trains what the other does."""
+    more = """
+  - {name: labels, stage: cluster, features: elsewhere}
+  - {name: first, stage: train_experts, expert: 1, model: dense, clusters: labels}
+  - {name: routed, stage: train_router, model: sparse, max_steps: 30}
+"""
+    text = RECIPE.replace(
+        "defaults:\n", "defaults:\n  train_router: {weight_decay: 0.5, max_steps: 40}\n"
+    ) + more.lstrip("\n")
+    *_, first, routed = load_recipe(recipe(text)).stages
+    assert (first.learning_rate, first.weight_decay, first.max_steps) == (1e-3, 0.0, 10)
+    assert (routed.learning_rate, routed.weight_decay, routed.max_steps) == (1e-3, 0.5, 30)
+    assert (first.trainable, routed.trainable) == (r"\.mlp\.", r"\.mlp\.router\.")
+    assert (routed.balance_top_k, routed.balance_mean) == (1, "layer")
+
+
+def test_two_experts_of_one_number(recipe):
+    expert = "  - {name: %s, stage: train_experts, expert: 1, model: dense, clusters: labels}\n"
+    with pytest.raises(ValueError, match=r"two stages train an expert of the same number; the numbers are \[1, 1\]"):
+        load_recipe(recipe(RECIPE + expert % "first" + expert % "second"))
+
+
+def test_a_stream_cannot_be_embedded(recipe):
+    embed = "  - {name: features, stage: embed, model: dense, data: {source: shards, streaming: true}}\n"
+    with pytest.raises(ValueError, match="a stream has no numbered samples"):
+        load_recipe(recipe(RECIPE + embed))
+
+
 def test_overrides(recipe):
     overrides = {"seed": 3, "tuned.max_steps": 5, "tuned.data.num_samples": 7, "defaults.train.learning_rate": 0.5}
     loaded = load_recipe(recipe(), overrides)

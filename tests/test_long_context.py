@@ -1,0 +1,108 @@
+"""Long-CLIP's stretch of the text positions: by hand, and on whole models."""
+
+import pytest
+import torch
+from test_upcycle import processor, tiny_clip
+from transformers import AutoModel, AutoProcessor
+
+from conversion.long_context import POSITIONS, lengthen, main, stretch_positions
+from conversion.upcycle import PRESETS, upcycle
+
+
+def plain_stretch(table, keep, ratio):
+    """Row by row."""
+    rows = [row.tolist() for row in table]
+    result = rows[:keep]
+    for i in range(keep, len(rows)):
+        following = rows[i + 1] if i + 1 < len(rows) else [2 * b - a for a, b in zip(rows[-2], rows[-1], strict=True)]
+        for k in range(ratio):
+            share = k / ratio
+            result.append([(1 - share) * a + share * b for a, b in zip(rows[i], following, strict=True)])
+    return torch.tensor(result)
+
+
+@pytest.mark.parametrize(("rows", "keep", "ratio"), [(77, 20, 4), (77, 20, 2), (12, 4, 3), (5, 0, 4)])
+def test_stretch_by_hand(rows, keep, ratio):
+    table = torch.randn(rows, 6, generator=torch.Generator().manual_seed(0))
+    length = keep + (rows - keep) * ratio
+    stretched = stretch_positions(table, length, keep)
+    assert stretched.shape == (length, 6)
+    torch.testing.assert_close(stretched, plain_stretch(table, keep, ratio))
+    assert torch.equal(stretched[:keep], table[:keep])
+    assert torch.equal(stretched[keep::ratio], table[keep:])  # old rows stay, further apart
+
+
+def test_77_become_248():
+    table = torch.arange(77.0)[:, None].expand(77, 3)
+    stretched = stretch_positions(table, 248)
+    torch.testing.assert_close(stretched[20:28, 0], torch.tensor([20, 20.25, 20.5, 20.75, 21, 21.25, 21.5, 21.75]))
+    torch.testing.assert_close(stretched[-4:, 0], torch.tensor([76, 76.25, 76.5, 76.75]))  # extrapolated
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "keep", "message"),
+    [
+        (77, 247, 20, "77 positions cannot be stretched to 247, only to 134, 191, 248, 305"),
+        (77, 77, 20, "cannot be stretched to 77"),
+        (77, 20, 20, "cannot be stretched to 20"),
+        (77, 40, 20, "cannot be stretched to 40"),
+        (21, 22, 20, "a table of 21 rows, 20 of which stay, leaves none"),
+        (12, 40, 20, "a table of 12 rows, 20 of which stay"),
+    ],
+)
+def test_lengths_that_do_not_fit(rows, length, keep, message):
+    with pytest.raises(ValueError, match=message):
+        stretch_positions(torch.zeros(rows, 2), length, keep)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_all_else_stays(sparse, dtype):
+    model = upcycle(tiny_clip(), PRESETS["clip_moe"]) if sparse else tiny_clip()
+    longer = lengthen(model.to(dtype), 36, keep=4)
+    assert type(longer) is type(model) and longer.dtype == dtype and not longer.training
+    assert longer.config.text_config.max_position_embeddings == 36
+    assert model.config.text_config.max_position_embeddings == 12
+    before, after = model.state_dict(), longer.state_dict()
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {POSITIONS}
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_command(sparse, tmp_path, capsys):
+    model = upcycle(tiny_clip(), PRESETS["clip_moe"]) if sparse else tiny_clip()
+    model.save_pretrained(tmp_path / "short")
+    processor().save_pretrained(tmp_path / "short")
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    assert capsys.readouterr().out.count("largest difference") == 2
+    longer, tokenizer = (
+        AutoModel.from_pretrained(tmp_path / "long"),
+        AutoProcessor.from_pretrained(tmp_path / "long").tokenizer,
+    )
+    assert tokenizer.model_max_length == 36
+    inputs = tokenizer(["a red cat " * 20, "a"], truncation=True, padding=True, return_tensors="pt")
+    assert inputs["input_ids"].shape == (2, 36)
+    with torch.no_grad():
+        outputs = [m.get_text_features(**inputs).pooler_output for m in (longer, lengthen(model, 36, keep=4))]
+        short = [m.get_text_features(torch.tensor([[38, 7, 39]])).pooler_output for m in (longer, model)]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*short)
+
+
+def test_command_without_a_processor(tmp_path, capsys):
+    tiny_clip().save_pretrained(tmp_path / "short")
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "20", "--keep", "4"])
+    assert "has no processor" in capsys.readouterr().err
+    assert AutoModel.from_pretrained(tmp_path / "long").config.text_config.max_position_embeddings == 20
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("short", "a table of 12 rows, 20 of which stay"), ("nowhere/", "neither a folder nor")]
+)
+def test_command_ends_in_one_line(source, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_clip().save_pretrained(tmp_path / "short")
+    with pytest.raises(SystemExit) as exit:
+        main([source, "long", "--length", "248"])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
+    assert not (tmp_path / "long").exists()

@@ -1,0 +1,73 @@
+"""Mean and spread over seeds, by hand."""
+
+import json
+
+import pytest
+from test_report import result
+
+from evaluation.seeds import main, write_seeds
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Three runs: the dense model always has 50 %, the sparse one 60, 62 and 67."""
+    folders = []
+    for number, value in enumerate((0.60, 0.62, 0.67)):
+        folder = tmp_path / f"seed {number}"
+        folder.mkdir()
+        for model, score in (("sparse", value), ("dense", 0.5)):
+            write(folder, result(model, value=score))
+        folders.append(folder)
+    return folders
+
+
+def write(folder, content):
+    (folder / f"{content['task']}--{content['model']}.json").write_text(json.dumps(content))
+
+
+def test_mean_and_deviation(folders, tmp_path):
+    for folder in folders:  # the baseline moves with the seed
+        write(folder, result("dense", value=0.5 + 0.01 * folders.index(folder)))
+    table = write_seeds(folders, tmp_path / "out", baseline="dense")
+    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines()[2:]}
+    assert rows == {"sparse": "63.0 ± 3.6 (+12.0 ± 2.6)", "dense": "51.0 ± 1.0"}
+    text = (tmp_path / "out" / "seeds.md").read_text()
+    assert table in text and "3 seeds" in text and "1,000 images" in text and "Commit abc" in text
+    scores = json.loads((tmp_path / "out" / "seeds.json").read_text())
+    assert [metrics["recall"] for metrics in scores["sparse"]["retrieval"]] == [0.60, 0.62, 0.67]
+    assert list(rows) == list(scores)
+
+
+def test_command(folders, tmp_path, capsys):
+    main([*map(str, folders), "--output-dir", str(tmp_path / "out")])
+    assert "63.0 ± 3.6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (result("other"), "results of different models or tasks"),
+        (result("sparse", "pairs"), "'dense' has no result on pairs"),
+        (result("sparse", protocol="all images"), "'dense' but 'all images' for 'sparse'"),
+    ],
+)
+def test_what_cannot_be_averaged(folders, tmp_path, content, message):
+    write(folders[1], content)
+    with pytest.raises(ValueError, match=message):
+        write_seeds(folders, tmp_path / "out")
+
+
+def test_runs_with_other_protocols(folders, tmp_path):
+    for model in ("sparse", "dense"):
+        write(folders[2], result(model, num_samples=10))
+    with pytest.raises(ValueError, match="num_samples is 1000 in .* but 10 in .*; such scores cannot be averaged"):
+        write_seeds(folders, tmp_path / "out")
+
+
+def test_too_few(folders, tmp_path):
+    with pytest.raises(ValueError, match="at least two runs, got 1 folder"):
+        write_seeds(folders[:1], tmp_path / "out")
+    with pytest.raises(ValueError, match="holds no results"):
+        write_seeds([folders[0], tmp_path], tmp_path / "out")
+    with pytest.raises(ValueError, match="the baseline 'nope' has no results"):
+        write_seeds(folders, tmp_path / "out", baseline="nope")
