@@ -80,6 +80,10 @@ def extract(sparse: CLIPMoEModel, expert: int | str) -> CLIPModel:
     return dense.eval()
 
 
+# Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts
+OPEN, CLOSED = 100.0, -100.0
+
+
 @torch.no_grad()
 def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
     """Makes all fusion gates, in place, give sigmoid(logit) whatever the token."""
@@ -97,7 +101,7 @@ def verify(source: str | Path, folder: Path, expert: int | str) -> dict[str, flo
         ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, source, dtype=torch.float32)
-    set_fusion_gates(sparse, 100.0 if expert == BASE else -100.0)  # 1, only the base; 0, only the experts
+    set_fusion_gates(sparse, OPEN if expert == BASE else CLOSED)
     inputs = sample_inputs(sparse.config)
     with sparse.force_expert(0 if expert == BASE else expert):
         expected = model_outputs(sparse, inputs)

@@ -1,11 +1,16 @@
-"""Makes one CLIP-MoE of a dense CLIP and the experts trained from it (Diversified Multiplet Upcycling).
+"""Makes one CLIP-MoE of a CLIP and the experts trained from it.
 
     python -m conversion.unify BASE OUTPUT --experts EXPERT [EXPERT ...]
 
-BASE and every EXPERT are folders or hub names of `CLIPModel`s that differ in the FFNs alone. The FFNs of BASE become
-expert 0 and those of the others experts 1, 2, ... of the sparse layers; routers are new (CLIP-MoE section 4,
-https://arxiv.org/abs/2409.19291). Before OUTPUT appears, the saved model is loaded again, and with every token sent
-through expert i it is compared with the i-th dense model in float32.
+CLIP-MoE (Diversified Multiplet Upcycling, https://arxiv.org/abs/2409.19291, section 4): BASE and every EXPERT are
+folders or hub names of `CLIPModel`s that differ in the FFNs alone. The FFNs of BASE become expert 0 and those of the
+others experts 1, 2, ... of the sparse layers; routers are new.
+
+CLIP-FMoE (section 4.3): BASE and every EXPERT are fused models, `CLIPMoEModel`s with one expert and a fusion gate. The
+experts are stacked and their gates averaged, the FFNs of BASE stay beside them; routers are new.
+
+Before OUTPUT appears, the saved model is loaded again, and with every token sent through expert i it is compared with
+the i-th model in float32 (fusion gates closed).
 """
 
 import argparse
@@ -15,34 +20,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import CLIPModel
+from transformers import CLIPModel, PreTrainedModel
 
 from conversion.checkpoints import (
     check_equal,
     copy_processor,
+    load_clip,
     load_model,
     model_outputs,
     new_folder,
     one_line_errors,
     sample_inputs,
 )
+from conversion.dense import CLOSED, set_fusion_gates
 from conversion.rules import Rule, cut
 from conversion.upcycle import EXPERT_TENSORS, PRESETS, TOWERS, Preset, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 
-def unifying_rules(config: CLIPMoEConfig) -> list[Rule]:
-    """Rules from the dense models' tensors, named I.NAME for model I, to `CLIPMoEModel`: FFNs are stacked."""
+def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
+    """Rules from the dense models' tensors, named I.NAME for model I, to `CLIPMoEModel`: FFNs are stacked.
+
+    The FFNs of model 0 are expert 0, or the base beside the experts if there is a fusion gate, or are left out.
+    """
     sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
     rules = [
         Rule(rf"0\.(?!logit_scale$|{sparse})(.*)", r"\1"),
         Rule(r"0\.logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
         Rule(rf"[1-9]\d*\.(?!{sparse}).*", (), reason="the same in all models"),
     ]
-    for ffn in sparse_ffns(config):
+    experts = r"\d+" if base_expert else r"[1-9]\d*"
+    for ffn, tower_config in sparse_ffns(config).items():
         for name, expert_tensor in EXPERT_TENSORS.items():
             target = rf"\1.experts.{expert_tensor}"
-            rules.append(Rule(rf"\d+\.({ffn})\.{name}", target, lambda *ffns: torch.stack(ffns), merges=True))
+            rules.append(Rule(rf"{experts}\.({ffn})\.{name}", target, lambda *ffns: torch.stack(ffns), merges=True))
+        if tower_config.fusion_gate:
+            rules.append(Rule(rf"0\.({ffn})\.(.*)", r"\1.base.\2"))
+        elif not base_expert:
+            rules.append(Rule(rf"0\.{ffn}\..*", (), reason="the base is no expert"))
     return rules
 
 
@@ -52,54 +67,111 @@ def unify(
     preset: Preset = PRESETS["clip_moe"],
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
+    base_expert: bool = True,
 ) -> CLIPMoEModel:
     """Builds the sparse model of a dense CLIP and the experts trained from it.
 
     Args:
-        base: its FFNs are expert 0.
-        experts: in their order, from expert 1 on.
+        experts: in their order.
         preset: which layers are sparse and how they route; its `num_experts` does not count.
         towers: those that become sparse.
-        seed: of the routers, see `build_sparse`.
+        seed: of routers and fusion gates, see `build_sparse`.
+        base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:
         The model in evaluation mode and the base's dtype.
 
     Raises:
         ValueError: there is no expert, one is of another architecture or differs from the base outside the FFNs of the
-            sparse layers (names the tensors), the preset has a fusion gate, or see `sparse_config`.
+            sparse layers (names the tensors), or see `sparse_config`.
     """
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
-    if preset.fusion_gate:
-        raise ValueError("only FFNs are unified: a preset with a fusion gate does not fit")
-    config = sparse_config(base, dataclasses.replace(preset, num_experts=1 + len(experts)), towers)
-    ffns = re.compile("|".join(rf"{ffn}\." for ffn in sparse_ffns(config)))
-    source = {f"0.{name}": tensor for name, tensor in base.state_dict().items()}
+    base_expert = base_expert and not preset.fusion_gate
+    config = sparse_config(base, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
+    source = _gather(base, experts, "|".join(sparse_ffns(config)))
+    return build_sparse(config, source, unifying_rules(config, base_expert), base.dtype, seed)
+
+
+def unify_fused(
+    base: CLIPMoEModel, experts: Sequence[CLIPMoEModel], num_experts_per_tok: int = 2, seed: int = 0
+) -> CLIPMoEModel:
+    """Builds the sparse model of fused models with one expert each (CLIP-FMoE section 4.3).
+
+    Their experts are stacked, their fusion gates averaged; the base FFNs stay; routers are new.
+
+    Args:
+        base: the fused model that they all started from.
+        experts: in their order.
+        num_experts_per_tok: K.
+        seed: of the routers, see `build_sparse`.
+
+    Returns:
+        The model in evaluation mode and the base's dtype.
+
+    Raises:
+        ValueError: there is no expert, the base has more than one expert a layer or no fusion gate, or an expert is of
+            another architecture, has other sparse layers or differs from the base in more than experts, routers and
+            gates (names the tensors).
+        huggingface_hub.errors.StrictDataclassError: K is larger than the number of experts.
+    """
+    if not experts:
+        raise ValueError("there are no experts to unify: give at least one")
+    ffns = sparse_ffns(base.config)
+    if not ffns or any(config.num_experts != 1 or not config.fusion_gate for config in ffns.values()):
+        raise ValueError("the base must be a fused model: sparse layers with one expert and a fusion gate")
+    settings = base.config.to_dict()
+    for tower in ("text_config", "vision_config"):
+        if settings[tower]["moe_layers"]:
+            settings[tower] |= {"num_experts": len(experts), "num_experts_per_tok": num_experts_per_tok}
+    any_ffn = "|".join(ffns)
+    source = _gather(base, experts, rf"(?:{any_ffn})\.(?:experts|fusion_gate|router)")
+    trained = rf"(?:{any_ffn})\.(?:experts|fusion_gate|router)\."
+    rules = [
+        Rule(rf"0\.(?!{trained})(.*)", r"\1"),
+        Rule(rf"[1-9]\d*\.(?!{trained}).*", (), reason="the same in all models"),
+        Rule(rf"0\.{trained}.*", (), reason="what the experts started from"),
+        Rule(rf"[1-9]\d*\.((?:{any_ffn})\.experts\..*)", r"\1", lambda *one: torch.cat(one), merges=True),
+        Rule(rf"[1-9]\d*\.((?:{any_ffn})\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
+        Rule(rf"[1-9]\d*\.(?:{any_ffn})\.router\..*", (), reason="there was nothing to route"),
+    ]
+    config = CLIPMoEConfig.from_dict(settings)
+    return build_sparse(config, source, rules, base.dtype, seed, new_parts=("router",))
+
+
+def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: str) -> dict[str, torch.Tensor]:
+    """The tensors of all models, named I.NAME for model I; the base is model 0.
+
+    Raises:
+        ValueError: an expert differs from the base in the name or shape of a tensor, or in one in whose module no
+            regular expression of `trained` is found.
+    """
+    base_state, differs = base.state_dict(), re.compile(rf"(?:{trained})\.")
+    source = {f"0.{name}": tensor for name, tensor in base_state.items()}
     for number, expert in enumerate(experts, 1):
         state = expert.state_dict()
         differing = [
             name
-            for name, tensor in base.state_dict().items()
+            for name, tensor in base_state.items()
             if name not in state
             or state[name].shape != tensor.shape
-            or (not ffns.match(name) and not torch.equal(state[name], tensor))
+            or (not differs.match(name) and not torch.equal(state[name], tensor))
         ]
-        differing += sorted(state.keys() - base.state_dict().keys())
+        differing += sorted(state.keys() - base_state.keys())
         if differing:
             raise ValueError(
-                f"expert {number} was not trained from this base, or more than its FFNs were: it differs in "
+                f"expert {number} was not trained from this base, or more of it was than an expert is: it differs in "
                 f"{cut(differing)}"
             )
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
-    return build_sparse(config, source, unifying_rules(config), base.dtype, seed)
+    return source
 
 
-def verify(dense: Sequence[str | Path], folder: Path) -> dict[str, float]:
-    """Compares a saved sparse model, every token forced through expert i, with the i-th dense one, in float32.
+def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
+    """Compares a saved sparse model, every token forced through expert i, with the i-th expert's model, in float32.
 
-    Args:
-        dense: the base and the experts.
+    Fusion gates are averaged or new: they are closed in both models, which leaves the experts alone. The base is
+    compared where it is expert 0.
 
     Returns:
         Expert i's largest difference in NAME, as "expert i: NAME".
@@ -108,10 +180,16 @@ def verify(dense: Sequence[str | Path], folder: Path) -> dict[str, float]:
         ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, folder, dtype=torch.float32)
+    set_fusion_gates(sparse, CLOSED)
+    num_experts = max(config.num_experts for config in sparse_ffns(sparse.config).values())
+    sources = [base, *experts] if num_experts > len(experts) else experts
     inputs = sample_inputs(sparse.config)
     expected, found = {}, {}
-    for number, source in enumerate(dense):
-        outputs = model_outputs(load_model(CLIPModel, source, dtype=torch.float32), inputs)
+    for number, source in enumerate(sources):
+        model = load_clip(source, dtype=torch.float32)
+        if isinstance(model, CLIPMoEModel):
+            set_fusion_gates(model, CLOSED)
+        outputs = model_outputs(model, inputs)
         with sparse.force_expert(number):
             forced = model_outputs(sparse, inputs)
         expected |= {f"expert {number}: {name}": tensor for name, tensor in outputs.items()}
@@ -123,21 +201,30 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m conversion.unify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("base", metavar="BASE", help="folder or hub name of the CLIPModel that is expert 0")
+    parser.add_argument("base", metavar="BASE", help="folder or hub name of what the experts were trained from")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoEModel")
     parser.add_argument("--experts", nargs="+", required=True, metavar="EXPERT", help="experts 1, 2, ...")
     parser.add_argument("--num-experts-per-tok", type=int, default=2, help="experts that compute each token, K")
     parser.add_argument(
-        "--towers", nargs="+", choices=TOWERS, default=TOWERS, help="towers to make sparse (default: both)"
+        "--towers",
+        nargs="+",
+        choices=TOWERS,
+        default=TOWERS,
+        help="towers to make sparse (default: both); of dense models only",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
     args = parser.parse_args(argv)
     preset = dataclasses.replace(PRESETS["clip_moe"], num_experts_per_tok=args.num_experts_per_tok)
     with one_line_errors(), new_folder(args.output) as folder:
-        models = [load_model(CLIPModel, source) for source in (args.base, *args.experts)]
-        unify(models[0], models[1:], preset, args.towers, args.seed).save_pretrained(folder)
+        base = load_clip(args.base)
+        experts = [load_model(type(base), source) for source in args.experts]
+        if isinstance(base, CLIPMoEModel):
+            unified = unify_fused(base, experts, args.num_experts_per_tok, args.seed)
+        else:
+            unified = unify(base, experts, preset, args.towers, args.seed)
+        unified.save_pretrained(folder)
         copy_processor(args.base, folder)
-        verify([args.base, *args.experts], folder)
+        verify(args.base, args.experts, folder)
     print(f"wrote {args.output}")
 
 

@@ -164,12 +164,17 @@ def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
 
 
 def build_sparse(
-    config: CLIPMoEConfig, source: Mapping[str, Tensor], rules: Iterable[Rule], dtype: torch.dtype, seed: int
+    config: CLIPMoEConfig,
+    source: Mapping[str, Tensor],
+    rules: Iterable[Rule],
+    dtype: torch.dtype,
+    seed: int,
+    new_parts: tuple[str, ...] = ("router", "fusion_gate"),
 ) -> CLIPMoEModel:
     """The sparse model of a table of rules, in evaluation mode, with new routers and fusion gates.
 
     Args:
-        source, rules: give all tensors but those of routers and fusion gates.
+        source, rules: give all tensors but those of `new_parts`.
         seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation.
             A fusion gate starts near 1/2: its bias is 0.
 
@@ -179,7 +184,7 @@ def build_sparse(
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = CLIPMoEModel(config)
     state = sparse.state_dict()
-    new = {key: tensor for key, tensor in state.items() if ".mlp.router." in key or ".mlp.fusion_gate." in key}
+    new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
         if key.endswith(".bias"):

@@ -49,7 +49,7 @@ def test_defaults_are_merged_under_the_stage(recipe):
 def test_defaults_of_train_hold_for_all_that_trains(recipe):
     """The more special ones win, the stage's own most of all; neither trains what the other does."""
     more = """
-  - {name: labels, stage: cluster, features: elsewhere}
+  - {name: labels, stage: cluster, features: elsewhere, num_image_clusters: 2}
   - {name: first, stage: train_experts, expert: 1, model: dense, clusters: labels}
   - {name: routed, stage: train_router, model: sparse, max_steps: 30}
 """

@@ -61,6 +61,8 @@ class TrainStage:
     data: DataArguments
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
+    # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
+    hidden_states: str | None = None
 
     # Samples of one optimizer step, over all processes and accumulation steps.
     global_batch_size: int = Field(gt=0)
@@ -81,14 +83,17 @@ class TrainStage:
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
+    # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
     # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
     # all K (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=None, gt=0)
-    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP), or the mean over all layers of
-    # both towers (CLIP-MoE eq. 9).
-    balance_mean: Literal["tower", "layer"] = "tower"
+    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
+    # both towers (CLIP-MoE eq. 9); or those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3).
+    balance_mean: Literal["tower", "layer", "token"] = "tower"
     gradient_checkpointing: bool = False
 
     logging_steps: int = Field(default=10, gt=0)
@@ -102,6 +107,10 @@ class TrainStage:
             raise ValueError(
                 f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
             )
+        if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
+            raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
+        if self.caption_weights is not None and self.data.streaming:
+            raise ValueError("caption_weights need data that are not streamed")
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
@@ -118,6 +127,11 @@ class TrainExpertsStage(TrainStage):
     expert: int = Field(gt=0)
     # A cluster stage.
     clusters: str
+    # Only the samples of this first-level cluster (CLIP-FMoE); None: all.
+    cluster: int | None = Field(default=None, ge=0)
+    # How the batches of the clusters follow each other: shuffled, or one of each in turn until none has another
+    # (CLIP-FMoE appendix C).
+    order: Literal["shuffled", "round_robin"] = "shuffled"
     # What happens to the samples of a cluster that is smaller than a batch: they are left out, or go to the nearest
     # other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
@@ -130,7 +144,47 @@ class TrainRouterStage(TrainStage):
     stage: Literal["train_router"]
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
-    balance_mean: Literal["tower", "layer"] = "layer"
+    balance_mean: Literal["tower", "layer", "token"] = "layer"
+
+
+@dataclass(config=STRICT, kw_only=True)
+class CaptionPolicy:
+    """How one or more captions of an image come from a column of text."""
+
+    # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
+    # none cut, no two alike.
+    policy: Literal["full", "first_sentence", "packed"]
+    column: str
+    count: int = Field(default=1, gt=0)
+    # With the first and the last token; None: the tokenizer's `model_max_length`.
+    max_tokens: int | None = Field(default=None, gt=2)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.policy != "packed" and (self.count != 1 or self.max_tokens is not None):
+            raise ValueError(f"count and max_tokens are for packed captions, not for {self.policy}")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class CaptionsStage:
+    """A dataset whose images have several captions each, for `caption_weights`; others use it as their `data.source`.
+
+    The glyphs have the columns `caption` (detailed) and `raw_caption` (web).
+    """
+
+    name: str
+    stage: Literal["captions"]
+    # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
+    model: str
+    data: DataArguments
+    captions: list[CaptionPolicy] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: captions are built for a whole dataset")
+        return self
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -153,31 +207,77 @@ class EmbedStage:
 
 
 @dataclass(config=STRICT, kw_only=True)
+class HiddenStatesStage:
+    """What enters the first sparse layers of a model, for stages that train nothing below them.
+
+    Takes (images * patches * width + text tokens * width) numbers of disk, which is said before they are written.
+    """
+
+    name: str
+    stage: Literal["hidden_states"]
+    # An earlier stage, a folder or a hub name: a sparse model.
+    model: str
+    data: DataArguments
+    # Of one process.
+    batch_size: int = Field(default=256, gt=0)
+    # Whether images have several captions, of which all are kept: as the stages that use them.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that hidden states could belong to")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
 class ClusterStage:
-    """K-means of image and of text features; a label is a pair of both, together with those of the stages before."""
+    """Clusters of a dataset: K-means of image features, of text features or of both, whose labels are then combined.
+
+    CLIP-MoE: 3 image and 3 text clusters a stage, with the labels of the stages before as `previous`.
+    CLIP-FMoE: 4 image clusters, then 64 image clusters `within` each.
+    """
 
     name: str
     stage: Literal["cluster"]
     # An embed stage.
     features: str
-    # The cluster stage whose labels these refine.
+    # The cluster stage that these refine: a cluster is then a combination of both labels.
     previous: str | None = None
-    num_image_clusters: int = Field(default=3, gt=0)
-    num_text_clusters: int = Field(default=3, gt=0)
+    # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
+    within: bool = False
+    # One cluster is none: the modality does not count.
+    num_image_clusters: int = Field(default=1, gt=0)
+    num_text_clusters: int = Field(default=1, gt=0)
+    # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
+    num_random_clusters: int = Field(default=1, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.num_image_clusters * self.num_text_clusters * self.num_random_clusters == 1:
+            raise ValueError("num_image_clusters, num_text_clusters and num_random_clusters are all 1: nothing to do")
+        if self.within and self.previous is None:
+            raise ValueError("within needs the clusters of a previous stage")
+        return self
 
 
 @dataclass(config=STRICT, kw_only=True)
 class UnifyStage:
-    """A dense CLIP and its experts as one sparse model: `conversion.unify`."""
+    """A CLIP and the experts trained from it as one sparse model: `conversion.unify`."""
 
     name: str
     stage: Literal["unify"]
-    # The dense model that the experts come from; its FFNs are expert 0.
+    # What the experts were trained from.
     model: str
-    # Experts 1, 2, ...: earlier stages, folders or hub names.
+    # Earlier stages, folders or hub names: dense models, or fused ones of one expert each (CLIP-FMoE), whose gates are
+    # averaged. Then `model` is what these started from, and preset, base_expert and towers follow from it.
     experts: list[str] = Field(min_length=1)
+    preset: Literal[tuple(PRESETS)] = "clip_moe"
+    # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
+    base_expert: bool = True
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of conversion.upcycle.Preset to change, those of the preset clip_moe but num_experts.
+    # Fields of conversion.upcycle.Preset to change; the number of experts is that of `experts`.
     changes: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -229,7 +329,9 @@ Stage = (
     InitializeStage
     | LongContextStage
     | UpcycleStage
+    | CaptionsStage
     | EmbedStage
+    | HiddenStatesStage
     | ClusterStage
     | TrainStage
     | TrainExpertsStage

@@ -3,7 +3,7 @@
 import os
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from training.data import decode_image
 from training.embedding import open_arrays
 
 FILE = "clusters.safetensors"
+# Of a contact sheet
+MAX_LINES = 64
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,45 @@ def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "feat
             f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {len(features)} {what} "
             "differ. Ask for fewer clusters, or look at the model they come from"
         )
+    return labels
+
+
+def split(
+    features: Mapping[str, np.ndarray],
+    num_clusters: Mapping[str, int],
+    seed: int,
+    groups: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
+
+    Args:
+        features: modality -> (samples, D), normalized.
+        num_clusters: modality -> number of K-means clusters, 1 for none; "random" cuts a permutation into that many
+            equal parts instead (CLIP-FMoE appendix D).
+        groups: (samples,), to cluster the samples of each group by themselves (CLIP-FMoE section 4.2, level 2).
+
+    Returns:
+        modality -> (samples,) labels, of those with more than one cluster.
+
+    Raises:
+        ValueError: see `kmeans`; names the group.
+    """
+    num_samples = len(next(iter(features.values())))
+    groups = np.zeros(num_samples, int) if groups is None else groups
+    labels = {name: np.zeros(num_samples, int) for name, number in num_clusters.items() if number > 1}
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        place = f" of cluster {group}" if groups.any() else ""
+        for name in labels:
+            number = num_clusters[name]
+            if name == "random":
+                if len(members) < number:
+                    raise ValueError(f"{len(members)} samples{place} cannot make {number} random clusters")
+                labels[name][np.random.default_rng([seed, group]).permutation(members)] = (
+                    np.arange(len(members)) % number
+                )
+            else:
+                labels[name][members] = kmeans(features[name][members], number, seed, f"{name} features{place}")
     return labels
 
 
@@ -121,7 +162,7 @@ def contact_sheet(
 
     Args:
         rows: with the columns `image` and `caption`.
-        labels: (samples,), the cluster of each row.
+        labels: (samples,), the cluster of each row. Of more than 64 clusters, 64 evenly spread ones are drawn.
     """
     import matplotlib
 
@@ -129,6 +170,9 @@ def contact_sheet(
     from matplotlib import pyplot as plt
 
     clusters, sizes = np.unique(labels, return_counts=True)
+    if len(clusters) > MAX_LINES:
+        drawn = np.linspace(0, len(clusters) - 1, MAX_LINES).round().astype(int)
+        clusters, sizes = clusters[drawn], sizes[drawn]
     rng = np.random.default_rng(seed)
     figure, axes = plt.subplots(
         len(clusters), columns, figsize=(2 * columns, 2.5 * len(clusters)), squeeze=False, layout="constrained"
@@ -141,9 +185,7 @@ def contact_sheet(
             row = rows[int(index)]
             axis.imshow(decode_image(row["image"], image_root))
             axis.set_title(textwrap.fill(textwrap.shorten(first_caption(row["caption"]), 110), 26), fontsize=7)
-        line[0].text(
-            -0.1, 0.5, f"cluster {cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center"
-        )
+        line[0].text(-0.1, 0.5, f"{cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center")
     figure.savefig(path, dpi=70)
     plt.close(figure)
 

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +87,30 @@ def load_pairs(arguments: DataArguments) -> datasets.Dataset | datasets.Iterable
     return readable_pairs(rows, arguments)[0]
 
 
+def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
+    """The column `image` and these columns of any source. The glyphs have `caption` (detailed) and `raw_caption` (web).
+
+    Raises:
+        FileNotFoundError: a local source is not there.
+        ValueError: a column is missing.
+    """
+    if arguments.source == "glyphs":
+        kinds, number, seed = glyphs.KIND_SETS[arguments.kinds], arguments.num_samples, arguments.seed
+        detailed, web = (glyphs.load(arguments.split, style, number, kinds, seed) for style in ("detailed", "web"))
+        rows = detailed.add_column("raw_caption", list(web["caption"]))
+    else:
+        rows = open_rows(arguments).rename_columns(
+            {arguments.image_column: "image"} if arguments.image_column != "image" else {}
+        )
+    missing = sorted({"image", *columns} - set(rows.column_names))
+    if missing:
+        raise ValueError(
+            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(rows.column_names)}"
+        )
+    rows = rows.select_columns(["image", *sorted(columns)])
+    return rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
+
+
 def fingerprint(rows: datasets.Dataset) -> str:
     """The hash of all captions and names of image files in their order, by which labels know their dataset.
 
@@ -130,9 +154,12 @@ class PairLoader:
         rows: of `load_pairs`.
         batch_size: of this process.
         sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
+        caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
+        hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
 
     Raises:
-        ValueError: the dataset is smaller than a global batch.
+        ValueError: the dataset is smaller than a global batch, or images do not have L captions, one of which has a
+            weight.
     """
 
     def __init__(
@@ -145,13 +172,18 @@ class PairLoader:
         world_size: int = 1,
         seed: int = 0,
         sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
+        caption_weights: Sequence[float] | None = None,
+        hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
     ):
         self.processor, self.arguments, self.batch_size, self.seed = processor, arguments, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
+        if caption_weights is not None:
+            _require_weighted(rows, caption_weights, arguments.source)
         if arguments.streaming:
             self.rows = split_dataset_by_node(rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), rank, world_size)
         else:
-            self.pairs = _Pairs(rows, processor, arguments, seed)
+            self.hidden_states = hidden_states
+            self.pairs = _Pairs(rows, processor, arguments, seed, self.all_captions, hidden_states is None)
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
@@ -162,7 +194,11 @@ class PairLoader:
 
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches from number `start` of the run on: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask`
-        (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`."""
+        (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
+
+        With `caption_weights` they hold the captions of all images, one image after the other, without those that are
+        missing, and `caption_mask` (B, L) tells which these are.
+        """
         if self.arguments.streaming:
             # A stream has to be read again up to where the run stopped.
             yield from DataLoader(
@@ -185,6 +221,14 @@ class PairLoader:
         batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
         yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
 
+    def text_lengths(self) -> list[int]:
+        """Tokens of every caption that `in_order` gives, padding left out."""
+        self.pairs.epoch = 0
+        captions = [self.pairs.caption(index) for index in range(len(self.pairs))]
+        if self.all_captions:
+            captions = [caption for of_image in captions for caption in of_image if caption.strip()]
+        return [len(ids) for ids in self.processor.tokenizer(captions, truncation=True)["input_ids"]]
+
     @property
     def _options(self) -> dict[str, Any]:
         return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers}
@@ -196,39 +240,81 @@ class PairLoader:
         }
 
     def _collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        text = self.processor.tokenizer(
-            [pair["caption"] for pair in pairs], padding=True, truncation=True, return_tensors="pt"
-        )
-        pixel_values = torch.stack([torch.as_tensor(pair["pixel_values"]) for pair in pairs])
-        return {
-            "pixel_values": pixel_values,
-            "input_ids": text["input_ids"],
-            "attention_mask": text["attention_mask"],
-        }
+        captions = [pair["caption"] for pair in pairs]
+        if self.all_captions:
+            texts = [caption for of_image in captions for caption in of_image if caption.strip()]
+        else:
+            texts = captions
+        text = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
+        if "pixel_values" in pairs[0]:
+            batch["pixel_values"] = torch.stack([torch.as_tensor(pair["pixel_values"]) for pair in pairs])
+        else:
+            batch |= self.hidden_states([pair["index"] for pair in pairs])
+        if self.all_captions:
+            batch["caption_mask"] = torch.tensor([[bool(caption.strip()) for caption in row] for row in captions])
+        return batch
 
 
 class _Pairs(torch.utils.data.Dataset):
-    """Processed pairs by number; `epoch` decides which of several captions an image comes with."""
+    """Processed pairs by number, with all captions or with the one of several that `epoch` draws."""
 
-    def __init__(self, rows: datasets.Dataset, processor: CLIPProcessor, arguments: DataArguments, seed: int):
-        self.rows, self.processor, self.arguments, self.seed, self.epoch = rows, processor, arguments, seed, 0
-        self.pixel_values = self.captions = None
-        if arguments.in_memory:
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        processor: CLIPProcessor,
+        arguments: DataArguments,
+        seed: int,
+        all_captions: bool,
+        with_images: bool,
+    ):
+        self.images, self.captions = rows.select_columns("image"), rows.select_columns("caption")
+        self.processor, self.arguments, self.seed, self.epoch = processor, arguments, seed, 0
+        self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
+        if arguments.in_memory and with_images:
             parts = [_pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)]
-            self.pixel_values, self.captions = torch.cat(parts), list(rows["caption"])
+            self.pixel_values = torch.cat(parts)
+        if arguments.in_memory:
+            self.captions = [{"caption": caption} for caption in rows["caption"]]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.pixel_values is None:
-            row = self.rows[index]
-            pixel_values, captions = _pixel_values([row["image"]], self.processor, self.arguments)[0], row["caption"]
-        else:
-            pixel_values, captions = self.pixel_values[index], self.captions[index]
-        if not isinstance(captions, str):
-            captions = captions[np.random.default_rng([self.seed, self.epoch, index]).integers(len(captions))]
-        return {"pixel_values": pixel_values, "caption": captions}
+        pair = {"index": index, "caption": self.caption(index)}
+        if self.pixel_values is not None:
+            pair["pixel_values"] = self.pixel_values[index]
+        elif self.with_images:
+            pair["pixel_values"] = _pixel_values([self.images[index]["image"]], self.processor, self.arguments)[0]
+        return pair
+
+    def caption(self, index: int) -> str | list[str]:
+        """The caption or captions of a pair, without its image."""
+        captions = self.captions[index]["caption"]
+        if isinstance(captions, str) or self.all_captions:
+            return captions
+        captions = [caption for caption in captions if caption.strip()]
+        return captions[np.random.default_rng([self.seed, self.epoch, index]).integers(len(captions))]
+
+
+def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> None:
+    """Every image must have as many captions as there are weights. Reports the missing ones."""
+    missing = [0] * len(caption_weights)
+    for index, captions in enumerate(rows["caption"]):
+        if isinstance(captions, str) or len(captions) != len(caption_weights):
+            number = "one caption" if isinstance(captions, str) else f"{len(captions)} captions"
+            raise ValueError(
+                f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
+            )
+        there = [bool(caption.strip()) for caption in captions]
+        missing = [count + (not is_there) for count, is_there in zip(missing, there, strict=True)]
+        if not any(weight > 0 and is_there for weight, is_there in zip(caption_weights, there, strict=True)):
+            raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
+    if any(missing):
+        logger.warning(
+            "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
+            source, len(rows), ", ".join(map(str, missing)),
+        )  # fmt: skip
 
 
 def _pixel_values(images: list[Any], processor: CLIPProcessor, arguments: DataArguments) -> torch.Tensor:
@@ -316,7 +402,7 @@ def _holds_images(rows) -> bool:
 def _problem(row: dict[str, Any], arguments: DataArguments) -> str:
     """What keeps a pair from being used, or nothing."""
     captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
-    if not captions or not all(isinstance(caption, str) and caption.strip() for caption in captions):
+    if not all(isinstance(caption, str) for caption in captions) or not "".join(captions).strip():
         return "its caption is empty"
     try:
         decode_image(row["image"], arguments.image_root)

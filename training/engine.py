@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from modeling_clip_moe import CLIPMoEModel
 from training.arguments import TrainStage
 from training.freezing import parameter_groups
-from training.losses import contrastive_loss, router_losses
+from training.losses import contrastive_loss, multi_positive_loss, router_losses
 
 
 class ContrastiveTask(nn.Module):
@@ -37,7 +37,7 @@ class ContrastiveTask(nn.Module):
         """The global loss and what is logged of it.
 
         Args:
-            batch: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask` (B, S), this process's share.
+            batch: of a `PairLoader`, this process's share.
 
         Returns:
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
@@ -45,14 +45,20 @@ class ContrastiveTask(nn.Module):
         """
         sparse = isinstance(self.model, CLIPMoEModel)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
+        caption_mask = batch.pop("caption_mask", None)
         outputs = self.model(**batch, **recorded)
-        loss = contrastive_loss(
-            outputs.image_embeds,
-            outputs.text_embeds,
-            self.model.logit_scale.exp(),
-            chunk_size=self.settings.loss_chunk_size,
-            label_smoothing=self.settings.label_smoothing,
-        )
+        inputs = [outputs.image_embeds, outputs.text_embeds, self.model.logit_scale.exp()]
+        options = {
+            "chunk_size": self.settings.loss_chunk_size,
+            "label_smoothing": self.settings.label_smoothing,
+        }
+        if caption_mask is None:
+            loss = contrastive_loss(*inputs, **options)
+        else:
+            inputs[1] = inputs[1].new_zeros(*caption_mask.shape, inputs[1].shape[-1])
+            inputs[1] = inputs[1].masked_scatter(caption_mask[..., None], outputs.text_embeds)  # (B, L, D)
+            weights = torch.tensor(self.settings.caption_weights, device=caption_mask.device)
+            loss = multi_positive_loss(*inputs, weights, caption_mask, **options)
         metrics = {"contrastive_loss": loss.detach()}
         if sparse:
             auxiliary, router_metrics = router_losses(

@@ -4,6 +4,8 @@ Every function returns this process's part. The mean of the parts over the proce
 and the mean of their gradients, which is what DDP and FSDP take, is its gradient.
 """
 
+from itertools import repeat
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distributed
@@ -48,6 +50,47 @@ def contrastive_loss(
         return (image_loss + text_loss) / (2 * len(images))
 
 
+def multi_positive_loss(
+    image_embeds: torch.Tensor,
+    text_embeds: torch.Tensor,
+    logit_scale: torch.Tensor,
+    caption_weights: torch.Tensor,
+    caption_mask: torch.Tensor,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The weighted contrastive losses of images with L captions each (CLIP-FMoE eq. 4), in float32.
+
+    Caption c of an image is told apart from the c-th captions of the others. A caption that is missing is no candidate,
+    and leaves its weight to the image's other captions.
+
+    Args:
+        image_embeds: (B, D), normalized. B is the same in every process.
+        text_embeds: (B, L, D), normalized; any values for missing captions.
+        caption_weights: (B, L) or (L,), gamma: at or above 0. They are made to sum to 1 over an image's captions.
+        caption_mask: (B, L) of bool, False for a missing caption. Every image has at least one of positive weight.
+        logit_scale, chunk_size, label_smoothing: see `contrastive_loss`.
+
+    Returns:
+        This process's part, a scalar.
+    """
+    with torch.autocast(image_embeds.device.type, enabled=False):
+        images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
+        weights = caption_weights.float() * caption_mask  # (B, L)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        all_images, all_texts, all_masks = gather(images), gather(texts), gather(caption_mask)
+        total = 0.0
+        for caption in range(texts.shape[1]):
+            rows = caption_mask[:, caption].nonzero().squeeze(1)
+            there = all_masks[:, caption]
+            targets = _rank() * len(images) + rows
+            among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
+            settings = (chunk_size, label_smoothing, weights[rows, caption])
+            total += _cross_entropy_sum(images[rows], all_texts[there, caption], scale, among_texts, *settings)
+            total += _cross_entropy_sum(texts[rows, caption], all_images, scale, targets, *settings)
+        return total / (2 * len(images))
+
+
 def router_losses(
     config: CLIPMoEConfig,
     outputs,
@@ -62,7 +105,8 @@ def router_losses(
         attention_mask: (B, S) of the text.
         balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
         balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
-            "layer": they are the mean over all layers of both (CLIP-MoE eq. 9).
+            "layer": they are the mean over all layers of both (CLIP-MoE eq. 9); "token": they are those of the tokens
+            of all layers of both together (CLIP-FMoE eq. 3).
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
@@ -75,15 +119,33 @@ def router_losses(
     ]
     towers = [tower for tower in towers if tower[1] is not None]
     num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
-    total, metrics = 0.0, []
-    for tower, router_logits, expert_ids, mask in towers:
-        top_k = balance_top_k or tower.num_experts_per_tok
-        balance = load_balancing_loss(router_logits, top_k, mask, reduce=all_reduce_sum)
-        z_loss = router_z_loss(router_logits, mask, reduce=all_reduce_sum)
-        weight = len(router_logits) / num_layers if balance_mean == "layer" else 1.0
-        total = total + weight * (config.router_aux_loss_coef * balance + config.router_z_loss_coef * z_loss)
-        metrics.append(torch.stack([balance.detach(), z_loss.detach(), _dropped(tower, expert_ids, mask)]))
-    return total, dict(zip(("balance_loss", "z_loss", "dropped_tokens"), torch.stack(metrics).mean(0), strict=True))
+    if balance_mean == "token":
+        groups = [(1.0, towers[0][0].num_experts_per_tok, *_all_tokens(towers))]
+    else:
+        shares = [len(logits) / num_layers if balance_mean == "layer" else 1.0 for _, logits, _, _ in towers]
+        groups = [
+            (share, tower.num_experts_per_tok, router_logits, mask)
+            for share, (tower, router_logits, _, mask) in zip(shares, towers, strict=True)
+        ]
+    total, balances, z_losses = 0.0, [], []
+    for weight, top_k, router_logits, mask in groups:
+        balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, reduce=all_reduce_sum))
+        z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
+        losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
+        total = total + weight * losses
+    dropped = [_dropped(tower, expert_ids, mask) for tower, _, expert_ids, mask in towers]
+    values = {"balance_loss": balances, "z_loss": z_losses, "dropped_tokens": dropped}
+    return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
+
+
+def _all_tokens(towers: list[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+    """The router logits of all tokens, layers and towers, as those of one layer, and their mask."""
+    logits, masks = [], []
+    for _, router_logits, _, mask in towers:
+        for of_layer in router_logits:
+            logits.append(of_layer.flatten(0, -2))
+            masks.append(torch.ones_like(logits[-1][:, 0]) if mask is None else mask.flatten().to(logits[-1]))
+    return (torch.cat(logits),), torch.cat(masks)
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,15 +168,18 @@ def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, 
     return 1 - (computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids)))
 
 
-def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing):
-    def part(rows, columns, scale, targets):
+def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing, weights=None):
+    def part(rows, targets, weights, columns, scale):
         logits = scale * rows @ columns.T
-        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+        if weights is None:
+            return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+        return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
 
     if chunk_size is None:
-        return part(rows, columns, scale, targets)
-    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
-    return sum(checkpoint(part, chunk, columns, scale, target, use_reentrant=False) for chunk, target in chunks)
+        return part(rows, targets, weights, columns, scale)
+    weight_chunks = repeat(None) if weights is None else weights.split(chunk_size)
+    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), weight_chunks, strict=False)
+    return sum(checkpoint(part, *chunk, columns, scale, use_reentrant=False) for chunk in chunks)
 
 
 def _world_size() -> int:

@@ -50,21 +50,31 @@ class ClusterBatchSampler(Sampler[list[int]]):
     """Global batches that each come from one cluster, so that all negatives do (CLIP-MoE eq. 1).
 
     In an epoch, the samples of every cluster are shuffled and cut into global batches, and the batches of all clusters
-    are shuffled, both by (seed, epoch); process r of W gets the r-th of the W equal slices of each batch. What does not
-    fill a batch of its cluster is left out of the epoch, so a cluster smaller than a batch is never used.
+    are put in order, both by (seed, epoch); process r of W gets the r-th of the W equal slices of each batch. What does
+    not fill a batch of its cluster is left out of the epoch, so a cluster smaller than a batch is never used.
 
     Args:
-        labels: (samples,), the cluster of each.
+        labels: (samples,), the cluster of each, or -1 for samples that are not used.
         batch_size: of one process.
         rank, world_size: this process and their number.
+        order: "shuffled", or "round_robin": one batch of each cluster in turn, until none has another (CLIP-FMoE
+            appendix C).
 
     Raises:
         ValueError: no cluster fills a global batch.
     """
 
-    def __init__(self, labels: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.global_batch_size = batch_size * world_size
-        clusters, sizes = np.unique(labels, return_counts=True)
+    def __init__(
+        self,
+        labels: np.ndarray,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        order: str = "shuffled",
+    ):
+        self.global_batch_size, self.order = batch_size * world_size, order
+        clusters, sizes = np.unique(labels[labels >= 0], return_counts=True)
         if sizes.max(initial=0) < self.global_batch_size:
             raise ValueError(
                 f"none of the {len(clusters)} clusters fills a global batch of {self.global_batch_size} ({world_size} "
@@ -85,12 +95,14 @@ class ClusterBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.seed, self.epoch])
-        batches = []
+        batches, rounds = [], []
         for cluster in self.clusters:
             whole = len(cluster) // self.global_batch_size
             batches += np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
+            rounds += range(whole)
+        order = np.argsort(rounds, kind="stable") if self.order == "round_robin" else rng.permutation(len(batches))
         start = self.rank * self.batch_size
-        for number in rng.permutation(len(batches))[self.start_batch :]:
+        for number in order[self.start_batch :]:
             yield batches[number][start : start + self.batch_size].tolist()
 
 

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,18 +30,22 @@ from transformers import AutoProcessor, CLIPConfig, CLIPModel, CLIPProcessor, CL
 
 from conversion import long_context
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
-from conversion.unify import unify, verify
+from conversion.rules import cut
+from conversion.unify import unify, unify_fused, verify
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.experts import analyze_experts
 from evaluation.report import write_report
+from modeling_clip_moe import CLIPMoEModel
 from training import glyphs
 from training.arguments import (
     AnalyzeStage,
+    CaptionsStage,
     ClusterStage,
     EmbedStage,
     EvaluateStage,
+    HiddenStatesStage,
     InitializeStage,
     LongContextStage,
     Recipe,
@@ -52,18 +57,14 @@ from training.arguments import (
     UpcycleStage,
     dump,
 )
-from training.clustering import (
-    accumulate,
-    contact_sheet,
-    kmeans,
-    load_clusters,
-    save_clusters,
-)
-from training.data import DataArguments, PairLoader, load_pairs
+from training.captions import build_captions
+from training.clustering import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
+from training.data import DataArguments, PairLoader, caption_columns, load_pairs
 from training.data import fingerprint as data_fingerprint
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.engine import train
 from training.freezing import set_trainable
+from training.hidden_states import INDEX, HiddenStates, announce_size, frozen_weights, keep_hidden_states
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 
 MANIFEST = "manifest.json"
@@ -97,13 +98,19 @@ class Run:
         return not self._is_stage(reference) or (self.output_dir / reference / MANIFEST).is_file()
 
     def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
-        """See `load_pairs`."""
+        """See `load_pairs`; the source may be a captions stage."""
+        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
         key = json.dumps(dump(arguments))
         if key not in self._pairs:
             self._pairs.clear()
             with self.accelerator.main_process_first():  # the first process fills the cache that the others read
                 self._pairs[key] = load_pairs(arguments)
         return self._pairs[key]
+
+    def inputs(self, stage: Stage) -> list[str]:
+        """The stages, folders and hub names that a stage reads; of datasets, only those that a stage makes."""
+        data = [stage.data.source] if isinstance(stage, TrainStage | EmbedStage | HiddenStatesStage) else []
+        return _inputs(stage) + [source for source in data if self._is_stage(source)]
 
     def _is_stage(self, reference: str) -> bool:
         return reference in {stage.name for stage in self.recipe.stages}
@@ -155,7 +162,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             if isinstance(stage, TrainExpertsStage) and stage.expert not in experts:
                 run.accelerator.print(f"{stage.name}: expert {stage.expert} is left to another run")
                 continue
-            missing = [reference for reference in _inputs(stage) if not run.finished(reference)]
+            missing = [reference for reference in run.inputs(stage) if not run.finished(reference)]
             if missing:
                 run.accelerator.print(f"{stage.name}: waits for {', '.join(missing)}")
                 continue
@@ -177,7 +184,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     manifest = {
         "stage": _comparable(dump(stage)),
         "seed": run.recipe.seed,
-        "inputs": {reference: fingerprint(run.folder(reference)) for reference in _inputs(stage)},
+        "inputs": {reference: fingerprint(run.folder(reference)) for reference in run.inputs(stage)},
     }
     run.accelerator.wait_for_everyone()
     for folder in (final, partial):
@@ -258,6 +265,37 @@ def embed(run: Run, stage: EmbedStage, directory: Path) -> None:
         join_parts(directory, stage.data, data_fingerprint(rows))
 
 
+def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
+    """A dataset whose images have several captions each."""
+    if not run.accelerator.is_main_process:
+        return
+    tokenizer = _processor(run.folder(stage.model), stage).tokenizer
+    rows = caption_columns(stage.data, {policy.column for policy in stage.captions})
+    rows = build_captions(rows, stage.captions, tokenizer, run.recipe.seed)
+    rows.save_to_disk(directory)
+    missing = np.array([[not caption for caption in captions] for captions in rows["caption"]]).sum(axis=0)
+    print(
+        f"{stage.name}: {len(rows)} images with {len(missing)} captions each, of which are missing: {missing.tolist()}"
+    )
+
+
+def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
+    """What enters the first sparse layers, for all pairs."""
+    source = run.folder(stage.model)
+    model, processor = load_model(CLIPMoEModel, source, dtype=torch.float32), _processor(source, stage)
+    rows = run.pairs(stage.data)
+    loader = PairLoader(
+        rows, processor, stage.data, min(stage.batch_size, len(rows)), caption_weights=stage.caption_weights
+    )
+    accelerator, dtype = make_accelerator(run.recipe), getattr(torch, stage.dtype)
+    announce_size(accelerator, model, loader, dtype, directory)
+    part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
+    index = {"part_size": part_size, "dataset_fingerprint": data_fingerprint(rows), "weights": frozen_weights(model)}
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        _write(directory / INDEX, json.dumps(index))
+
+
 def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
     """Labels of all pairs, and a picture of what they mean."""
     source = Path(run.folder(stage.features))
@@ -269,17 +307,24 @@ def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
         raise ValueError(f"{stage.name}: {data.source} has changed since {source} was made; delete it to embed it anew")
     features = load_features(source)
     previous = None if stage.previous is None else load_clusters(Path(run.folder(stage.previous)), fingerprint)
-    image_labels = kmeans(features["image"], stage.num_image_clusters, run.recipe.seed, "image features")
-    text_labels = kmeans(features["text"], stage.num_text_clusters, run.recipe.seed, "text features")
-    labels = image_labels * stage.num_text_clusters + text_labels
+    numbers = {
+        "image": stage.num_image_clusters,
+        "text": stage.num_text_clusters,
+        "random": stage.num_random_clusters,
+    }
+    columns = split(features, numbers, run.recipe.seed, previous.labels if stage.within else None)
+    labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
     clusters = accumulate(labels, np.concatenate([features["image"], features["text"]], axis=1), previous)
     save_clusters(directory, clusters, fingerprint)
-    titles = [f"image {label // stage.num_text_clusters}, text {label % stage.num_text_clusters}" for label in labels]
+    # Labels that were found within a cluster mean nothing outside of it.
+    columns = {"cluster": previous.labels, **columns} if stage.within else columns
+    names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
+    titles = [", ".join(name) for name in zip(*names, strict=True)]
     contact_sheet(directory / "clusters.png", rows, np.array(titles), data.image_root, run.recipe.seed)
     sizes = np.bincount(clusters.labels)
     print(
-        f"{stage.name}: {len(np.unique(labels))} clusters, {len(sizes)} with those of the stages before, of "
-        f"{sizes.min()} to {sizes.max()} samples; look at {run.output_dir / stage.name / 'clusters.png'}"
+        f"{stage.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
+        f"look at {run.output_dir / stage.name / 'clusters.png'}"
     )
 
 
@@ -300,17 +345,24 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     sampler = None
     if isinstance(stage, TrainExpertsStage):
         clusters = load_clusters(Path(run.folder(stage.clusters)), data_fingerprint(rows))
-        merged = merge_small_clusters(clusters.labels, clusters.centers, share * num_processes)
-        chosen = merged if stage.small_clusters == "merge" else clusters.labels
-        sampler = ClusterBatchSampler(chosen, share, rank, num_processes, run.recipe.seed)
-        for setting, labels in (("drop", clusters.labels), ("merge", merged)):
-            used = _used_samples(labels, share * num_processes)
-            accelerator.print(
-                f"{stage.name}: {len(np.unique(labels))} clusters with small_clusters: {setting}"
-                f"{' (chosen)' if setting == stage.small_clusters else ''}; batches of one cluster leave "
-                f"{len(labels) - used} of {len(labels)} samples ({1 - used / len(labels):.1%}) unused in an epoch"
-            )
-    loader = PairLoader(rows, processor, stage.data, share, rank, num_processes, run.recipe.seed, sampler)
+        labels = _labels(stage, clusters, share * num_processes, accelerator)
+        sampler = ClusterBatchSampler(labels, share, rank, num_processes, run.recipe.seed, stage.order)
+    hidden_states = None
+    if stage.hidden_states is not None:
+        _require_frozen_below(model, trainable, stage)
+        hidden_states = HiddenStates(Path(run.folder(stage.hidden_states)), model, data_fingerprint(rows))
+    loader = PairLoader(
+        rows,
+        processor,
+        stage.data,
+        share,
+        rank,
+        num_processes,
+        run.recipe.seed,
+        sampler,
+        stage.caption_weights,
+        hidden_states,
+    )
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
     accelerator.print(
         f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
@@ -331,11 +383,16 @@ def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
     """Experts as one sparse model."""
     if not run.accelerator.is_main_process:
         return
-    sources = [run.folder(reference) for reference in (stage.model, *stage.experts)]
-    base, *experts = (load_model(CLIPModel, source) for source in sources)
-    unify(base, experts, _preset(stage, "clip_moe"), stage.towers, run.recipe.seed).save_pretrained(directory)
-    copy_processor(sources[0], directory)
-    verify(sources, directory)
+    source, *expert_sources = (run.folder(reference) for reference in (stage.model, *stage.experts))
+    base, preset, seed = load_clip(source), _preset(stage, stage.preset), run.recipe.seed
+    experts = [load_model(type(base), expert) for expert in expert_sources]
+    if isinstance(base, CLIPMoEModel):
+        model = unify_fused(base, experts, preset.num_experts_per_tok, seed)
+    else:
+        model = unify(base, experts, preset, stage.towers, seed, stage.base_expert)
+    model.save_pretrained(directory)
+    copy_processor(source, directory)
+    verify(source, expert_sources, directory)
 
 
 def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
@@ -360,7 +417,9 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
     InitializeStage: initialize,
     LongContextStage: lengthen,
     UpcycleStage: make_sparse,
+    CaptionsStage: make_captions,
     EmbedStage: embed,
+    HiddenStatesStage: keep_states,
     ClusterStage: cluster,
     TrainStage: train_model,
     TrainExpertsStage: train_model,
@@ -391,17 +450,20 @@ def _inputs(stage: Stage) -> list[str]:
     """The stages, folders and hub names that a stage reads."""
     match stage:
         case InitializeStage():
-            return []
+            references = []
         case EvaluateStage():
-            return sorted(set(stage.models.values()))
+            references = sorted(set(stage.models.values()))
         case ClusterStage():
-            return [stage.features, stage.previous] if stage.previous else [stage.features]
-        case TrainExpertsStage():
-            return [stage.model, stage.clusters]
+            references = [stage.features, stage.previous]
         case UnifyStage():
-            return [stage.model, *stage.experts]
+            references = [stage.model, *stage.experts]
+        case TrainExpertsStage():
+            references = [stage.model, stage.clusters, stage.hidden_states]
+        case TrainStage():
+            references = [stage.model, stage.hidden_states]
         case _:
-            return [stage.model]
+            references = [stage.model]
+    return [reference for reference in references if reference is not None]
 
 
 def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
@@ -421,10 +483,44 @@ def _processor(source: str, stage: Stage) -> CLIPProcessor:
     return AutoProcessor.from_pretrained(source)
 
 
-def _used_samples(labels: np.ndarray, batch_size: int) -> int:
-    """How many samples batches of one cluster hold in an epoch."""
-    sizes = np.bincount(labels)
-    return int((sizes // batch_size * batch_size).sum())
+def _require_frozen_below(model: CLIPMoEModel, trainable: list[str], stage: TrainStage) -> None:
+    """Nothing that trains may lie below the first sparse layers, whose input is kept."""
+    kept = []
+    for tower in ("text_model", "vision_model"):
+        below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
+        pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
+        kept += [name for name in trainable if pattern.match(name)]
+    if kept:
+        raise ValueError(
+            f"{stage.name}: hidden_states go with frozen layers below the first sparse ones, but {cut(kept)} train"
+        )
+
+
+def _labels(stage: TrainExpertsStage, clusters: Clusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
+    """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.
+
+    Raises:
+        ValueError: there is no such first-level cluster.
+    """
+    labels = clusters.labels.copy()
+    if stage.cluster is not None:
+        known = np.unique(clusters.tuples[:, 0])
+        if stage.cluster not in known:
+            raise ValueError(f"{stage.name}: there is no cluster {stage.cluster}; there are {known.tolist()}")
+        labels[clusters.tuples[labels, 0] != stage.cluster] = -1
+    ours = labels >= 0
+    merged = labels.copy()
+    merged[ours] = merge_small_clusters(labels[ours], clusters.centers, batch_size)
+    choices = {"drop": labels, "merge": merged}
+    for setting, choice in choices.items():
+        sizes = np.unique(choice[ours], return_counts=True)[1]
+        unused = (sizes % batch_size).sum()
+        accelerator.print(
+            f"{stage.name}: {len(sizes)} clusters with small_clusters: {setting}"
+            f"{' (chosen)' if setting == stage.small_clusters else ''}; batches of one cluster leave "
+            f"{unused} of {sizes.sum()} samples ({unused / sizes.sum():.1%}) unused in an epoch"
+        )
+    return choices[stage.small_clusters]
 
 
 def _comparable(settings: Any) -> Any:

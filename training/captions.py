@@ -1,0 +1,96 @@
+"""Several captions for every image, made once from those of a dataset (CLIP-FMoE section 5.1 and appendix A.1)."""
+
+import logging
+import re
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from training.arguments import CaptionPolicy
+
+logger = logging.getLogger(__name__)
+
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+# Drawings of sentences for each caption that is wanted, before it counts as missing
+TRIES = 20
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, without the space around them."""
+    return [sentence.strip() for sentence in SENTENCE_END.split(text) if sentence.strip()]
+
+
+def pack_sentences(sentences: Sequence[str], lengths: Sequence[int], limit: int, count: int, rng) -> list[str]:
+    """Different random combinations of whole sentences, each as long as the limit lets it be.
+
+    A combination takes the sentences in a random order, leaving out those that would exceed the limit, and puts them
+    back into the order of the text.
+
+    Args:
+        lengths: tokens of each sentence.
+        limit: tokens of a combination.
+        count: how many there should be.
+        rng: NumPy's generator.
+
+    Returns:
+        `count` texts; where there are not enough different combinations, the last ones are empty.
+    """
+    found: list[tuple[int, ...]] = []
+    for _ in range(count * TRIES):
+        if len(found) == count:
+            break
+        chosen, free = [], limit
+        for number in rng.permutation(len(sentences)):
+            if lengths[number] <= free:
+                chosen.append(int(number))
+                free -= lengths[number]
+        combination = tuple(sorted(chosen))
+        if combination and combination not in found:
+            found.append(combination)
+    texts = [" ".join(sentences[number] for number in combination) for combination in found]
+    return texts + [""] * (count - len(texts))
+
+
+def build_captions(
+    rows: datasets.Dataset, policies: Sequence[CaptionPolicy], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> datasets.Dataset:
+    """The images of a dataset with a list of captions each, as the policies say, in their order.
+
+    Args:
+        rows: with the column `image` and those that the policies name.
+        tokenizer: counts the tokens of sentences; a packed caption fits its `model_max_length` with the first and the
+            last token, or a policy's `max_tokens`.
+        seed: of the combinations.
+
+    Returns:
+        Rows of `image` and `caption`, a list of `sum(policy.count)` texts, empty where there is none.
+    """
+
+    def build(row: dict, index: int) -> dict:
+        captions = []
+        for number, policy in enumerate(policies):
+            text = row[policy.column] or ""
+            text = text if isinstance(text, str) else " ".join(text)
+            if policy.policy == "full":
+                captions.append(text.strip())
+            elif policy.policy == "first_sentence":
+                captions += (split_sentences(text) or [""])[:1]
+            else:
+                sentences = split_sentences(text)
+                lengths = [len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence in sentences]
+                limit = (policy.max_tokens or tokenizer.model_max_length) - 2
+                rng = np.random.default_rng([seed, index, number])
+                captions += pack_sentences(sentences, lengths, limit, policy.count, rng)
+        return {"caption": captions}
+
+    return rows.map(
+        build,
+        with_indices=True,
+        remove_columns=[name for name in rows.column_names if name != "image"],
+        features=datasets.Features(
+            {"image": rows.features["image"], "caption": datasets.List(datasets.Value("string"))}
+        ),
+        desc="captions",
+    )

@@ -1,0 +1,162 @@
+"""What enters the first sparse layer of both towers, computed once for a whole dataset.
+
+The layers below are frozen in CLIP-FMoE's stages: with their output on disk, no step has to compute them again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+from modeling_clip_moe import CLIPMoEModel
+from training.data import PairLoader
+
+INDEX = "index.json"
+BATCHES_PER_PART = 8
+
+
+def frozen_weights(model: CLIPMoEModel) -> str:
+    """The hash of all weights below the first sparse layer of each tower.
+
+    Raises:
+        ValueError: a tower has no sparse layer.
+    """
+    digest = hashlib.sha256()
+    for tower in ("text_model", "vision_model"):
+        submodel = getattr(model, tower)
+        if not submodel.config.moe_layers:
+            raise ValueError(f"{tower} has no sparse layer, so no layers below it whose output could be kept")
+        for name, tensor in sorted(submodel.state_dict().items()):
+            parts = name.split(".")
+            in_encoder = parts[:2] == ["encoder", "layers"]
+            if (in_encoder and int(parts[2]) < min(submodel.config.moe_layers)) or parts[0] in (
+                "embeddings",
+                "pre_layrnorm",
+            ):
+                digest.update(f"{tower}.{name}".encode())
+                digest.update(tensor.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def announce_size(
+    accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, place: Path
+) -> None:
+    """Say how much disk the hidden states of a loader's pairs take.
+
+    Raises:
+        OSError: there is not as much.
+    """
+    text, vision = model.config.text_config, model.config.vision_config
+    vision_tokens = len(loader.pairs) * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    text_tokens = sum(loader.text_lengths())
+    size = dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
+    accelerator.print(
+        f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e9:.2f} GB "
+        f"in {place}"
+    )
+    free = shutil.disk_usage(place).free
+    if size > free:
+        raise OSError(f"the hidden states take {size / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {place}")
+
+
+def keep_hidden_states(
+    accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, directory: Path
+) -> int:
+    """Write the hidden states of all pairs; every process computes its share, and parts that are there are kept.
+
+    Returns:
+        The number of pairs in a part.
+    """
+    model = model.to(accelerator.device).eval()
+    first = {tower: min(getattr(model, tower).config.moe_layers) for tower in ("text_model", "vision_model")}
+    num_pairs, part_size = len(loader.pairs), loader.batch_size * BATCHES_PER_PART
+    starts = range(0, num_pairs, part_size)[accelerator.process_index :: accelerator.num_processes]
+    for start in tqdm(
+        starts, desc=f"hidden states of {num_pairs} pairs", disable=not accelerator.is_local_main_process
+    ):
+        path = directory / f"{start:012d}.safetensors"
+        if path.exists():
+            continue
+        images, texts, lengths = [], [], []
+        for batch in loader.in_order(start, min(start + part_size, num_pairs)):
+            mask = batch.pop("caption_mask", None)
+            with torch.no_grad(), accelerator.autocast():
+                outputs = model(**send_to_device(batch, accelerator.device), output_hidden_states=True)
+            images.append(outputs.vision_model_output.hidden_states[first["vision_model"]].to(dtype).cpu())
+            states = outputs.text_model_output.hidden_states[first["text_model"]].to(dtype).cpu()
+            of_texts = batch["attention_mask"].sum(dim=1)
+            texts += [state[:length] for state, length in zip(states, of_texts.tolist(), strict=True)]
+            mask = torch.ones(len(of_texts), 1, dtype=torch.bool) if mask is None else mask
+            # (B, L) tokens of each caption, 0 for a missing one
+            lengths.append(torch.zeros(mask.shape, dtype=torch.long).masked_scatter(mask, of_texts))
+        lengths = torch.cat(lengths)
+        ends = lengths.flatten().cumsum(0).view(lengths.shape)
+        arrays = {"vision": torch.cat(images), "text": torch.cat(texts), "starts": ends - lengths, "ends": ends}
+        partial = path.with_suffix(".partial")
+        save_file(arrays, partial)
+        os.replace(partial, path)
+    return part_size
+
+
+class HiddenStates:
+    """Kept hidden states, by the number of a pair.
+
+    Args:
+        directory: of a hidden_states stage.
+        model: the one that is to be trained on them.
+        dataset_fingerprint: of the pairs, see `training.data.fingerprint`.
+
+    Raises:
+        FileNotFoundError: the folder holds none.
+        ValueError: they are of another dataset, or of a model with other weights below the first sparse layer.
+    """
+
+    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str):
+        if not (directory / INDEX).is_file():
+            raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        if index["dataset_fingerprint"] != dataset_fingerprint:
+            raise ValueError(f"the hidden states in {directory} are of another dataset, or of another order of it")
+        if index["weights"] != frozen_weights(model):
+            raise ValueError(
+                f"the hidden states in {directory} are of a model with other weights below the sparse layers"
+            )
+        self.directory, self.part_size = directory, index["part_size"]
+        self.files: dict[int, safe_open] = {}
+
+    def __call__(self, pairs: Sequence[int]) -> dict[str, torch.Tensor]:
+        """`vision_sparse_inputs` (B, S, D) and `text_sparse_inputs` (captions, S, D) in float32, padded with zeros; the
+        captions of a pair that are missing are left out."""
+        images, texts = [], []
+        for pair in pairs:
+            start, row = pair // self.part_size * self.part_size, pair % self.part_size
+            file = self._open(start)
+            images.append(file.get_slice("vision")[row])
+            states = file.get_slice("text")
+            bounds = zip(file.get_slice("starts")[row].tolist(), file.get_slice("ends")[row].tolist(), strict=True)
+            texts += [states[first:last] for first, last in bounds if last > first]
+        return {
+            "vision_sparse_inputs": torch.stack(images).float(),
+            "text_sparse_inputs": pad_sequence(texts, batch_first=True).float(),
+        }
+
+    def _open(self, start: int) -> safe_open:
+        if start not in self.files:
+            path = self.directory / f"{start:012d}.safetensors"
+            try:
+                self.files[start] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} is damaged or gone; delete {self.directory} to make it anew: {error}"
+                ) from error
+        return self.files[start]
