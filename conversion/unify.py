@@ -6,8 +6,8 @@ CLIP-MoE (Diversified Multiplet Upcycling, https://arxiv.org/abs/2409.19291, sec
 folders or hub names of `CLIPModel`s that differ in the FFNs alone. The FFNs of BASE become expert 0 and those of the
 others experts 1, 2, ... of the sparse layers; routers are new.
 
-CLIP-FMoE (section 4.3): BASE and every EXPERT are fused models, `CLIPMoEModel`s with one expert and a fusion gate. The
-experts are stacked and their gates averaged, the FFNs of BASE stay beside them; routers are new.
+CLIP-FMoE (section 4.3): BASE and every EXPERT are `CLIPMoEModel`s with one expert and a fusion gate. The experts are
+stacked and their gates averaged, the FFNs of BASE stay beside them; routers are new.
 
 Before OUTPUT appears, the saved model is loaded again, and with every token sent through expert i it is compared with
 the i-th model in float32 (fusion gates closed).
@@ -93,50 +93,71 @@ def unify(
     return build_sparse(config, source, unifying_rules(config, base_expert), base.dtype, seed)
 
 
-def unify_fused(
-    base: CLIPMoEModel, experts: Sequence[CLIPMoEModel], num_experts_per_tok: int = 2, seed: int = 0
+def unify_sparse(
+    base: CLIPMoEModel,
+    experts: Sequence[CLIPMoEModel],
+    num_experts_per_tok: int = 2,
+    seed: int = 0,
+    fusion_gate: bool = True,
+    base_expert: bool = False,
 ) -> CLIPMoEModel:
-    """Builds the sparse model of fused models with one expert each (CLIP-FMoE section 4.3).
+    """Builds the sparse model of sparse models with one expert each (CLIP-FMoE section 4.3).
 
-    Their experts are stacked, their fusion gates averaged; the base FFNs stay; routers are new.
+    Their experts are stacked, and their fusion gates averaged if they have some; then the base FFNs stay. Routers are
+    new.
 
     Args:
-        base: the fused model that they all started from.
+        base: the model that they all started from.
         experts: in their order.
         num_experts_per_tok: K.
-        seed: of the routers, see `build_sparse`.
+        seed: of routers and of gates that are new, see `build_sparse`.
+        fusion_gate: of models without gates: whether new gates are put between the base's expert and the others.
+        base_expert: of models without gates: whether the base's expert becomes expert 0, if no gate keeps it.
 
     Returns:
         The model in evaluation mode and the base's dtype.
 
     Raises:
-        ValueError: there is no expert, the base has more than one expert a layer or no fusion gate, or an expert is of
-            another architecture, has other sparse layers or differs from the base in more than experts, routers and
-            gates (names the tensors).
+        ValueError: there is no expert, the base does not have one expert in each sparse layer, only one tower has
+            gates, or an expert is of another architecture, has other sparse layers or differs from the base in more
+            than experts, routers and gates (names the tensors).
         huggingface_hub.errors.StrictDataclassError: K is larger than the number of experts.
     """
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
     ffns = sparse_ffns(base.config)
-    if not ffns or any(config.num_experts != 1 or not config.fusion_gate for config in ffns.values()):
-        raise ValueError("the base must be a fused model: sparse layers with one expert and a fusion gate")
+    if not ffns or any(config.num_experts != 1 for config in ffns.values()):
+        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
+    if len({config.fusion_gate for config in ffns.values()}) > 1:
+        raise ValueError("the base must have fusion gates in both towers or in none")
+    gated = next(iter(ffns.values())).fusion_gate
+    base_expert = base_expert and not gated and not fusion_gate
     settings = base.config.to_dict()
     for tower in ("text_config", "vision_config"):
         if settings[tower]["moe_layers"]:
-            settings[tower] |= {"num_experts": len(experts), "num_experts_per_tok": num_experts_per_tok}
-    any_ffn = "|".join(ffns)
-    source = _gather(base, experts, rf"(?:{any_ffn})\.(?:experts|fusion_gate|router)")
-    trained = rf"(?:{any_ffn})\.(?:experts|fusion_gate|router)\."
-    rules = [
-        Rule(rf"0\.(?!{trained})(.*)", r"\1"),
-        Rule(rf"[1-9]\d*\.(?!{trained}).*", (), reason="the same in all models"),
-        Rule(rf"0\.{trained}.*", (), reason="what the experts started from"),
-        Rule(rf"[1-9]\d*\.((?:{any_ffn})\.experts\..*)", r"\1", lambda *one: torch.cat(one), merges=True),
-        Rule(rf"[1-9]\d*\.((?:{any_ffn})\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
-        Rule(rf"[1-9]\d*\.(?:{any_ffn})\.router\..*", (), reason="there was nothing to route"),
-    ]
+            settings[tower]["num_experts"] = base_expert + len(experts)
+            settings[tower]["num_experts_per_tok"] = num_experts_per_tok
+            settings[tower]["fusion_gate"] = gated or fusion_gate
     config = CLIPMoEConfig.from_dict(settings)
-    return build_sparse(config, source, rules, base.dtype, seed, new_parts=("router",))
+    ffn = f"(?:{'|'.join(ffns)})"
+    trained = rf"{ffn}\.(?:experts|fusion_gate|router)"
+    source = _gather(base, experts, trained)
+    stacked = r"\d+" if base_expert else r"[1-9]\d*"
+    rules = [
+        Rule(rf"0\.(?!{trained}\.)(.*)", r"\1"),
+        Rule(rf"[1-9]\d*\.(?!{trained}\.).*", (), reason="the same in all models"),
+        Rule(rf"\d+\.{ffn}\.router\..*", (), reason="there was nothing to route"),
+        Rule(rf"{stacked}\.({ffn}\.experts\..*)", r"\1", lambda *one: torch.cat(one), merges=True),
+        Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="what the gates started from"),
+        Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
+    ]
+    if fusion_gate and not gated:
+        for name, expert_tensor in EXPERT_TENSORS.items():
+            rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda one: one[0]))
+    elif not base_expert:
+        rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
+    new_parts = ("router",) if gated else ("router", "fusion_gate")
+    return build_sparse(config, source, rules, base.dtype, seed, new_parts)
 
 
 def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: str) -> dict[str, torch.Tensor]:
@@ -219,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
         base = load_clip(args.base)
         experts = [load_model(type(base), source) for source in args.experts]
         if isinstance(base, CLIPMoEModel):
-            unified = unify_fused(base, experts, args.num_experts_per_tok, args.seed)
+            unified = unify_sparse(base, experts, args.num_experts_per_tok, args.seed)
         else:
             unified = unify(base, experts, preset, args.towers, args.seed)
         unified.save_pretrained(folder)

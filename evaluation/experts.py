@@ -3,8 +3,9 @@
     python -m evaluation.experts --model runs/clip_moe_glyphs/clip_moe --tasks glyphs_pairs --output-dir experts
 
 Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
-1). OUTPUT_DIR gets `experts.json`, the table `experts.md` and the share of tokens per expert and layer, `routing.png`
-(Figure 3).
+1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). OUTPUT_DIR gets
+`experts.json`, the table `experts.md`, the share of tokens per expert and layer, `routing.png` (CLIP-MoE Figure 3), and
+of a model with fusion gates how much of the base FFN each layer keeps, `gates.png`.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from conversion.checkpoints import one_line_errors
 from evaluation.datasets import BENCHMARKS, Benchmark
 from evaluation.evaluate import Embedder, environment, measure, require_known, usable_device
 from evaluation.report import markdown_table
-from evaluation.routing import count_tokens, draw_shares
+from evaluation.routing import average_gates, chosen_experts, count_tokens, draw_gates, draw_shares
 from modeling_clip_moe import CLIPMoEModel
 
 ROUTED = "routed"
@@ -31,6 +32,7 @@ def analyze_experts(
     tasks: Sequence[str],
     output_dir: str | Path,
     *,
+    num_experts_per_tok: Sequence[int] = (),
     batch_size: int = 64,
     device: str | torch.device | None = None,
     benchmarks: dict[str, Benchmark] | None = None,
@@ -40,6 +42,7 @@ def analyze_experts(
     Args:
         model: a folder or hub name of a `CLIPMoEModel`.
         tasks: keys of `benchmarks` (default: those of `evaluation.datasets`).
+        num_experts_per_tok: numbers of experts a token to try, beside the model's own.
 
     Returns:
         The table: a row a metric, a column an expert, in percent; the best of a row is bold.
@@ -55,23 +58,33 @@ def analyze_experts(
     embedder = Embedder(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
     metrics: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
-    with count_tokens(embedder.model) as counts:
-        for task in tasks:
-            metrics[task][ROUTED] = measure(benchmarks[task], embedder)[0]
     for expert in range(num_experts):
         with embedder.model.force_expert(expert):
             for task in tasks:
                 metrics[task][f"expert {expert}"] = measure(benchmarks[task], embedder)[0]
+    for number in num_experts_per_tok:
+        with chosen_experts(embedder.model, number):
+            for task in tasks:
+                metrics[task][f"K = {number}"] = measure(benchmarks[task], embedder)[0]
+    with count_tokens(embedder.model) as counts, average_gates(embedder.model) as means:
+        for task in tasks:
+            metrics[task][ROUTED] = measure(benchmarks[task], embedder)[0]
     shares = {
         tower: {layer: counter.shares().tolist() for layer, counter in layers.items()}
         for tower, layers in counts.items()
     }
+    gates = {tower: {layer: gate.mean() for layer, gate in layers.items()} for tower, layers in means.items()}
     protocols = {task: benchmarks[task].protocol for task in tasks}
-    result = {"source": str(model), "protocols": protocols, "metrics": metrics, "shares": shares, **environment()}
+    result = {"source": str(model), "protocols": protocols, "metrics": metrics, "shares": shares, "gates": gates}
+    result |= environment()
     output_dir.mkdir(parents=True, exist_ok=True)
     table = _table(metrics)
     draw_shares(shares, output_dir / "routing.png", f"% of the tokens computed by each expert: {', '.join(tasks)}")
-    (output_dir / "experts.md").write_text(f"# Experts\n\n{table}\n\n![routing](routing.png)\n", encoding="utf-8")
+    text = f"# Experts\n\n{table}\n\n![routing](routing.png)\n"
+    if gates:
+        draw_gates(gates, output_dir / "gates.png")
+        text += "\n![fusion gates](gates.png)\n"
+    (output_dir / "experts.md").write_text(text, encoding="utf-8")
     partial = output_dir / "experts.json.partial"
     partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, output_dir / "experts.json")
@@ -90,7 +103,7 @@ def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
 
 def _table(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
     rows = []
-    columns = sorted(next(iter(metrics.values())), key=lambda name: name == ROUTED)
+    columns = list(next(iter(metrics.values())))
     for task, of_model in metrics.items():
         for metric in of_model[ROUTED]:
             values = [of_model[column][metric] for column in columns]
@@ -106,12 +119,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
     parser.add_argument("--tasks", required=True, help=", ".join(BENCHMARKS))
     parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument(
+        "--num-experts-per-tok", type=int, nargs="+", default=[], metavar="K", help="other numbers of experts a token"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--device", help="default: the accelerator, if there is one")
     args = parser.parse_args(argv)
     with one_line_errors():
         tasks = args.tasks.split(",")
-        print(analyze_experts(args.model, tasks, args.output_dir, batch_size=args.batch_size, device=args.device))
+        table = analyze_experts(
+            args.model,
+            tasks,
+            args.output_dir,
+            num_experts_per_tok=args.num_experts_per_tok,
+            batch_size=args.batch_size,
+            device=args.device,
+        )
+    print(table)
 
 
 if __name__ == "__main__":

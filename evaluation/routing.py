@@ -1,4 +1,4 @@
-"""Which tokens the routers of a sparse model send where."""
+"""Which tokens the routers of a sparse model send where, and what its fusion gates keep of the base FFN."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import matplotlib
 import numpy as np
 import torch
 
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel, CLIPMoERouter
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel, CLIPMoERouter, CLIPMoESparseMoeBlock
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
@@ -73,6 +73,85 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[dict[str, dict[int, RouterCoun
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class GateMean:
+    """The mean of a fusion gate: how much of a layer's output comes from the base FFN, 1 for all of it."""
+
+    def __init__(self):
+        self.sum, self.num_values = 0.0, 0
+
+    def add(self, gate: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Count the gate (B, S, D) of one call, and `mask` (B, S), 0 for padding."""
+        gate = gate.double() if mask is None else gate.double() * mask[..., None]
+        self.sum += gate.sum().item()
+        self.num_values += (gate[..., 0].numel() if mask is None else int(mask.sum())) * gate.shape[-1]
+
+    def mean(self) -> float:
+        return self.sum / self.num_values
+
+
+@contextmanager
+def average_gates(model: CLIPMoEModel) -> Iterator[dict[str, dict[int, GateMean]]]:
+    """Average the fusion gates of a model over the tokens it sees within the block.
+
+    Yields:
+        tower ("text", "vision") -> layer, from 0 -> mean; nothing for a model without fusion gates.
+    """
+    gates: dict[str, dict[int, GateMean]] = {}
+    hooks = []
+    for tower in ("text", "vision"):
+        for number, layer in enumerate(getattr(model, f"{tower}_model").encoder.layers):
+            if not isinstance(layer.mlp, CLIPMoESparseMoeBlock) or layer.mlp.fusion_gate is None:
+                continue
+            gate = gates.setdefault(tower, {})[number] = GateMean()
+
+            def average(block, inputs, output, gate=gate):
+                hidden_states, mask = inputs
+                gate.add(block.fusion_gate.proj(hidden_states).sigmoid(), mask)
+
+            hooks.append(layer.mlp.register_forward_hook(average))
+    try:
+        yield gates
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[None]:
+    """Within the block, every token is computed by so many experts (CLIP-FMoE Tables 18 and 19).
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    configs = [config for config in (model.config.text_config, model.config.vision_config) if config.moe_layers]
+    for config in configs:
+        if not 1 <= num_experts_per_tok <= config.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={num_experts_per_tok} must be between 1 and num_experts={config.num_experts}"
+            )
+    before = [config.num_experts_per_tok for config in configs]
+    try:
+        for config in configs:
+            config.num_experts_per_tok = num_experts_per_tok
+        yield
+    finally:
+        for config, number in zip(configs, before, strict=True):
+            config.num_experts_per_tok = number
+
+
+def draw_gates(gates: dict[str, dict[int, float]], path: Path) -> None:
+    """Bars of the mean gate of every layer, in both towers."""
+    names = [f"{tower} {layer}" for tower, layers in gates.items() for layer in layers]
+    values = [100 * value for layers in gates.values() for value in layers.values()]
+    figure, axis = plt.subplots(figsize=(6, 1 + 0.4 * len(names)))
+    axis.bar_label(axis.barh(names, values), fmt="%.0f", padding=2)
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), xlabel="% of the base FFN in the layer's output", ylabel="layer")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def draw_shares(shares: dict[str, dict[int, Sequence[float]]], path: Path, title: str) -> None:

@@ -270,9 +270,9 @@ class UnifyStage:
     stage: Literal["unify"]
     # What the experts were trained from.
     model: str
-    # Earlier stages, folders or hub names: dense models, or fused ones of one expert each (CLIP-FMoE), whose gates are
-    # averaged. Then `model` is what these started from, and preset, base_expert and towers follow from it.
+    # Earlier stages, folders or hub names: dense models, or as `model` sparse ones of one expert in each sparse layer.
     experts: list[str] = Field(min_length=1)
+    # Which layers are sparse, if they are not yet, and how they route. Fusion gates that the experts have are averaged.
     preset: Literal[tuple(PRESETS)] = "clip_moe"
     # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
     base_expert: bool = True
@@ -301,6 +301,8 @@ class AnalyzeStage:
     model: str
     # Names in evaluation.datasets.
     tasks: list[str] = Field(min_length=1)
+    # Numbers of experts a token to try, beside the model's own.
+    num_experts_per_tok: list[int] = Field(default_factory=list)
     batch_size: int = Field(default=64, gt=0)
 
 

@@ -31,7 +31,7 @@ from transformers import AutoProcessor, CLIPConfig, CLIPModel, CLIPProcessor, CL
 from conversion import long_context
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
 from conversion.rules import cut
-from conversion.unify import unify, unify_fused, verify
+from conversion.unify import unify, unify_sparse, verify
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
@@ -387,7 +387,7 @@ def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
     base, preset, seed = load_clip(source), _preset(stage, stage.preset), run.recipe.seed
     experts = [load_model(type(base), expert) for expert in expert_sources]
     if isinstance(base, CLIPMoEModel):
-        model = unify_fused(base, experts, preset.num_experts_per_tok, seed)
+        model = unify_sparse(base, experts, preset.num_experts_per_tok, seed, preset.fusion_gate, stage.base_expert)
     else:
         model = unify(base, experts, preset, stage.towers, seed, stage.base_expert)
     model.save_pretrained(directory)
@@ -410,7 +410,8 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
 def analyze(run: Run, stage: AnalyzeStage, directory: Path) -> None:
     """What every expert of a sparse model knows, and which tokens it gets."""
     if run.accelerator.is_main_process:
-        print(analyze_experts(run.folder(stage.model), stage.tasks, directory, batch_size=stage.batch_size))
+        options = {"num_experts_per_tok": stage.num_experts_per_tok, "batch_size": stage.batch_size}
+        print(analyze_experts(run.folder(stage.model), stage.tasks, directory, **options))
 
 
 STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
