@@ -6,7 +6,7 @@ from PIL import Image as PILImage
 from safetensors.numpy import save_file
 
 from training import glyphs
-from training.clustering import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters
+from training.clustering import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters, split
 from training.data import fingerprint
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
@@ -38,6 +38,25 @@ def test_kmeans_finds_what_is_there():
 def test_what_cannot_be_clustered(features, message):
     with pytest.raises(ValueError, match=message):
         kmeans(features, 3, 0, "image features")
+
+
+def test_split_by_modality_and_within_groups():
+    image, truth = blobs()
+    text = image[::-1]
+    features = {"image": image, "text": text}
+    labels = split(features, {"image": 3, "text": 1, "random": 2}, seed=0)
+    assert list(labels) == ["image", "random"]
+    assert (labels["image"] == kmeans(image, 3, 0)).all()
+    assert np.bincount(labels["random"]).tolist() == [30, 30]
+    within = split(features, {"image": 2, "random": 4}, seed=0, groups=truth)
+    for group in range(3):
+        members = truth == group
+        assert (within["image"][members] == kmeans(image[members], 2, 0)).all()
+        assert np.bincount(within["random"][members]).tolist() == [5, 5, 5, 5]
+    with pytest.raises(ValueError, match="20 samples cannot make 21 clusters of image features of cluster 0"):
+        split(features, {"image": 21}, 0, truth)
+    with pytest.raises(ValueError, match="20 samples of cluster 0 cannot make 21 random clusters"):
+        split(features, {"random": 21}, 0, truth)
 
 
 def test_labels_accumulate_over_stages():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
-from training.losses import all_reduce_sum, contrastive_loss, router_losses
+from training.losses import all_reduce_sum, contrastive_loss, multi_positive_loss, router_losses
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
@@ -64,8 +64,41 @@ def losses(model, share, chunk_size, label_smoothing):
     return contrastive + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
 
 
+def plain_multi_positive_loss(images, texts, scale, weights, mask):
+    """CLIP-FMoE eq. 4, one caption and one pair at a time; texts (B, L, D), those without mask are not there."""
+    total = 0.0
+    for i in range(len(images)):
+        there = [c for c in range(texts.shape[1]) if mask[i, c]]
+        whole = sum(weights[c] for c in there)
+        for c in there:
+            others = [j for j in range(len(images)) if mask[j, c]]
+            to_texts = torch.stack([scale * images[i] @ texts[j, c] for j in others])
+            to_images = torch.stack([scale * texts[i, c] @ images[j] for j in range(len(images))])
+            loss = to_texts.exp().sum().log() - to_texts[others.index(i)]
+            loss = loss + to_images.exp().sum().log() - to_images[i]
+            total = total + weights[c] / whole * loss
+    return total / (2 * len(images))
+
+
+CAPTION_WEIGHTS = torch.tensor([0.1, 0.6, 0.3])
+CAPTION_MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]]).bool()
+
+
+def several_captions(model, share=slice(None)):
+    """Image embeddings (B, D) and those of three captions each (B, 3, D)."""
+    images, texts, *_ = data()
+    captions = torch.stack([texts, texts.roll(1, -1), 0.5 * texts + texts.roll(2, -1)], dim=1)
+    image_embeds, text_embeds = model.embeds(images[share], captions[share].flatten(0, 1))
+    return image_embeds, text_embeds.unflatten(0, (-1, 3))
+
+
+def multi_positive(model, share, chunk_size=None):
+    scale, mask = model.logit_scale.exp(), CAPTION_MASK[share]
+    return multi_positive_loss(*several_captions(model, share), scale, CAPTION_WEIGHTS, mask, chunk_size)
+
+
 def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def worker(rank, folder):
@@ -75,6 +108,11 @@ def worker(rank, folder):
     for case in CASES:
         model = DistributedDataParallel(Model())
         loss = model(lambda m, case=case: losses(m, share, *case))
+        loss.backward()
+        results.append((loss.detach(), gradients(model.module)))
+    for chunk_size in (None, 2):
+        model = DistributedDataParallel(Model(), find_unused_parameters=True)
+        loss = model(lambda m, chunk_size=chunk_size: multi_positive(m, share, chunk_size))
         loss.backward()
         results.append((loss.detach(), gradients(model.module)))
     torch.save(results, f"{folder}/{rank}.pt")
@@ -113,10 +151,36 @@ def test_contrastive_loss_of_equal_embeddings():
     torch.testing.assert_close(loss, torch.tensor(math.log(8)))  # nothing tells the pairs apart
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=str)
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
+def test_multi_positive_loss_is_the_plain_one(chunk_size):
+    results = []
+    for function in (
+        lambda m: plain_multi_positive_loss(*several_captions(m), m.logit_scale.exp(), CAPTION_WEIGHTS, CAPTION_MASK),
+        lambda m: multi_positive(m, slice(None), chunk_size),
+    ):
+        model = Model()
+        loss = function(model).squeeze()
+        grads = torch.autograd.grad(loss, [model.image.weight, model.text.weight, model.logit_scale])
+        results.append((loss, *grads))
+    for plain, ours in zip(*results, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_multi_positive_loss_with_one_caption_is_the_contrastive_one():
+    images, texts = Model().embeds(*data()[:2])
+    mask = torch.ones(BATCH, 1).bool()
+    several = multi_positive_loss(images, texts[:, None], torch.tensor(4.0), torch.ones(1), mask, None, 0.1)
+    torch.testing.assert_close(several, contrastive_loss(images, texts, torch.tensor(4.0), None, 0.1))
+
+
+@pytest.mark.parametrize("case", range(len(CASES) + 2), ids=str)
 def test_two_processes_equal_one(two_processes, case):
     model = Model()
-    loss = losses(model, slice(None), *CASES[case])
+    if case < len(CASES):
+        loss = losses(model, slice(None), *CASES[case])
+    else:
+        loss = multi_positive(model, slice(None))
     loss.backward()
     expected = gradients(model)
     (loss_0, gradients_0), (loss_1, gradients_1) = (results[case] for results in two_processes)
@@ -129,7 +193,7 @@ def test_two_processes_equal_one(two_processes, case):
 
 
 @pytest.mark.parametrize("balance_top_k", [None, 1])
-@pytest.mark.parametrize("balance_mean", ["tower", "layer"])
+@pytest.mark.parametrize("balance_mean", ["tower", "layer", "token"])
 def test_router_losses_by_hand(balance_top_k, balance_mean):
     """Three sparse text layers and one sparse vision layer, token by token."""
     towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -151,19 +215,23 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         text_model_output=SimpleNamespace(expert_ids=ids["text"]),
         vision_model_output=SimpleNamespace(expert_ids=ids["vision"]),
     )
-    per_layer = {"text": [], "vision": []}
-    for tower, layers in (("text", text), ("vision", vision)):
-        for logits in layers:
-            tokens = logits[mask.bool()] if tower == "text" else logits.flatten(0, 1)
-            load, probability, z = torch.zeros(EXPERTS), torch.zeros(EXPERTS), 0.0
-            for token in tokens:
-                for expert in token.topk(balance_top_k or TOP_K).indices:
-                    load[expert] += 1 / (len(tokens) * (balance_top_k or TOP_K))
-                probability += token.softmax(-1) / len(tokens)
-                z += token.logsumexp(-1) ** 2 / len(tokens)
-            per_layer[tower].append(0.5 * EXPERTS * (load * probability).sum() + 0.25 * z)
-    means = [sum(layers) / len(layers) for layers in per_layer.values()]
-    expected = sum(means) if balance_mean == "tower" else sum(sum(per_layer.values(), [])) / 4
+
+    def of_tokens(tokens):
+        load, probability, z = torch.zeros(EXPERTS), torch.zeros(EXPERTS), 0.0
+        for token in tokens:
+            for expert in token.topk(balance_top_k or TOP_K).indices:
+                load[expert] += 1 / (len(tokens) * (balance_top_k or TOP_K))
+            probability += token.softmax(-1) / len(tokens)
+            z += token.logsumexp(-1) ** 2 / len(tokens)
+        return 0.5 * EXPERTS * (load * probability).sum() + 0.25 * z
+
+    of_text = [logits[mask.bool()] for logits in text]
+    of_vision = [logits.flatten(0, 1) for logits in vision]
+    expected = {
+        "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(*of_vision),
+        "layer": sum(map(of_tokens, of_text + of_vision)) / 4,
+        "token": of_tokens(torch.cat(of_text + of_vision)),
+    }[balance_mean]
     loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
     assert metrics["dropped_tokens"] == 0

@@ -126,6 +126,34 @@ def test_every_seed_and_epoch_has_its_own_cluster_batches():
     assert len(set(firsts)) == 3  # clusters come in another order, too
 
 
+@given(clustered())
+@settings(deadline=None)
+def test_round_robin_is_the_constrained_sampler(case):
+    """CLIP-FMoE appendix C, step by step on what is left of each cluster."""
+    labels, batch_size, world_size, seed, epoch = case
+    size = batch_size * world_size
+    sampler = ClusterBatchSampler(labels, size, seed=seed, order="round_robin")
+    sampler.set_epoch(epoch)
+    batches = list(sampler)
+    left = {cluster: count // size for cluster, count in enumerate(np.bincount(labels)) if count}
+    expected = []
+    while any(left.values()):
+        for cluster, number in left.items():
+            if number:
+                expected.append(cluster)
+                left[cluster] -= 1
+    assert [labels[batch[0]] for batch in batches] == expected
+    shuffled = ClusterBatchSampler(labels, size, seed=seed)
+    shuffled.set_epoch(epoch)
+    assert sorted(map(sorted, batches)) == sorted(map(sorted, shuffled))  # the same batches in another order
+
+
+def test_samples_without_a_cluster_are_left_alone():
+    labels = np.array([0, -1] * 10)
+    batches = list(ClusterBatchSampler(labels, 5))
+    assert sorted(sample for batch in batches for sample in batch) == list(range(0, 20, 2))
+
+
 def test_no_cluster_fills_a_batch():
     with pytest.raises(ValueError, match=r"none of the 2 clusters fills a global batch of 8 .* largest has 6 samples"):
         ClusterBatchSampler(np.array([0] * 5 + [1] * 6), 4, world_size=2)
