@@ -55,9 +55,9 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
     if rest or ratio < 2:
         possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
         raise ValueError(f"{rows} positions cannot be stretched to {length}, only to {possible}, ...")
-    start = table[keep:].float()
+    start = table[keep:].to(torch.promote_types(table.dtype, torch.float32))
     step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])
-    shares = torch.arange(ratio, dtype=torch.float32, device=table.device)[:, None] / ratio  # (r, 1)
+    shares = torch.arange(ratio, dtype=start.dtype, device=table.device)[:, None] / ratio  # (r, 1)
     new = start[:, None] + shares * step[:, None]  # (rows - keep, r, D)
     return torch.cat([table[:keep], new.flatten(0, 1).to(table.dtype)])
 
@@ -88,7 +88,7 @@ def verify(source: str | Path, folder: Path, keep: int = KEEP) -> dict[str, floa
     before, after = (load_clip(place, dtype=torch.float32) for place in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
-    inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : keep - 1], end], dim=1)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
     expected, found = (model(**inputs) for model in (before, after))
     return check_equal(
         {"text embeddings": expected.text_embeds, "image embeddings": expected.image_embeds},
@@ -112,8 +112,9 @@ def set_text_length(folder: str | Path, length: int) -> None:
     """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
     if has_file(folder, "tokenizer.json", "vocab.json"):
         tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=length)
-        # The old length, where it was the last one that the source's tokenizer was used with
+        # The old length, where it was the last one that the source's tokenizer was used with: to cut or to pad
         tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         tokenizer.init_kwargs.pop("max_length", None)
         tokenizer.save_pretrained(folder)
 

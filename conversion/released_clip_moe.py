@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -38,6 +39,7 @@ from conversion.openai import (
     activation,
     dense_ffn,
     infer_config,
+    is_torchscript,
     linear,
     original_outputs,
     read_state_dict,
@@ -132,9 +134,10 @@ def normalise(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ValueError: it has some in both places.
     """
     renamed = {key: re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key) for key in state}
-    twice = sorted(key for key, new in renamed.items() if key != new and new in state)
-    if twice:
-        raise ValueError(f"experts both inside and outside of a module mlp: {cut(twice)}")
+    inside = [key for key, new in renamed.items() if key != new]
+    outside = [key for key in state if re.search(r"\.resblocks\.\d+\.(experts|gate)\.", key)]
+    if inside and outside:
+        raise ValueError(f"experts both inside and outside of a module mlp: {cut(inside)}; {cut(outside)}")
     return {renamed[key]: tensor for key, tensor in state.items()}
 
 
@@ -196,10 +199,12 @@ def _number_of_experts(state: Mapping[str, Tensor], prefix: str, experts: dict[i
     number = next(iter(counts.values()))
     for layer in counts:
         gate = state.get(f"{blocks}.{layer}.gate.weight")
-        rows = None if gate is None else len(gate)
-        if rows != number:
-            found = "no gate" if rows is None else f"a gate for {rows} experts"
-            raise ValueError(f"{blocks}.{layer} has {number} experts, but {found}")
+        if gate is None:
+            raise ValueError(f"{blocks}.{layer} has {number} experts, but no gate")
+        if gate.ndim != 2:
+            raise ValueError(f"{blocks}.{layer} has {number} experts, but a gate of shape {tuple(gate.shape)}")
+        if len(gate) != number:
+            raise ValueError(f"{blocks}.{layer} has {number} experts, but a gate for {len(gate)} experts")
     return number
 
 
@@ -220,7 +225,8 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
     """The checkpoint of a model in the authors' layout, in the model's dtype.
 
     Raises:
-        ValueError: the layout cannot express the model: another activation, head width, pooling or routing.
+        ValueError: the layout cannot express the model: another activation, head width, layer norm, pooling or
+            routing.
     """
     text, vision = model.config.text_config, model.config.vision_config
     sparse = [config for config in (text, vision) if config.moe_layers]
@@ -229,6 +235,7 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
         f"heads must be {HEAD_WIDTH} wide": any(
             config.hidden_size != HEAD_WIDTH * config.num_attention_heads for config in (text, vision)
         ),
+        "layer_norm_eps must be 1e-05": any(config.layer_norm_eps != 1e-5 for config in (text, vision)),
         "texts must be pooled at the highest token id": text.eos_token_id not in (2, text.vocab_size - 1),
         "there must be sparse layers": not sparse,
         "norm_topk_prob must be True": not all(config.norm_topk_prob for config in sparse),
@@ -291,13 +298,17 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="CHECKPOINT", help="checkpoint; with --reverse, folder of a CLIPMoEModel")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder; with --reverse, new .pt file")
+    parser.add_argument(
+        "output", type=Path, metavar="OUTPUT", help="new folder; with --reverse, new .pt or .safetensors file"
+    )
     parser.add_argument("--reverse", action="store_true", help="from a CLIPMoEModel to the authors' layout")
     parser.add_argument(
         "--num-experts-per-tok", type=int, default=2, help="experts that compute each token, K (default: 2)"
     )
     parser.add_argument("--processor", help="folder or hub name whose processor is saved with the model")
     args = parser.parse_args(argv)
+    if args.reverse and args.processor is not None:
+        parser.error("a checkpoint holds no processor: --processor is not for --reverse")
     with one_line_errors():
         if args.reverse:
             write_checkpoint(args.source, args.output)
@@ -308,6 +319,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
     with new_folder(output) as folder:
+        if checkpoint.is_file() and is_torchscript(checkpoint):
+            raise ValueError(f"{checkpoint} is a TorchScript archive: what was released is a state dict")
         state = read_state_dict(checkpoint)
         model = convert(state, num_experts_per_tok)
         model.save_pretrained(folder)
@@ -323,9 +336,13 @@ def write_checkpoint(source: str, output: Path) -> None:
     if output.exists():
         raise ValueError(f"{output} already exists: remove it or choose another output")
     model = load_model(CLIPMoEModel, source)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.stem}.{os.getpid()}.tmp{output.suffix}")  # its suffix says how to read it
     try:
-        torch.save(export(model), partial)
+        if output.suffix == ".safetensors":
+            save_file(export(model), partial)
+        else:
+            torch.save(export(model), partial)
         verify(read_state_dict(partial), model.float())
         os.replace(partial, output)
     finally:

@@ -1,5 +1,11 @@
 """Long-CLIP's stretch of the text positions: by hand, and on whole models."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_upcycle import processor, tiny_clip
@@ -30,6 +36,11 @@ def test_stretch_by_hand(rows, keep, ratio):
     torch.testing.assert_close(stretched, plain_stretch(table, keep, ratio))
     assert torch.equal(stretched[:keep], table[:keep])
     assert torch.equal(stretched[keep::ratio], table[keep:])  # old rows stay, further apart
+
+
+def test_old_rows_stay_bit_for_bit_in_double_precision():
+    table = torch.randn(77, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(stretch_positions(table, 248)[20::4], table[20:])
 
 
 def test_77_become_248():
@@ -87,6 +98,42 @@ def test_command(sparse, tmp_path, capsys):
         short = [m.get_text_features(torch.tensor([[38, 7, 39]])).pooler_output for m in (longer, model)]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*short)
+
+
+@pytest.mark.parametrize("padding", ["max_length", True])
+def test_the_length_that_a_tokenizer_was_used_with_is_forgotten(padding, tmp_path):
+    """A tokenizer is saved with how it last cut and padded, which the processor would go on doing."""
+    used = processor()
+    used(text=["a cat"], padding=padding, truncation=True, max_length=5)
+    used.save_pretrained(tmp_path / "short")
+    tiny_clip().save_pretrained(tmp_path / "short")
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    assert json.loads((tmp_path / "long" / "tokenizer_config.json").read_text())["model_max_length"] == 36
+    again = AutoProcessor.from_pretrained(tmp_path / "long")
+    assert len(again(text="a red cat " * 20, truncation=True)["input_ids"]) == 36
+    assert len(again(text="a cat", padding="max_length")["input_ids"]) == 36
+    assert again(text="a cat")["input_ids"] == processor()(text="a cat")["input_ids"]
+
+
+def test_no_position_needs_to_stay(tmp_path):
+    tiny_clip().save_pretrained(tmp_path / "short")
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "24", "--keep", "0"])
+    assert AutoModel.from_pretrained(tmp_path / "long").config.text_config.max_position_embeddings == 24
+
+
+def test_as_a_program_on_the_glyph_clip(tmp_path):
+    glyph_clip = Path(__file__).parents[1] / "training" / "glyph_clip"
+    command = [sys.executable, "-m", "conversion.long_context", glyph_clip, tmp_path / "long", "--length", "108"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("largest difference") == 2
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "long").tokenizer
+    assert tokenizer.model_max_length == 108
+    model, short = AutoModel.from_pretrained(tmp_path / "long"), AutoModel.from_pretrained(glyph_clip)
+    inputs = tokenizer("a large red circle", return_tensors="pt")
+    assert inputs["input_ids"].shape[1] <= 20
+    with torch.no_grad():
+        torch.testing.assert_close(*(m.get_text_features(**inputs).pooler_output for m in (model, short)))
 
 
 def test_command_without_a_processor(tmp_path, capsys):

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from test_openai import torchscript
 from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
+from conversion import released_clip_moe
 from conversion.released_clip_moe import convert, export, main
 from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoEModel
@@ -148,6 +151,17 @@ def test_computes_what_the_layout_says(text_sparse, vision_sparse, top_k, inside
         torch.testing.assert_close(pictures[i], embed_image(state, images[i], top_k), atol=1e-5, rtol=1e-5)
 
 
+def test_texts_without_an_end_are_pooled_at_their_highest_id():
+    """Which transformers does for eos_token_id 2 alone."""
+    ids = torch.tensor([[3, 30, 7, 30, 2], [5, 4, 3, 2, 1]])
+    model = convert(checkpoint())
+    assert model.config.text_config.eos_token_id == 2 and model.config.router_aux_loss_coef == 0.01
+    with torch.no_grad():
+        texts = model.encode_text(ids)
+    for row, text in zip(ids, texts, strict=True):
+        torch.testing.assert_close(text, embed_text(checkpoint(), row), atol=1e-5, rtol=1e-5)
+
+
 def test_all_positions():
     """The last of 248 tokens sees the last row of the second table."""
     state = checkpoint()
@@ -173,6 +187,17 @@ def test_round_trip_from_the_layout_bit_for_bit():
         rows = used.get(key, ...)
         assert torch.equal(back[key][rows], tensor[rows]), key
     assert torch.equal(back["positional_embedding"], back["positional_embedding_res"])  # both whole
+
+
+def test_round_trip_in_half_precision_bit_for_bit():
+    state = {key: tensor.half() for key, tensor in checkpoint().items()}
+    model = convert(state)
+    assert model.dtype == torch.float32
+    back = export(model.half())
+    used = {"positional_embedding": slice(20), "positional_embedding_res": slice(20, None)}
+    for key, tensor in state.items():
+        rows = used.get(key, ...)
+        assert back[key].dtype == torch.float16 and torch.equal(back[key][rows], tensor[rows]), key
 
 
 def test_round_trip_from_a_model_bit_for_bit():
@@ -221,6 +246,23 @@ def without(*parts):
             checkpoint() | {"transformer.resblocks.0.mlp.gate.weight": torch.zeros(3, WIDTH)},
             r"both inside and outside of a module mlp: transformer\.resblocks\.0\.mlp\.gate\.weight",
         ),
+        (  # no name twice, but one tower's experts inside and the other's outside
+            {
+                key: tensor
+                for tower, inside in (("", "mlp."), ("visual.", ""))
+                for key, tensor in checkpoint(inside=inside).items()
+                if key.startswith("visual.") == bool(tower)
+            },
+            r"inside and outside of a module mlp: transformer\.resblocks\.0\.mlp\..*; visual\.transformer\.resbl",
+        ),
+        (
+            checkpoint() | {"transformer.resblocks.0.gate.weight": torch.tensor(1.0)},
+            r"transformer\.resblocks\.0 has 3 experts, but a gate of shape \(\)",
+        ),
+        (
+            checkpoint() | {"transformer.resblocks.0.mlp.c_fc.weight": torch.zeros(2 * WIDTH, WIDTH)},
+            r"left over in the source: transformer\.resblocks\.0\.mlp\.c_fc\.weight",
+        ),
         (without("visual.proj"), r"missing visual\.proj"),
     ],
 )
@@ -234,6 +276,15 @@ def test_what_the_layout_cannot_express():
     model.config.vision_config.norm_topk_prob = False
     model.config.text_config.hidden_act = "gelu"
     with pytest.raises(ValueError, match="hidden_act must be quick_gelu; norm_topk_prob must be True"):
+        export(model)
+    model = convert(checkpoint())
+    model.config.vision_config.layer_norm_eps = 1e-6
+    with pytest.raises(ValueError, match="cannot express this model: layer_norm_eps must be 1e-05"):
+        export(model)
+    model = convert(checkpoint())
+    model.config.text_config.eos_token_id = VOCABULARY - 2
+    model.config.vision_config.eval_capacity_factor = 1.0
+    with pytest.raises(ValueError, match="pooled at the highest token id; eval_capacity_factor must be None"):
         export(model)
     with pytest.raises(ValueError, match="heads must be 64 wide.*fusion_gate must be False"):
         export(upcycle(tiny_clip(), PRESETS["clip_fmoe"]))
@@ -256,11 +307,31 @@ def test_commands_there_and_back(tmp_path, capsys):
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
+def test_safetensors_there_and_back_in_a_new_folder(tmp_path):
+    save_file(checkpoint(), tmp_path / "released.safetensors")
+    main([str(tmp_path / "released.safetensors"), str(tmp_path / "model")])
+    main([str(tmp_path / "model"), str(tmp_path / "new" / "back.safetensors"), "--reverse"])
+    back, exported = load_file(tmp_path / "new" / "back.safetensors"), export(convert(checkpoint()))
+    assert back.keys() == exported.keys() and all(torch.equal(back[key], exported[key]) for key in back)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["back.safetensors"]
+
+
+def test_a_wrong_checkpoint_never_gets_its_name(tmp_path, monkeypatch):
+    convert(checkpoint()).save_pretrained(tmp_path / "model")
+    name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
+    monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -state[name]})
+    with pytest.raises(SystemExit, match="does not compute what the source does"):
+        main([str(tmp_path / "model"), str(tmp_path / "back.pt"), "--reverse"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_commands_end_in_one_line(tmp_path):
+    torchscript(checkpoint(), tmp_path / "script.pt")
     torch.save(without("resblocks.1.gate"), tmp_path / "broken.pt")
     (tmp_path / "there.pt").touch()
     for arguments, message in (
         ([str(tmp_path / "broken.pt"), str(tmp_path / "out")], "has 3 experts, but no gate"),
+        ([str(tmp_path / "script.pt"), str(tmp_path / "out")], "is a TorchScript archive: what was released is a"),
         ([str(tmp_path / "nowhere.pt"), str(tmp_path / "out")], "there is no file"),
         (["training/glyph_clip", str(tmp_path / "new.pt"), "--reverse"], "a model of type 'clip_moe' is needed"),
         (["training/glyph_clip", str(tmp_path / "there.pt"), "--reverse"], "already exists"),
@@ -268,4 +339,4 @@ def test_commands_end_in_one_line(tmp_path):
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code.startswith("error: ") and message in exit.value.code
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "there.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "script.pt", "there.pt"]
