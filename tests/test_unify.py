@@ -8,9 +8,9 @@ from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import model_outputs, sample_inputs
-from conversion.dense import extract
-from conversion.unify import main, unify, verify
-from conversion.upcycle import PRESETS
+from conversion.dense import CLOSED, extract, set_fusion_gates
+from conversion.unify import main, unify, unify_sparse, verify
+from conversion.upcycle import PRESETS, upcycle
 
 
 def trained(seed, pattern=".mlp."):
@@ -96,3 +96,110 @@ def test_command_ends_in_one_line(folders, tmp_path):
     assert exit.value.code.startswith("error: expert 2 was not trained from this base")
     assert "visual_projection.weight" in exit.value.code
     assert not (tmp_path / "out").exists()
+
+
+def one_expert(fusion_gate=True, seed=None):
+    """The tiny CLIP with one expert in each sparse layer; with a seed, trained ones."""
+    preset = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, fusion_gate=fusion_gate)
+    model = upcycle(tiny_clip(), preset)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".experts." in name or ".fusion_gate." in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
+    return model
+
+
+def test_fused_models_compute_the_dense_one_at_the_start():
+    inputs = sample_inputs(tiny_clip().config)
+    found = model_outputs(one_expert(), inputs)
+    for name, expected in model_outputs(tiny_clip(), inputs).items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_gates_are_averaged_to_the_bit_and_experts_stacked():
+    base, experts = one_expert(), [one_expert(seed=seed) for seed in range(3)]
+    sparse = unify_sparse(base, experts, num_experts_per_tok=2, seed=5)
+    state, states = sparse.state_dict(), [expert.state_dict() for expert in experts]
+    gates = [name for name in state if ".fusion_gate." in name]
+    stacks = [name for name in state if ".experts." in name]
+    assert len(gates) == 2 * 2 * 1 and len(stacks) == 4 * 2 * 1
+    for name in gates:
+        assert torch.equal(state[name], torch.stack([s[name] for s in states]).mean(dim=0)), name
+    for name in stacks:
+        assert torch.equal(state[name], torch.cat([s[name] for s in states])), name
+    for name in set(state) - set(gates) - set(stacks):
+        if ".router." not in name:
+            assert torch.equal(state[name], base.state_dict()[name]), name
+    config = sparse.config.vision_config
+    assert (config.num_experts, config.num_experts_per_tok, config.fusion_gate) == (3, 2, True)
+    assert torch.equal(unify_sparse(base, experts, seed=5).logit_scale, sparse.logit_scale)
+
+
+def test_new_gates_and_none():
+    """CLIP-FMoE's ablations: experts trained without gates, unified with new ones, or without any."""
+    base, experts = one_expert(False), [one_expert(False, seed) for seed in range(3)]
+    dense = tiny_clip().state_dict()
+    gated = unify_sparse(base, experts, fusion_gate=True)
+    plain = unify_sparse(base, experts, fusion_gate=False)
+    with_base = unify_sparse(base, experts, fusion_gate=False, base_expert=True)
+    ffn = "vision_model.encoder.layers.3.mlp"
+    assert torch.equal(gated.state_dict()[f"{ffn}.base.fc1.weight"], dense[f"{ffn}.fc1.weight"])
+    assert not gated.state_dict()[f"{ffn}.fusion_gate.proj.bias"].any()
+    assert [len(m.state_dict()[f"{ffn}.experts.up_proj"]) for m in (gated, plain, with_base)] == [3, 3, 4]
+    assert torch.equal(with_base.state_dict()[f"{ffn}.experts.up_proj"][0], dense[f"{ffn}.fc1.weight"])
+    assert not any(".base." in name or ".fusion_gate." in name for name in plain.state_dict())
+    for model, number in ((gated, 0), (plain, 0), (with_base, 1)):
+        set_fusion_gates(model, CLOSED)
+        inputs = sample_inputs(model.config)
+        with model.force_expert(number):
+            found = model_outputs(model, inputs)
+        for name, expected in model_outputs(experts[0], inputs).items():
+            torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def other_layers():
+    preset = dataclasses.replace(
+        PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, sparse_layers=lambda number: [1]
+    )
+    return upcycle(tiny_clip(), preset)
+
+
+def moved(name):
+    model = one_expert(seed=1)
+    with torch.no_grad():
+        model.get_parameter(name).add_(1e-3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("base", "experts", "top_k", "message"),
+    [
+        (one_expert(), [], 1, "no experts to unify"),
+        (one_expert(), [one_expert(seed=1), other_layers()], 2, r"expert 2 .* differs in .*layers\.[13]\.mlp"),
+        (one_expert(), [one_expert(False, 1)], 1, r"expert 1 .* differs in .*fusion_gate"),
+        (
+            one_expert(),
+            [moved("vision_model.encoder.layers.3.mlp.base.fc1.weight")],
+            1,
+            r"differs in vision_model\.encoder\.layers\.3\.mlp\.base\.fc1\.weight$",
+        ),
+        (one_expert(), [one_expert(seed=1)], 2, "num_experts_per_tok"),
+        (upcycle(tiny_clip(), PRESETS["clip_fmoe"]), [one_expert(seed=1)], 1, "sparse layers with one expert each"),
+    ],
+)
+def test_what_cannot_be_unified_of_sparse_models(base, experts, top_k, message):
+    with pytest.raises(Exception, match=message):
+        unify_sparse(base, experts, top_k)
+
+
+def test_command_with_fused_models(tmp_path, capsys):
+    names = [str(tmp_path / name) for name in ("base", "first", "second")]
+    for name, model in zip(names, (one_expert(), one_expert(seed=1), one_expert(seed=2)), strict=True):
+        model.save_pretrained(name)
+    main([names[0], str(tmp_path / "out"), "--experts", *names[1:]])
+    assert capsys.readouterr().out.count("largest difference in expert") == 6
+    assert AutoModel.from_pretrained(tmp_path / "out").config.text_config.num_experts == 2
+    with pytest.raises(ValueError, match="does not compute what the source does: see expert 0: "):
+        verify(names[0], [names[2], names[1]], tmp_path / "out")

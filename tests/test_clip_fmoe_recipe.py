@@ -1,0 +1,292 @@
+"""CLIP-FMoE's recipe run whole on models of a few thousand parameters: what moves, kept hidden states, mistakes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from datasets import load_from_disk
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from conversion.checkpoints import model_outputs, sample_inputs
+from training import stages
+from training.arguments import load_recipe
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[1]
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+NAMES = "dense captions fused states features clusters sub_clusters expert_1 expert_2 unified clip_fmoe".split()
+PAIRS = {"source": "captions", "in_memory": True}
+WEIGHTS = [0.1, 0.6, 0.3]
+
+
+def recipe():
+    return {
+        "output_dir": "out",
+        "defaults": {
+            "train": {
+                "data": PAIRS,
+                "caption_weights": WEIGHTS,
+                "hidden_states": "states",
+                "global_batch_size": 8,
+                "num_epochs": 2,
+                "learning_rate": 1e-2,
+                "logging_steps": 1,
+                "save_steps": 2,
+            },
+            "train_experts": {
+                "model": "fused",
+                "trainable": r"\.(experts|fusion_gate)\.",
+                "clusters": "sub_clusters",
+                "order": "round_robin",
+            },
+            "train_router": {
+                "trainable": r"\.(router|fusion_gate)\.",
+                "balance_top_k": None,
+                "balance_mean": "token",
+                "max_steps": 6,
+                "num_epochs": None,
+            },
+        },
+        "stages": [
+            {
+                "name": "dense",
+                "stage": "initialize",
+                "processor": "glyphs",
+                "projection_dim": 16,
+                "text_config": {**TOWER, "max_position_embeddings": 48},
+                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
+            },
+            {
+                "name": "captions",
+                "stage": "captions",
+                "model": "dense",
+                "data": {"source": "glyphs", "num_samples": 120},
+                "captions": [
+                    {"policy": "full", "column": "raw_caption"},
+                    {"policy": "packed", "column": "caption", "count": 2, "max_tokens": 30},
+                ],
+            },
+            {
+                "name": "fused",
+                "stage": "upcycle",
+                "model": "dense",
+                "preset": "clip_fmoe",
+                "changes": {"num_experts": 1, "num_experts_per_tok": 1},
+            },
+            {
+                "name": "states",
+                "stage": "hidden_states",
+                "model": "fused",
+                "data": PAIRS,
+                "caption_weights": WEIGHTS,
+                "batch_size": 3,
+            },
+            {"name": "features", "stage": "embed", "model": "dense", "data": PAIRS},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {
+                "name": "sub_clusters",
+                "stage": "cluster",
+                "features": "features",
+                "previous": "clusters",
+                "within": True,
+                "num_image_clusters": 2,
+            },
+            {"name": "expert_1", "stage": "train_experts", "expert": 1, "cluster": 0},
+            {"name": "expert_2", "stage": "train_experts", "expert": 2, "cluster": 1},
+            {
+                "name": "unified",
+                "stage": "unify",
+                "model": "fused",
+                "preset": "clip_fmoe",
+                "experts": ["expert_1", "expert_2"],
+            },
+            {"name": "clip_fmoe", "stage": "train_router", "model": "unified"},
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip_fmoe")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
+
+    def run(output, overrides=None, **parts):
+        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
+        return run_recipe(loaded, **parts)
+
+    run.folder = folder
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """The finished recipe, run at once; tests only read it."""
+    return run("whole")
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def moved(before, after):
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_fused_models_start_as_the_dense_one(whole):
+    dense, fused = (AutoModel.from_pretrained(whole / name) for name in ("dense", "fused"))
+    inputs = sample_inputs(dense.config)
+    found = model_outputs(fused, inputs)
+    for name, expected in model_outputs(dense, inputs).items():
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_only_copies_and_gates_move_in_stage_1_and_only_routers_and_gates_in_stage_2(whole):
+    fused = weights(whole / "fused")
+    for name in ("expert_1", "expert_2"):
+        names = moved(fused, weights(whole / name))
+        assert names == {name for name in fused if re.search(r"layers\.3\.mlp\.(experts|fusion_gate)\.", name)}
+        assert len(names) == 2 * (4 + 2)
+    unified = weights(whole / "unified")
+    names = moved(unified, weights(whole / "clip_fmoe"))
+    assert names == {name for name in unified if re.search(r"layers\.3\.mlp\.(router|fusion_gate)\.", name)}
+    assert len(names) == 2 * (1 + 2)
+
+
+def test_every_expert_has_its_own_cluster(whole):
+    arrays = load_arrays(whole / "sub_clusters" / "clusters.safetensors")
+    first_level = load_arrays(whole / "clusters" / "clusters.safetensors")["labels"]
+    assert (arrays["tuples"][arrays["labels"], 0] == first_level).all()
+    assert arrays["tuples"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    steps = [len(losses(whole / name)) for name in ("expert_1", "expert_2")]
+    sizes = np.bincount(arrays["labels"])
+    assert steps == [2 * sum(size // 8 for size in sizes[:2]), 2 * sum(size // 8 for size in sizes[2:])]
+
+
+def test_captions_are_stored_with_the_dataset(whole):
+    rows = load_from_disk(whole / "captions")
+    assert len(rows) == 120 and {len(captions) for captions in rows["caption"]} == {3}
+
+
+def test_kept_hidden_states_change_no_loss(run, whole, capsys):
+    output = run.folder / "without"
+    shutil.copytree(whole, output)
+    for name in ("expert_1", "expert_2", "unified", "clip_fmoe"):
+        shutil.rmtree(output / name)
+    run("without", {"defaults.train.hidden_states": None}, only=["expert_1", "expert_2", "unified", "clip_fmoe"])
+    for name in ("expert_1", "expert_2", "clip_fmoe"):
+        torch.testing.assert_close(losses(output / name), losses(whole / name), atol=1e-5, rtol=0)
+        torch.testing.assert_close(weights(output / name), weights(whole / name), atol=1e-4, rtol=0)
+
+
+def test_size_is_announced_before_it_is_written(run, whole, capsys):
+    shutil.copytree(whole, run.folder / "announced")
+    shutil.rmtree(run.folder / "announced" / "states")
+    run("announced", only=["states"])
+    files = list((run.folder / "announced" / "states").glob("*.safetensors"))
+    arrays = [load_file(file) for file in files]
+    size = sum(array[name].numel() * 4 for array in arrays for name in ("vision", "text"))
+    tokens = sum(len(array["text"]) for array in arrays)
+    assert f"of 120 images and {tokens} text tokens take {size / 1e9:.2f} GB in" in capsys.readouterr().out
+    assert len(files) == 5  # of 8 batches of 3
+
+
+def test_no_backward_below_the_first_trainable_layer(whole):
+    model = AutoModel.from_pretrained(whole / "fused").train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(re.search(r"\.(experts|fusion_gate)\.", name)))
+    inputs = []
+    hooks = [
+        tower.encoder.layers[number].register_forward_pre_hook(lambda _, args: inputs.append(args[0].requires_grad))
+        for tower in (model.text_model, model.vision_model)
+        for number in range(4)
+    ]
+    model(**sample_inputs(model.config)).logits_per_image.sum().backward()
+    assert len(hooks) == len(inputs) == 8 and not any(inputs)
+
+
+def test_experts_in_separate_runs(run, whole):
+    run("separate", experts=[2])
+    assert not (run.folder / "separate" / "expert_1").exists()
+    run("separate", experts=[1])
+    for name in ("expert_1", "expert_2", "clip_fmoe"):
+        first, second = weights(whole / name), weights(run.folder / "separate" / name)
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_two_processes_end_in_the_same_model(run, whole):
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
+    command += ["training/upcycle.py", "--config", str(run.folder / "recipe.yaml")]
+    command += ["--output-dir", str(run.folder / "two")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("expert_1", "expert_2", "unified", "clip_fmoe"):
+        torch.testing.assert_close(weights(run.folder / "two" / name), weights(whole / name), atol=1e-4, rtol=0)
+        if name != "unified":
+            torch.testing.assert_close(losses(run.folder / "two" / name), losses(whole / name), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "only", "message"),
+    [
+        ({"expert_1.cluster": 5}, "expert_1", r"there is no cluster 5; there are \[0, 1\]"),
+        ({"expert_1.global_batch_size": 80}, "expert_1", r"none of the 2 clusters .* largest has \d+ samples"),
+        ({"expert_1.trainable": r"layers\.2\.mlp"}, "expert_1", r"but text_model\.encoder\.layers\.2\.mlp.* train"),
+        ({"expert_1.hidden_states": "features"}, "expert_1", "is not the folder of a hidden_states stage"),
+        ({"expert_1.caption_weights": [0.5, 0.5]}, "expert_1", "caption_weights has 2 weights, but image 0 of .* 3"),
+        ({"sub_clusters.num_image_clusters": 99}, "sub_clusters", r"samples cannot make 99 .* of cluster 0"),
+        ({"captions.captions": [{"policy": "full", "column": "alt"}]}, "captions", "has no column alt"),
+        ({"unified.experts": ["expert_1"], "unified.changes": {"num_experts_per_tok": 2}}, "unified", "per_tok"),
+        ({"unified.experts": ["expert_1", "dense"]}, "unified", "a model of type 'clip_moe' is needed"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_mistakes(run, whole, tmp_path, overrides, only, message):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / only)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run("mistakes", {**overrides, "output_dir": str(tmp_path / "out")}, only=[only])
+    assert not (tmp_path / "out" / only).exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [([0.5, 0.6], "sum to 1.1, not to 1"), ([-0.5, 1.5], "greater than or equal to 0")]
+)
+def test_weights_of_captions(run, value, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(run.folder / "recipe.yaml", {"expert_1.caption_weights": value})
+
+
+def test_hidden_states_of_other_weights_or_data(run, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "out")
+    tensors = weights(whole / "fused")
+    tensors["vision_model.encoder.layers.1.mlp.fc1.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "out" / "fused" / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(tmp_path / "out" / "expert_1")
+    with pytest.raises(ValueError, match="are of a model with other weights below the sparse layers"):
+        run("x", {"output_dir": str(tmp_path / "out")}, only=["expert_1"])
+    changed = {"output_dir": str(tmp_path / "out"), "expert_1.data.num_samples": 100, "expert_1.model": "expert_2"}
+    with pytest.raises(ValueError, match="belong to another dataset|are of another dataset"):
+        run("x", changed, only=["expert_1"])
+
+
+def test_a_full_disk_is_noticed_before(run, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "states")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(stages.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OSError, match="take 0.00 GB, but only 0.00 GB are free"):
+        run("x", {"output_dir": str(tmp_path / "out")}, only=["states"])
