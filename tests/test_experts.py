@@ -13,7 +13,7 @@ from conversion.upcycle import PRESETS, upcycle
 from evaluation.datasets import Benchmark
 from evaluation.evaluate import Embedder, measure
 from evaluation.experts import analyze_experts, main
-from evaluation.routing import RouterCounts, count_tokens, draw_shares
+from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_shares
 from training import glyphs
 
 TASKS = {
@@ -129,3 +129,69 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     with pytest.raises(SystemExit) as exit:
         main([*arguments, "--output-dir", str(tmp_path)])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory):
+    """The glyph CLIP with fusion gates of any opening."""
+    folder = tmp_path_factory.mktemp("gated")
+    model = upcycle(CLIPModel.from_pretrained("training/glyph_clip"), PRESETS["clip_fmoe"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".fusion_gate." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3 + (name.endswith("bias")))
+    model.save_pretrained(folder)
+    glyphs.build_processor(64, 32).save_pretrained(folder)
+    return model.eval(), folder
+
+
+def test_gates_by_hand(gated):
+    """Means over the tokens that are no padding, of what the last layer's gate makes of its input."""
+    model, _ = gated
+    inputs = {
+        "pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        "input_ids": torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0)),
+        "attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
+    }
+    seen = {}
+    layers = {"text": model.text_model.encoder.layers[3], "vision": model.vision_model.encoder.layers[3]}
+    for tower, layer in layers.items():
+        layer.mlp.router.register_forward_pre_hook(lambda _, args, tower=tower: seen.update({tower: args[0]}))
+    with torch.no_grad(), average_gates(model) as gates:
+        model(**inputs)
+        model(**inputs)
+    assert {tower: list(layers) for tower, layers in gates.items()} == {"text": [3], "vision": [3]}
+    tokens = {"text": seen["text"][inputs["attention_mask"].bool()], "vision": seen["vision"].flatten(0, 1)}
+    for tower, layer in layers.items():
+        expected = layer.mlp.fusion_gate.proj(tokens[tower]).sigmoid().mean().item()
+        assert gates[tower][3].mean() == pytest.approx(expected, abs=1e-6)
+        assert 0.5 < expected < 1
+
+
+def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
+    model, folder = gated
+    table = analyze_experts(folder, ["retrieval"], tmp_path, num_experts_per_tok=[1, 4], benchmarks=TASKS)
+    columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
+    assert columns == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
+    result = json.loads((tmp_path / "experts.json").read_text())
+    assert set(result["gates"]["vision"]) == {"3"} and 0 < result["gates"]["vision"]["3"] < 1
+    assert matplotlib.image.imread(tmp_path / "gates.png").shape[0] > 50
+    assert "gates.png" in (tmp_path / "experts.md").read_text()
+    model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
+    model.save_pretrained(tmp_path / "four")
+    model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 2
+    glyphs.build_processor(64, 32).save_pretrained(tmp_path / "four")
+    expected, *_ = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))
+    assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
+
+
+def test_more_experts_than_there_are(gated):
+    model, _ = gated
+    for number in (0, 5):
+        with pytest.raises(ValueError, match=f"num_experts_per_tok={number} must be between 1 and num_experts=4"):
+            with chosen_experts(model, number):
+                pass
+    with pytest.raises(KeyError), chosen_experts(model, 3):
+        raise KeyError
+    assert model.config.vision_config.num_experts_per_tok == 2
