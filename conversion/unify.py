@@ -15,6 +15,7 @@ the i-th model in float32 (fusion gates closed).
 
 import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def unify(
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:
-        The model in evaluation mode and the base's dtype.
+        The model in evaluation mode and the widest dtype of all.
 
     Raises:
         ValueError: there is no expert, one is of another architecture or differs from the base outside the FFNs of the
@@ -90,7 +91,7 @@ def unify(
     base_expert = base_expert and not preset.fusion_gate
     config = sparse_config(base, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
     source = _gather(base, experts, "|".join(sparse_ffns(config)))
-    return build_sparse(config, source, unifying_rules(config, base_expert), base.dtype, seed)
+    return build_sparse(config, source, unifying_rules(config, base_expert), _dtype(base, experts), seed)
 
 
 def unify_sparse(
@@ -115,7 +116,7 @@ def unify_sparse(
         base_expert: of models without gates: whether the base's expert becomes expert 0, if no gate keeps it.
 
     Returns:
-        The model in evaluation mode and the base's dtype.
+        The model in evaluation mode and the widest dtype of all.
 
     Raises:
         ValueError: there is no expert, the base does not have one expert in each sparse layer, only one tower has
@@ -157,7 +158,12 @@ def unify_sparse(
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
     new_parts = ("router",) if gated else ("router", "fusion_gate")
-    return build_sparse(config, source, rules, base.dtype, seed, new_parts)
+    return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
+
+
+def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.dtype:
+    """Experts are trained in float32, whatever the base is stored in."""
+    return functools.reduce(torch.promote_types, (model.dtype for model in (base, *experts)))
 
 
 def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: str) -> dict[str, torch.Tensor]:
@@ -176,7 +182,7 @@ def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: 
             for name, tensor in base_state.items()
             if name not in state
             or state[name].shape != tensor.shape
-            or (not differs.match(name) and not torch.equal(state[name], tensor))
+            or (not differs.match(name) and not (state[name] == tensor).all())
         ]
         differing += sorted(state.keys() - base_state.keys())
         if differing:
@@ -218,6 +224,32 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
     return check_equal(expected, found)
 
 
+def convert(
+    base: str | Path,
+    experts: Sequence[str | Path],
+    folder: Path,
+    preset: Preset = PRESETS["clip_moe"],
+    towers: Sequence[str] = TOWERS,
+    seed: int = 0,
+    base_expert: bool = True,
+) -> None:
+    """Saves the unified model of folders or hub names, and the base's processor, into `folder`, and verifies it.
+
+    Raises:
+        ValueError: see `unify`, `unify_sparse` and `verify`.
+    """
+    start = load_clip(base)
+    models = [load_model(type(start), expert) for expert in experts]
+    if isinstance(start, CLIPMoEModel):
+        top_k, gate = preset.num_experts_per_tok, preset.fusion_gate
+        unified = unify_sparse(start, models, top_k, seed, gate, base_expert)
+    else:
+        unified = unify(start, models, preset, towers, seed, base_expert)
+    unified.save_pretrained(folder)
+    copy_processor(base, folder)
+    verify(base, experts, folder)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m conversion.unify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -237,15 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     preset = dataclasses.replace(PRESETS["clip_moe"], num_experts_per_tok=args.num_experts_per_tok)
     with one_line_errors(), new_folder(args.output) as folder:
-        base = load_clip(args.base)
-        experts = [load_model(type(base), source) for source in args.experts]
-        if isinstance(base, CLIPMoEModel):
-            unified = unify_sparse(base, experts, args.num_experts_per_tok, args.seed)
-        else:
-            unified = unify(base, experts, preset, args.towers, args.seed)
-        unified.save_pretrained(folder)
-        copy_processor(args.base, folder)
-        verify(args.base, args.experts, folder)
+        convert(args.base, args.experts, folder, preset, args.towers, args.seed)
     print(f"wrote {args.output}")
 
 

@@ -29,11 +29,13 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         The table of the primary metrics: a row a model, in percent.
 
     Raises:
-        ValueError: fewer than two folders, one without results, folders that differ in models, tasks or protocols, or
-            a baseline without results.
+        ValueError: fewer than two folders or one twice, one without results, folders that differ in models, tasks,
+            protocols, precision, commit or versions, or a baseline without results.
     """
-    if len(folders) < 2:
-        raise ValueError(f"a spread needs the results of at least two runs, got {len(folders)} folder")
+    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
+        raise ValueError(
+            f"a spread needs the results of at least two different runs, got {', '.join(map(str, folders))}"
+        )
     tables = []
     for folder in folders:
         # In the order in which they were measured, which is the recipe's.
@@ -80,7 +82,7 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
-            for key in ("protocol", "num_samples"):
+            for key in ("protocol", "num_samples", "dtype", "commit", "versions"):
                 if other[model][task][key] != result[key]:
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "

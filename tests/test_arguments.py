@@ -69,10 +69,19 @@ def test_two_experts_of_one_number(recipe):
         load_recipe(recipe(RECIPE + expert % "first" + expert % "second"))
 
 
-def test_a_stream_cannot_be_embedded(recipe):
-    embed = "  - {name: features, stage: embed, model: dense, data: {source: shards, streaming: true}}\n"
-    with pytest.raises(ValueError, match="a stream has no numbered samples"):
-        load_recipe(recipe(RECIPE + embed))
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "stage: embed, model: dense",
+        "stage: hidden_states, model: dense",
+        "stage: train_experts, expert: 1, model: dense, clusters: labels",
+        "stage: train, model: dense, hidden_states: states",
+    ],
+)
+def test_what_needs_numbered_samples_refuses_a_stream(recipe, stage):
+    data = "{source: shards, streaming: true, num_samples: null}"
+    with pytest.raises(ValueError, match=r"streaming.*numbered samples|streaming.*samples with numbers"):
+        load_recipe(recipe(f"{RECIPE}  - {{name: other, {stage}, data: {data}}}\n".replace("source: glyphs, ", "")))
 
 
 def test_overrides(recipe):

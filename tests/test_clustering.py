@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from datasets import Dataset, Image
 from PIL import Image as PILImage
 from safetensors.numpy import save_file
 
@@ -77,11 +78,14 @@ def test_labels_know_their_data(tmp_path):
     save_clusters(tmp_path, clusters, fingerprint(rows))
     loaded = load_clusters(tmp_path, fingerprint(glyphs.load("train", "detailed", 30)))
     assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()
+    encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     for other in (
         rows.select([1, 0, *range(2, 30)]),
         rows.select(range(29)),
         glyphs.load("train", "detailed", 30, seed=1),
         glyphs.load("train", "web", 30),
+        # The same captions with other images, which have no names
+        rows.remove_columns("image").add_column("image", encoded[::-1]),
     ):
         with pytest.raises(ValueError, match="belong to another dataset, or to another order of it"):
             load_clusters(tmp_path, fingerprint(other))
@@ -95,6 +99,23 @@ def test_damaged_or_missing_labels(tmp_path):
     (tmp_path / FILE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="is damaged"):
         load_clusters(tmp_path, "")
+
+
+def test_contact_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
+    """Every cluster has one flat colour, and captions that are no formulas."""
+    colors = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
+    labels = np.array([2, 0, 1, 1, 0, 2, 2, 0, 1])
+    rows = Dataset.from_dict(
+        {
+            "image": [PILImage.new("RGB", (8, 8), colors[label]) for label in labels],
+            "caption": ["50% off: $#1$", "a ^_^ $^$", "from $5 to $10"] * 3,
+        }
+    )
+    contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
+    pixels = np.asarray(PILImage.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    lines = [np.flatnonzero((np.abs(pixels - color).sum(axis=-1) < 30).any(axis=1)) for color in colors]
+    assert all(len(line) > 20 for line in lines)
+    assert lines[0].max() < lines[1].min() and lines[1].max() < lines[2].min()
 
 
 def test_contact_sheet(tmp_path):

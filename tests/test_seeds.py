@@ -57,16 +57,20 @@ def test_what_cannot_be_averaged(folders, tmp_path, content, message):
         write_seeds(folders, tmp_path / "out")
 
 
-def test_runs_with_other_protocols(folders, tmp_path):
+@pytest.mark.parametrize(
+    "change", [{"num_samples": 10}, {"commit": "def"}, {"dtype": "bfloat16"}, {"versions": {"torch": "3"}}]
+)
+def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
     for model in ("sparse", "dense"):
-        write(folders[2], result(model, num_samples=10))
-    with pytest.raises(ValueError, match="num_samples is 1000 in .* but 10 in .*; such scores cannot be averaged"):
+        write(folders[2], result(model, **change))
+    with pytest.raises(ValueError, match=rf"{next(iter(change))} is .* in .* but .* in .*; such scores cannot be"):
         write_seeds(folders, tmp_path / "out")
 
 
 def test_too_few(folders, tmp_path):
-    with pytest.raises(ValueError, match="at least two runs, got 1 folder"):
-        write_seeds(folders[:1], tmp_path / "out")
+    for repeated in (folders[:1], [folders[0], folders[0].parent / folders[0].name, folders[1]]):
+        with pytest.raises(ValueError, match="at least two different runs, got"):
+            write_seeds(repeated, tmp_path / "out")
     with pytest.raises(ValueError, match="holds no results"):
         write_seeds([folders[0], tmp_path], tmp_path / "out")
     with pytest.raises(ValueError, match="the baseline 'nope' has no results"):

@@ -109,8 +109,8 @@ class TrainStage:
             )
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
-        if self.caption_weights is not None and self.data.streaming:
-            raise ValueError("caption_weights need data that are not streamed")
+        if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
+            raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
@@ -123,7 +123,7 @@ class TrainExpertsStage(TrainStage):
 
     stage: Literal["train_experts"]
     trainable: str = r"\.mlp\."
-    # Its number in the sparse model, by which --experts chooses; the base FFN is number 0.
+    # The number by which --experts chooses it.
     expert: int = Field(gt=0)
     # A cluster stage.
     clusters: str
@@ -135,6 +135,12 @@ class TrainExpertsStage(TrainStage):
     # What happens to the samples of a cluster that is smaller than a batch: they are left out, or go to the nearest
     # other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
+        return self
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -252,6 +258,8 @@ class ClusterStage:
     num_text_clusters: int = Field(default=1, gt=0)
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
+    # Starts of K-means, of which the best counts; each takes about two minutes for a million features and 3 clusters.
+    n_init: int = Field(default=10, gt=0)
 
     @model_validator(mode="after")
     def _check(self):

@@ -3,7 +3,7 @@
 import os
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
-from training.data import decode_image
+from training.data import decode_image, first_caption
 from training.embedding import open_arrays
 
 FILE = "clusters.safetensors"
 # Of a contact sheet
-MAX_LINES = 64
+MAX_LINES = 32
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class Clusters:
     centers: np.ndarray
 
 
-def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "features") -> np.ndarray:
-    """K-means (scikit-learn's, 10 starts) on one thread, which makes it repeatable to the bit.
+def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "features", n_init: int = 10) -> np.ndarray:
+    """K-means (scikit-learn's) on one thread, which makes it repeatable to the bit.
 
     Args:
         features: (samples, D).
         what: they are, for error messages.
+        n_init: starts, of which the best counts.
 
     Returns:
         (samples,) labels from 0 to `num_clusters` - 1. None is empty.
@@ -56,7 +57,7 @@ def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "feat
         raise ValueError(f"the {what} are not finite")
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: see below
-        labels = KMeans(num_clusters, n_init=10, random_state=seed).fit_predict(features)
+        labels = KMeans(num_clusters, n_init=n_init, random_state=seed).fit_predict(features)
     found = len(np.unique(labels))
     if found < num_clusters:
         raise ValueError(
@@ -71,6 +72,7 @@ def split(
     num_clusters: Mapping[str, int],
     seed: int,
     groups: np.ndarray | None = None,
+    n_init: int = 10,
 ) -> dict[str, np.ndarray]:
     """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
 
@@ -101,7 +103,7 @@ def split(
                     np.arange(len(members)) % number
                 )
             else:
-                labels[name][members] = kmeans(features[name][members], number, seed, f"{name} features{place}")
+                labels[name][members] = kmeans(features[name][members], number, seed, f"{name} features{place}", n_init)
     return labels
 
 
@@ -162,7 +164,7 @@ def contact_sheet(
 
     Args:
         rows: with the columns `image` and `caption`.
-        labels: (samples,), the cluster of each row. Of more than 64 clusters, 64 evenly spread ones are drawn.
+        labels: (samples,), the cluster of each row. Of more than 32 clusters, the 32 largest are drawn.
     """
     import matplotlib
 
@@ -171,7 +173,7 @@ def contact_sheet(
 
     clusters, sizes = np.unique(labels, return_counts=True)
     if len(clusters) > MAX_LINES:
-        drawn = np.linspace(0, len(clusters) - 1, MAX_LINES).round().astype(int)
+        drawn = np.sort(np.argsort(-sizes, kind="stable")[:MAX_LINES])
         clusters, sizes = clusters[drawn], sizes[drawn]
     rng = np.random.default_rng(seed)
     figure, axes = plt.subplots(
@@ -184,11 +186,9 @@ def contact_sheet(
         for axis, index in zip(line, chosen, strict=False):
             row = rows[int(index)]
             axis.imshow(decode_image(row["image"], image_root))
-            axis.set_title(textwrap.fill(textwrap.shorten(first_caption(row["caption"]), 110), 26), fontsize=7)
+            caption = row["caption"] if isinstance(row["caption"], str) else first_caption(row["caption"])
+            title = textwrap.fill(textwrap.shorten(caption, 110), 26)
+            axis.set_title(title, fontsize=7, parse_math=False)  # a caption may hold dollar signs
         line[0].text(-0.1, 0.5, f"{cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center")
     figure.savefig(path, dpi=70)
     plt.close(figure)
-
-
-def first_caption(caption: str | Sequence[str]) -> str:
-    return caption if isinstance(caption, str) else caption[0]

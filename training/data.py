@@ -112,9 +112,10 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
 
 def fingerprint(rows: datasets.Dataset) -> str:
-    """The hash of all captions and names of image files in their order, by which labels know their dataset.
+    """The hash of all captions and images in their order, by which labels know their dataset.
 
-    Pixels do not count, so that nothing is decoded; neither do folders, so that it is the same on every machine.
+    Of an image in a file of its own its name counts, without folders, so that it is the same on every machine; of
+    others the bytes. Nothing is decoded.
     """
     digest = hashlib.sha256()
     files = rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
@@ -122,6 +123,8 @@ def fingerprint(rows: datasets.Dataset) -> str:
         for image, caption in zip(batch["image"], batch["caption"], strict=True):
             path = image if isinstance(image, str) else image["path"]
             digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
+            if path is None:
+                digest.update(hashlib.sha256(image["bytes"]).digest())
     return digest.hexdigest()
 
 
@@ -145,6 +148,11 @@ def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
             return image.convert("RGB")
     except (PIL.Image.DecompressionBombError, SyntaxError, ValueError) as error:
         raise OSError(str(error)) from error
+
+
+def first_caption(captions: Sequence[str]) -> str:
+    """The first of several captions that is not missing."""
+    return next(caption for caption in captions if caption.strip())
 
 
 class PairLoader:
@@ -177,6 +185,8 @@ class PairLoader:
     ):
         self.processor, self.arguments, self.batch_size, self.seed = processor, arguments, batch_size, seed
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
+        if arguments.streaming and not (sampler is None and caption_weights is None and hidden_states is None):
+            raise ValueError("a stream has no numbered pairs for a sampler, caption weights or hidden states")
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         if arguments.streaming:
@@ -215,15 +225,16 @@ class PairLoader:
             epoch, start_batch = epoch + 1, 0
 
     def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller."""
-        self.pairs.epoch = 0
+        """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller; of several
+        captions, with the first."""
+        self.pairs.epoch = None
         starts = range(start, stop, self.batch_size)
         batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
         yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
 
     def text_lengths(self) -> list[int]:
         """Tokens of every caption that `in_order` gives, padding left out."""
-        self.pairs.epoch = 0
+        self.pairs.epoch = None
         captions = [self.pairs.caption(index) for index in range(len(self.pairs))]
         if self.all_captions:
             captions = [caption for of_image in captions for caption in of_image if caption.strip()]
@@ -257,7 +268,8 @@ class PairLoader:
 
 
 class _Pairs(torch.utils.data.Dataset):
-    """Processed pairs by number, with all captions or with the one of several that `epoch` draws."""
+    """Processed pairs by number, with all captions, or with the one of several that `epoch` draws: without an epoch,
+    the first."""
 
     def __init__(
         self,
@@ -293,6 +305,8 @@ class _Pairs(torch.utils.data.Dataset):
         captions = self.captions[index]["caption"]
         if isinstance(captions, str) or self.all_captions:
             return captions
+        if self.epoch is None:
+            return first_caption(captions)
         captions = [caption for caption in captions if caption.strip()]
         return captions[np.random.default_rng([self.seed, self.epoch, index]).integers(len(captions))]
 

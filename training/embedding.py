@@ -20,7 +20,7 @@ from training.data import DataArguments, PairLoader
 
 FILE = "features.safetensors"
 # Batches that are written together: what a run that is killed loses.
-BATCHES_PER_PART = 32
+BATCHES_PER_PART = 8
 
 
 def embed_pairs(
@@ -58,10 +58,23 @@ def embed_pairs(
         os.replace(partial, path)
 
 
-def join_parts(directory: Path, data: DataArguments, dataset_fingerprint: str) -> None:
-    """Make the features of all parts one file, which knows the data they are of."""
-    files = sorted((directory / "parts").glob("*.safetensors"))
-    parts = [load_file(file) for file in files]
+def join_parts(directory: Path, num_pairs: int, data: DataArguments, dataset_fingerprint: str) -> None:
+    """Make the features of all parts one file, which knows the data they are of.
+
+    Raises:
+        ValueError: a part is not there, or its end is not the next one's start.
+    """
+    parts, rows = [], 0
+    for file in sorted((directory / "parts").glob("*.safetensors")):
+        if int(file.stem) != rows:
+            break
+        parts.append(load_file(file))
+        rows += len(parts[-1]["image"])
+    if rows != num_pairs:
+        raise ValueError(
+            f"{directory / 'parts'} holds the features of the first {rows} of {num_pairs} pairs only: do all processes "
+            "see this folder? Delete it to begin anew"
+        )
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in ("image", "text")}
     metadata = {"data": json.dumps(dump(data)), "dataset_fingerprint": dataset_fingerprint}
     partial = directory / f"{FILE}.partial"

@@ -20,6 +20,8 @@ from training.arguments import TrainStage
 from training.freezing import parameter_groups
 from training.losses import contrastive_loss, multi_positive_loss, router_losses
 
+CHECKPOINTS = "checkpoints"
+
 
 class ContrastiveTask(nn.Module):
     """A dense or sparse CLIP together with its loss.
@@ -102,7 +104,7 @@ def train(
         accelerator: a fresh one: what was prepared with it before would enter the checkpoints.
         batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
         total_steps: optimizer steps of the whole run.
-        directory: gets `checkpoints/` while the training lasts, and `log.jsonl`.
+        directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
 
     Returns:
         The trained model's state dict, gathered from all processes.
@@ -111,7 +113,7 @@ def train(
         FloatingPointError: the loss or the gradient is not finite. The checkpoints stay.
         OSError: a checkpoint could not be written. The one before it stays.
     """
-    checkpoints = directory / "checkpoints"
+    checkpoints = directory / CHECKPOINTS
     if settings.gradient_checkpointing:
         # Reentrant checkpointing would lose the gradient of the router losses without a word.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

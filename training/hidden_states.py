@@ -108,6 +108,19 @@ def keep_hidden_states(
     return part_size
 
 
+def require_all_parts(directory: Path, num_pairs: int, part_size: int) -> None:
+    """Raises:
+    ValueError: not exactly the parts of so many pairs are there.
+    """
+    expected = [f"{start:012d}.safetensors" for start in range(0, num_pairs, part_size)]
+    found = sorted(path.name for path in directory.glob("*.safetensors"))
+    if found != expected:
+        raise ValueError(
+            f"{directory} has {len(found)} of {len(expected)} parts, or others: do all processes see this folder? "
+            "Delete it to begin anew"
+        )
+
+
 class HiddenStates:
     """Kept hidden states, by the number of a pair.
 
@@ -115,18 +128,22 @@ class HiddenStates:
         directory: of a hidden_states stage.
         model: the one that is to be trained on them.
         dataset_fingerprint: of the pairs, see `training.data.fingerprint`.
+        captions: of an image.
 
     Raises:
         FileNotFoundError: the folder holds none.
-        ValueError: they are of another dataset, or of a model with other weights below the first sparse layer.
+        ValueError: they are of another dataset, of another number of captions, or of a model with other weights below
+            the first sparse layer.
     """
 
-    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str):
+    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
         if index["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(f"the hidden states in {directory} are of another dataset, or of another order of it")
+        if index["captions"] != captions:
+            raise ValueError(f"the hidden states in {directory} are of {index['captions']} captions, not of {captions}")
         if index["weights"] != frozen_weights(model):
             raise ValueError(
                 f"the hidden states in {directory} are of a model with other weights below the sparse layers"

@@ -78,8 +78,8 @@ class ClusterBatchSampler(Sampler[list[int]]):
         if sizes.max(initial=0) < self.global_batch_size:
             raise ValueError(
                 f"none of the {len(clusters)} clusters fills a global batch of {self.global_batch_size} ({world_size} "
-                f"processes x {batch_size}); the largest has {sizes.max(initial=0)} samples: lower the batch size, or "
-                "set small_clusters to merge"
+                f"processes x {batch_size}); the largest has {sizes.max(initial=0)} samples, and larger batches there "
+                "can be only of merged clusters"
             )
         self.clusters = [np.flatnonzero(labels == cluster) for cluster in clusters]
         self.batch_size, self.rank, self.seed = batch_size, rank, seed

@@ -28,10 +28,9 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
 from transformers import AutoProcessor, CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
 
-from conversion import long_context
+from conversion import long_context, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
 from conversion.rules import cut
-from conversion.unify import unify, unify_sparse, verify
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
@@ -62,9 +61,16 @@ from training.clustering import Clusters, accumulate, contact_sheet, load_cluste
 from training.data import DataArguments, PairLoader, caption_columns, load_pairs
 from training.data import fingerprint as data_fingerprint
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
-from training.engine import train
+from training.engine import CHECKPOINTS, train
 from training.freezing import set_trainable
-from training.hidden_states import INDEX, HiddenStates, announce_size, frozen_weights, keep_hidden_states
+from training.hidden_states import (
+    INDEX,
+    HiddenStates,
+    announce_size,
+    frozen_weights,
+    keep_hidden_states,
+    require_all_parts,
+)
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 
 MANIFEST = "manifest.json"
@@ -184,6 +190,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     manifest = {
         "stage": _comparable(dump(stage)),
         "seed": run.recipe.seed,
+        "mixed_precision": run.accelerator.mixed_precision,
         "inputs": {reference: fingerprint(run.folder(reference)) for reference in run.inputs(stage)},
     }
     run.accelerator.wait_for_everyone()
@@ -192,6 +199,8 @@ def run_stage(run: Run, stage: Stage) -> None:
             _require_same(json.loads((folder / MANIFEST).read_text(encoding="utf-8")), manifest, folder)
     if (final / MANIFEST).is_file():
         run.accelerator.print(f"{stage.name}: done before, skipped")
+        if run.accelerator.is_main_process:
+            shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
         return
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
@@ -203,6 +212,8 @@ def run_stage(run: Run, stage: Stage) -> None:
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         os.replace(partial, final)
+        # Not before: a run that is killed now goes on from the last one.
+        shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
     run.accelerator.wait_for_everyone()
 
 
@@ -259,10 +270,10 @@ def embed(run: Run, stage: EmbedStage, directory: Path) -> None:
     processor = _processor(source, stage)
     rows = run.pairs(stage.data)
     loader = PairLoader(rows, processor, stage.data, min(stage.batch_size, len(rows)))
-    embed_pairs(make_accelerator(run.recipe), load_clip(source, dtype=torch.float32), loader, len(rows), directory)
+    embed_pairs(run.accelerator, load_clip(source, dtype=torch.float32), loader, len(rows), directory)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
-        join_parts(directory, stage.data, data_fingerprint(rows))
+        join_parts(directory, len(rows), stage.data, data_fingerprint(rows))
 
 
 def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
@@ -287,12 +298,19 @@ def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
     loader = PairLoader(
         rows, processor, stage.data, min(stage.batch_size, len(rows)), caption_weights=stage.caption_weights
     )
-    accelerator, dtype = make_accelerator(run.recipe), getattr(torch, stage.dtype)
-    announce_size(accelerator, model, loader, dtype, directory)
-    part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
-    index = {"part_size": part_size, "dataset_fingerprint": data_fingerprint(rows), "weights": frozen_weights(model)}
+    dtype = getattr(torch, stage.dtype)
+    announce_size(run.accelerator, model, loader, dtype, directory)
+    part_size = keep_hidden_states(run.accelerator, model, loader, dtype, directory)
+    index = {
+        "part_size": part_size,
+        "num_pairs": len(rows),
+        "captions": _captions(rows, stage),
+        "dataset_fingerprint": data_fingerprint(rows),
+        "weights": frozen_weights(model),
+    }
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
+        require_all_parts(directory, len(rows), part_size)
         _write(directory / INDEX, json.dumps(index))
 
 
@@ -312,7 +330,7 @@ def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
         "text": stage.num_text_clusters,
         "random": stage.num_random_clusters,
     }
-    columns = split(features, numbers, run.recipe.seed, previous.labels if stage.within else None)
+    columns = split(features, numbers, run.recipe.seed, previous.labels if stage.within else None, stage.n_init)
     labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
     clusters = accumulate(labels, np.concatenate([features["image"], features["text"]], axis=1), previous)
     save_clusters(directory, clusters, fingerprint)
@@ -321,6 +339,9 @@ def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
     names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
     titles = [", ".join(name) for name in zip(*names, strict=True)]
     contact_sheet(directory / "clusters.png", rows, np.array(titles), data.image_root, run.recipe.seed)
+    if previous is not None and not stage.within:
+        combined = np.array([f"cluster {label}" for label in clusters.labels])
+        contact_sheet(directory / "accumulated_clusters.png", rows, combined, data.image_root, run.recipe.seed)
     sizes = np.bincount(clusters.labels)
     print(
         f"{stage.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
@@ -333,6 +354,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     source = run.folder(stage.model)
     model, processor = load_clip(source, dtype=torch.float32), _processor(source, stage)
     trainable, frozen = set_trainable(model, stage.trainable)
+    _require_choices(model, stage)
     accelerator = make_accelerator(run.recipe)
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     share, rest = divmod(stage.global_batch_size, num_processes * stage.gradient_accumulation_steps)
@@ -350,7 +372,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     hidden_states = None
     if stage.hidden_states is not None:
         _require_frozen_below(model, trainable, stage)
-        hidden_states = HiddenStates(Path(run.folder(stage.hidden_states)), model, data_fingerprint(rows))
+        kept = Path(run.folder(stage.hidden_states))
+        hidden_states = HiddenStates(kept, model, data_fingerprint(rows), _captions(rows, stage))
     loader = PairLoader(
         rows,
         processor,
@@ -364,6 +387,11 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         hidden_states,
     )
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
+    if total_steps == 0:
+        raise ValueError(
+            f"{stage.name}: an epoch of {len(loader)} batches has no step of {stage.gradient_accumulation_steps} "
+            "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
+        )
     accelerator.print(
         f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
         f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
@@ -376,23 +404,15 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     if accelerator.is_main_process:
         model.save_pretrained(directory, state_dict=state_dict)
         processor.save_pretrained(directory)
-        shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
 
 def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
     """Experts as one sparse model."""
     if not run.accelerator.is_main_process:
         return
-    source, *expert_sources = (run.folder(reference) for reference in (stage.model, *stage.experts))
-    base, preset, seed = load_clip(source), _preset(stage, stage.preset), run.recipe.seed
-    experts = [load_model(type(base), expert) for expert in expert_sources]
-    if isinstance(base, CLIPMoEModel):
-        model = unify_sparse(base, experts, preset.num_experts_per_tok, seed, preset.fusion_gate, stage.base_expert)
-    else:
-        model = unify(base, experts, preset, stage.towers, seed, stage.base_expert)
-    model.save_pretrained(directory)
-    copy_processor(source, directory)
-    verify(source, expert_sources, directory)
+    base, *experts = (run.folder(reference) for reference in (stage.model, *stage.experts))
+    preset = _preset(stage, stage.preset)
+    unify.convert(base, experts, directory, preset, stage.towers, run.recipe.seed, stage.base_expert)
 
 
 def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
@@ -470,10 +490,12 @@ def _inputs(stage: Stage) -> list[str]:
 def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
     """The preset of that name with the stage's changes."""
     fields = {field.name for field in dataclasses.fields(Preset)}
+    # YAML has no functions, and what is unified has as many experts as it has.
+    fields -= {"sparse_layers"} | ({"num_experts"} if isinstance(stage, UnifyStage) else set())
     unknown = sorted(set(stage.changes) - fields)
     if unknown:
         raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)}, only {', '.join(sorted(fields))}"
+            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(fields))}"
         )
     return dataclasses.replace(PRESETS[name], **stage.changes)
 
@@ -482,6 +504,28 @@ def _processor(source: str, stage: Stage) -> CLIPProcessor:
     if not has_file(source, "tokenizer.json", "vocab.json"):  # transformers would make up an empty one
         raise FileNotFoundError(f"{stage.name}: {source} has no processor; copy the one of the dense model there")
     return AutoProcessor.from_pretrained(source)
+
+
+def _captions(rows: datasets.Dataset, stage: HiddenStatesStage | TrainStage) -> int:
+    """How many captions of an image hidden states are of: all, or the only one.
+
+    Raises:
+        ValueError: images have several, of which each epoch would draw one.
+    """
+    if stage.caption_weights is not None:
+        return len(stage.caption_weights)
+    if not isinstance(rows[0]["caption"], str):
+        raise ValueError(f"{stage.name}: hidden states need caption_weights where images have several captions")
+    return 1
+
+
+def _require_choices(model: CLIPModel | CLIPMoEModel, stage: TrainStage) -> None:
+    """A balance loss can count no more choices than there are experts."""
+    if stage.balance_top_k is None or not isinstance(model, CLIPMoEModel):
+        return
+    for config in (model.config.text_config, model.config.vision_config):
+        if config.moe_layers and stage.balance_top_k > config.num_experts:
+            raise ValueError(f"{stage.name}: balance_top_k {stage.balance_top_k} of {config.num_experts} experts")
 
 
 def _require_frozen_below(model: CLIPMoEModel, trainable: list[str], stage: TrainStage) -> None:
