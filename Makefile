@@ -28,3 +28,4 @@ style: $(STAMP)  ## repair what can be repaired
 
 bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.experts
+	$(BIN)/python -m benchmarks.training_time

@@ -67,7 +67,8 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
             source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except OSError as error:
-        raise OSError(f"cannot load {source}: {error}") from error
+        place = "" if Path(source).is_dir() else "there is no such folder, and from the Hub: "
+        raise OSError(f"cannot load {source}: {place}{error}") from error
     except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ValueError(f"cannot load {source}: {error}") from error
     finally:

@@ -224,7 +224,10 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
     config = CLIPMoEConfig.from_pretrained(folder)
     for tower_config in sparse_ffns(config).values():
         if not tower_config.norm_topk_prob:
-            print(f"{tower_config.base_config_key}: routing weights do not sum to 1; renormalised for the comparison")
+            print(
+                f"{tower_config.base_config_key}: routing weights do not sum to 1, so the model starts below the dense "
+                "one; for the comparison alone they are renormalised"
+            )
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)
     expected = model_outputs(load_model(CLIPModel, source, dtype=torch.float32), inputs)

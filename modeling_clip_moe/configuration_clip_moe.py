@@ -135,6 +135,8 @@ class CLIPMoEConfig(PreTrainedConfig):
             self.text_config = CLIPMoETextConfig(**(self.text_config or {}))
         if self.vision_config is None or isinstance(self.vision_config, dict):
             self.vision_config = CLIPMoEVisionConfig(**(self.vision_config or {}))
+        # So that a tower with its projection loads from a whole model's folder; CLIP's own files do not always agree
+        self.text_config.projection_dim = self.vision_config.projection_dim = self.projection_dim
         kwargs.setdefault(
             "auto_map",
             _auto_map(

@@ -222,6 +222,8 @@ def test_experts_in_separate_runs(run, whole):
     run("separate", experts=[2])
     assert not (run.folder / "separate" / "expert_1").exists()
     run("separate", experts=[1])
+    assert not (run.folder / "separate" / "unified").exists()
+    run("separate")
     for name in ("expert_1", "expert_2", "clip_fmoe"):
         first, second = weights(whole / name), weights(run.folder / "separate" / name)
         assert all(torch.equal(first[key], second[key]) for key in first)

@@ -128,5 +128,10 @@ def test_trainable_parameters():
     experts = count_parameters(model, r"\.experts\.")["trainable"]
     assert stage_2 / 1e6 == pytest.approx(8.10, abs=0.005)
     assert (experts / 4 + gates) / 1e6 == pytest.approx(72.59, abs=0.01)
+    fused = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1)
+    with torch.device("meta"):
+        dense = CLIPModel(dense_config("L/14"))
+    stage_1 = count_parameters(meta_model(sparse_config(dense, fused)), r"\.(experts|fusion_gate)\.")["trainable"]
+    assert stage_1 == experts / 4 + gates
     baseline = count_parameters(build("L/14", "5 experts top-3"), r"\.(router|experts)\.")["trainable"]
     assert baseline / 1e6 == pytest.approx(322.69, abs=0.01)

@@ -947,6 +947,21 @@ def test_towers_load_out_of_the_whole(saved, tmp_path):
     assert_same_weights(MyModel.from_pretrained(folder), model)
 
 
+def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
+    """CLIP's own files may say 512 in the towers and something else above them, which is what counts."""
+    config = CLIPMoEConfig(
+        text_config={**tower_fields(), "vocab_size": 50, "projection_dim": 512},
+        vision_config={**tower_fields(), "image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+    model = CLIPMoEModel(config)
+    model.save_pretrained(tmp_path)
+    text = CLIPMoETextModelWithProjection.from_pretrained(tmp_path)
+    vision = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
+    assert torch.equal(text.text_projection.weight, model.text_projection.weight)
+    assert torch.equal(vision.visual_projection.weight, model.visual_projection.weight)
+
+
 def test_a_tower_built_alone_saves_and_loads(saved, tmp_path):
     model, _ = saved
     model.vision_model.save_pretrained(tmp_path)

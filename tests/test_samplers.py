@@ -118,6 +118,19 @@ def test_cluster_batches_resume(case, start_batch):
     assert cluster_epoch(*case, start_batch=start_batch) == [b[start_batch:] for b in cluster_epoch(*case)]
 
 
+@given(st.integers(0, 1000), st.lists(st.integers(0, 1000), min_size=2, max_size=4, unique=True))
+@settings(deadline=None)
+def test_no_two_epochs_are_alike(seed, epochs):
+    labels = np.arange(90) % 3
+    for order in ("shuffled", "round_robin"):
+        sampler = ClusterBatchSampler(labels, 10, seed=seed, order=order)
+        seen = set()
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            seen.add(str(list(sampler)))
+        assert len(seen) == len(epochs)
+
+
 def test_every_seed_and_epoch_has_its_own_cluster_batches():
     labels = np.arange(100) % 3
     orders = [str(cluster_epoch(labels, 10, 1, seed, epoch)) for seed in range(4) for epoch in range(4)]

@@ -430,7 +430,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     try:
         return TypeAdapter(Recipe).validate_python(raw)
     except ValidationError as error:
-        lines = [f"  {_key(raw, e['loc'])}: {e['msg']} (got {_short(e['input'])})" for e in error.errors()]
+        lines = [f"  {_key(raw, e['loc'])}: {_message(e)} (got {_short(e['input'])})" for e in error.errors()]
         raise ValueError("\n".join([f"{path}:", *lines])) from None
 
 
@@ -451,7 +451,10 @@ def _override(raw: dict, key: str, value: Any) -> None:
         rest = [head, *rest]
     else:
         names = [stage["name"] for stage in raw["stages"]]
-        raise ValueError(f"--{key}: {head!r} is neither a key of the recipe nor one of its stages {names}")
+        raise ValueError(
+            f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
+            f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
+        )
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}
@@ -479,6 +482,11 @@ def _key(raw: dict, location: tuple) -> str:
     if len(location) > 1 and location[0] == "stages":
         location = (raw["stages"][location[1]]["name"], *location[3:])
     return ".".join(str(part) for part in location) or "recipe"
+
+
+def _message(error: dict) -> str:
+    unknown = error["type"] == "unexpected_keyword_argument"
+    return "there is no such key, here or in the defaults of this stage" if unknown else error["msg"]
 
 
 def _short(value: Any) -> str:

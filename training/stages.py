@@ -118,6 +118,18 @@ class Run:
         data = [stage.data.source] if isinstance(stage, TrainStage | EmbedStage | HiddenStatesStage) else []
         return _inputs(stage) + [source for source in data if self._is_stage(source)]
 
+    def needed_by(self, experts: Iterable[int]) -> set[str]:
+        """The names of the stages that train these experts, and of all that they need but other experts."""
+        stages = {stage.name: stage for stage in self.recipe.stages}
+        ours = [s.name for s in stages.values() if isinstance(s, TrainExpertsStage) and s.expert in experts]
+        needed, open_ = set(), list(ours)
+        while open_:
+            name = open_.pop()
+            if name not in needed and name in stages and (name in ours or not _is_expert(stages[name])):
+                needed.add(name)
+                open_ += self.inputs(stages[name])
+        return needed
+
     def _is_stage(self, reference: str) -> bool:
         return reference in {stage.name for stage in self.recipe.stages}
 
@@ -140,13 +152,13 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
 
     Args:
         only: names of the stages to run; None: all.
-        experts: numbers of the experts to train; None: all. Of the other stages, those that need an expert which is
-            not there yet wait: this run leaves them to a later one.
+        experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
 
     Raises:
         ValueError: `only` or `experts` names what is not in the recipe, or a stage's folder was made with other
             settings.
-        FileNotFoundError: a stage needs the output of another one that has not finished.
+        FileNotFoundError: a stage needs the output of another one that has not finished, or an expert that is not among
+            `experts`.
     """
     names = [stage.name for stage in recipe.stages]
     unknown = sorted(set(only or ()) - set(names))
@@ -161,18 +173,10 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         run.output_dir.mkdir(parents=True, exist_ok=True)
         _write(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
         _write(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
+    wanted = set(names) if experts is None else run.needed_by(experts)
     for stage in recipe.stages:
-        if only is not None and stage.name not in only:
-            continue
-        if experts is not None and not run.finished(stage.name):
-            if isinstance(stage, TrainExpertsStage) and stage.expert not in experts:
-                run.accelerator.print(f"{stage.name}: expert {stage.expert} is left to another run")
-                continue
-            missing = [reference for reference in run.inputs(stage) if not run.finished(reference)]
-            if missing:
-                run.accelerator.print(f"{stage.name}: waits for {', '.join(missing)}")
-                continue
-        run_stage(run, stage)
+        if stage.name in wanted and (only is None or stage.name in only):
+            run_stage(run, stage)
     if only is None and experts is None:
         for name, repository in recipe.push_to_hub.items():
             if run.accelerator.is_main_process:
@@ -233,10 +237,11 @@ def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    width = {"projection_dim": stage.projection_dim}
     config = CLIPConfig(
-        text_config=vocabulary | stage.text_config,
-        vision_config=stage.vision_config,
-        projection_dim=stage.projection_dim,
+        text_config=vocabulary | width | stage.text_config,
+        vision_config=width | stage.vision_config,
+        **width,
     )
     CLIPModel(config).save_pretrained(directory)
     processor.save_pretrained(directory)
@@ -425,6 +430,7 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
             run.folder(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
         )
     print(write_report(results, directory, baseline=stage.baseline))
+    print(f"\nThe whole report is {run.output_dir / stage.name / 'report.md'}")
 
 
 def analyze(run: Run, stage: AnalyzeStage, directory: Path) -> None:
@@ -465,6 +471,10 @@ def fingerprint(model: str) -> str:
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     return model_fingerprint(model)
+
+
+def _is_expert(stage: Stage) -> bool:
+    return isinstance(stage, TrainExpertsStage)
 
 
 def _inputs(stage: Stage) -> list[str]:

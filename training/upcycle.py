@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output-dir", help="folder for the stages' outputs (default: the recipe's)")
     parser.add_argument("--stages", help="run only these stages, e.g. upcycled,clip_up (default: all)")
     parser.add_argument(
-        "--experts", help="train only these experts, e.g. 1,2; what needs others waits for a later run (default: all)"
+        "--experts", help="train only these experts, e.g. 1,2, and the stages that they need (default: everything)"
     )
     known, rest = parser.parse_known_args(argv)
     with one_line_errors():
