@@ -83,7 +83,8 @@ def main() -> None:
     text = (
         f"# Training time\n\n{markdown_table([*header, 'total', 'experts at once'], rows)}\n\n"
         f"Seconds; {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. In brackets: against CLIP-MoE in the same half of the table.\n"
+        f"{transformers.__version__}. In brackets: against CLIP-MoE in the same half of the table. Every stage "
+        "has three epochs of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.\n"
     )
     print(text)
     if output is not None:

@@ -78,7 +78,8 @@ PRESETS = {
     ),
     # CLIP-MoE, Diversified Multiplet Upcycling (https://arxiv.org/abs/2409.19291)
     "clip_moe": Preset(all_layers, num_experts=4, norm_topk_prob=True),
-    # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12
+    # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12. Its balance loss (eq. 3) is K at perfect balance as
+    # printed and 1 here, so the same 0.01 weighs a K-th.
     "clip_fmoe": Preset(every_second_layer_of_second_half, num_experts=4, norm_topk_prob=True, fusion_gate=True),
 }
 

@@ -1,6 +1,5 @@
 """What models are measured on: a table of benchmarks, and benchmarks made of any dataset's columns."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Literal
 from datasets import ClassLabel, Dataset, Value
 
 from training import glyphs
-from training.data import DataArguments, load_pairs, open_rows, readable_pairs, select_columns
+from training.data import DataArguments, load_pairs, open_rows, readable_pairs, select_columns, with_image_root
 
 Kind = Literal["zero_shot", "retrieval", "pairs"]
 
@@ -140,15 +139,7 @@ def zero_shot_benchmark(
 def _readable(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
     """The readable rows as columns `image` and `caption`, with whole paths, and how many others there were."""
     rows, skipped = readable_pairs(select_columns(rows, arguments), arguments)
-    if arguments.image_root is not None:
-        rows = rows.map(lambda row: {"image": _below(arguments.image_root, row["image"])})
-    return rows, skipped
-
-
-def _below(root: str, image: str | dict) -> str | dict:
-    if isinstance(image, str):
-        return os.path.join(root, image)
-    return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+    return with_image_root(rows, arguments), skipped
 
 
 def _protocol(arguments: DataArguments) -> str:

@@ -57,6 +57,9 @@ def analyze_experts(
     output_dir = Path(output_dir)
     embedder = Embedder(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
+    for number in num_experts_per_tok:
+        with chosen_experts(embedder.model, number):
+            pass  # an impossible number is an error before the work
     metrics: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
     for expert in range(num_experts):
         with embedder.model.force_expert(expert):
@@ -83,6 +86,8 @@ def analyze_experts(
     text = f"# Experts\n\n{table}\n\n![routing](routing.png)\n"
     if gates:
         draw_gates(gates, output_dir / "gates.png")
+        rows = [[tower, str(layer), f"{gate:.1%}"] for tower, of in gates.items() for layer, gate in of.items()]
+        text += f"\n{markdown_table(['tower', 'layer', 'mean fusion gate: share of the base FFN'], rows)}\n"
         text += "\n![fusion gates](gates.png)\n"
     (output_dir / "experts.md").write_text(text, encoding="utf-8")
     partial = output_dir / "experts.json.partial"

@@ -389,7 +389,8 @@ class CLIPMoEFusionGate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, base: torch.Tensor, moe: torch.Tensor) -> torch.Tensor:
         gate = self.proj(hidden_states).sigmoid()  # (B, S, D)
-        return gate * base + (1 - gate) * moe
+        # G * base + (1 - G) * moe, written so that it is exact where the two are equal: at the start
+        return moe + gate * (base - moe)
 
 
 class CLIPMoESparseMoeBlock(nn.Module):

@@ -1,14 +1,22 @@
 """Captions of several policies: what they say, how long they are, and that no sentence is torn."""
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_losses import plain_multi_positive_loss
+from torch import nn
+from transformers import CLIPModel
 
 from training import glyphs
 from training.arguments import CaptionPolicy
 from training.captions import build_captions, pack_sentences, split_sentences
-from training.data import DataArguments, caption_columns
+from training.data import DataArguments, PairLoader, caption_columns, load_pairs
+from training.engine import ContrastiveTask
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]
@@ -18,6 +26,12 @@ def test_sentences():
     assert split_sentences(TEXT) == SENTENCES
     assert split_sentences("  no end at all ") == ["no end at all"]
     assert split_sentences(" ") == []
+    assert split_sentences('Dr. Lee calls it "red." It is 3 ft. wide.\n- a list\n\n- of two') == [
+        'Dr. Lee calls it "red."',
+        "It is 3 ft. wide.",
+        "- a list",
+        "- of two",
+    ]
 
 
 @given(st.lists(st.integers(1, 30), min_size=0, max_size=7), st.integers(1, 60), st.integers(1, 5), st.integers(0, 9))
@@ -73,6 +87,66 @@ def test_captions_are_seeded(built):
     again = build_captions(rows, policies, tokenizer, seed=0)
     other = build_captions(rows, policies, tokenizer, seed=1)
     assert list(again["caption"]) == list(captions["caption"]) != list(other["caption"])
+
+
+def test_captions_of_files_below_a_folder(tmp_path):
+    """What is built is read without the folder that its images were named in."""
+    (tmp_path / "images").mkdir()
+    entries = []
+    for number, row in enumerate(glyphs.load("train", "detailed", 6)):
+        row["image"].save(tmp_path / "images" / f"{number}.png")
+        turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": row["caption"]}]
+        entries.append({"image": f"{number}.png", "conversations": turns})
+    (tmp_path / "pairs.json").write_text(json.dumps(entries))
+    source = DataArguments(source=str(tmp_path / "pairs.json"), image_root=str(tmp_path / "images"))
+    rows = caption_columns(source, ["caption"])
+    policies = [
+        CaptionPolicy(policy="full", column="caption"),
+        CaptionPolicy(policy="first_sentence", column="caption"),
+    ]
+    build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
+    loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
+    assert len(loaded) == 6 and len(loaded[0]["caption"]) == 2
+
+
+def test_the_batch_of_several_captions():
+    """The loss of a loader's batch is that of its captions, one image and one place at a time."""
+    model = CLIPModel.from_pretrained("training/glyph_clip").eval()
+    processor = glyphs.build_processor(64, 32)
+    rows = glyphs.load("train", "web", 4, captions_per_image=3)
+    captions = [list(of_image) for of_image in rows["caption"]]
+    captions[0][1] = captions[2][0] = captions[2][2] = " "
+    rows = rows.remove_columns("caption").add_column("caption", captions)
+    weights = [0.2, 0.3, 0.5]
+    arguments = DataArguments(source="glyphs", num_samples=4)
+    loader = PairLoader(rows, processor, arguments, 4, caption_weights=weights)
+    batch = next(loader.in_order(0, 4))
+    assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
+    assert len(batch["input_ids"]) == 9
+    settings = SimpleNamespace(caption_weights=weights, loss_chunk_size=None, label_smoothing=0.0)
+    with torch.no_grad():
+        loss, _ = ContrastiveTask(model, settings)(dict(batch))
+        images = nn.functional.normalize(model.get_image_features(batch["pixel_values"]).pooler_output, dim=-1)
+        texts = torch.zeros(4, 3, images.shape[1])
+        for i, of_image in enumerate(captions):
+            for place, caption in enumerate(of_image):
+                if caption.strip():
+                    inputs = processor.tokenizer([caption], return_tensors="pt")
+                    embeds = model.get_text_features(inputs["input_ids"]).pooler_output
+                    texts[i, place] = nn.functional.normalize(embeds, dim=-1)
+    scale = model.logit_scale.exp()
+    expected = plain_multi_positive_loss(images, texts, scale, torch.tensor(weights), batch["caption_mask"])
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_missing_captions_are_counted(caplog):
+    rows = glyphs.load("train", "web", 3, captions_per_image=2)
+    rows = rows.remove_columns("caption").add_column("caption", [["a", ""], ["a", "b"], ["", "b"]])
+    arguments, processor = DataArguments(source="glyphs", num_samples=3), glyphs.build_processor(64, 32)
+    PairLoader(rows, processor, arguments, 3, caption_weights=[0.5, 0.5])
+    assert "of 3 images, 1, 1 have no caption in place 0, 1" in caplog.text
+    with pytest.raises(ValueError, match=r"image 2 of glyphs has no caption with a weight: \['', 'b'\]"):
+        PairLoader(rows, processor, arguments, 3, caption_weights=[1.0, 0.0])
 
 
 def test_a_missing_column():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +16,18 @@ import yaml
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.upcycle import PRESETS, upcycle
 from training import stages
 from training.arguments import load_recipe
+from training.engine import checkpoint_layers
+from training.freezing import set_trainable
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-NAMES = "dense captions fused states features clusters sub_clusters expert_1 expert_2 unified clip_fmoe".split()
 PAIRS = {"source": "captions", "in_memory": True}
 WEIGHTS = [0.1, 0.6, 0.3]
 
@@ -150,8 +153,7 @@ def test_fused_models_start_as_the_dense_one(whole):
     dense, fused = (AutoModel.from_pretrained(whole / name) for name in ("dense", "fused"))
     inputs = sample_inputs(dense.config)
     found = model_outputs(fused, inputs)
-    for name, expected in model_outputs(dense, inputs).items():
-        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(found[name], expected) for name, expected in model_outputs(dense, inputs).items())
 
 
 def test_only_copies_and_gates_move_in_stage_1_and_only_routers_and_gates_in_stage_2(whole):
@@ -171,6 +173,11 @@ def test_every_expert_has_its_own_cluster(whole):
     first_level = load_arrays(whole / "clusters" / "clusters.safetensors")["labels"]
     assert (arrays["tuples"][arrays["labels"], 0] == first_level).all()
     assert arrays["tuples"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    for number, name in enumerate(("expert_1", "expert_2")):
+        stage = next(s for s in load_recipe(whole / "recipe.yaml").stages if s.name == name)
+        clusters = stages.Clusters(**arrays)
+        labels = stages._labels(stage, clusters, 8, SimpleNamespace(print=print))
+        assert ((labels >= 0) == (first_level == number)).all()
     steps = [len(losses(whole / name)) for name in ("expert_1", "expert_2")]
     sizes = np.bincount(arrays["labels"])
     assert steps == [2 * sum(size // 8 for size in sizes[:2]), 2 * sum(size // 8 for size in sizes[2:])]
@@ -181,7 +188,7 @@ def test_captions_are_stored_with_the_dataset(whole):
     assert len(rows) == 120 and {len(captions) for captions in rows["caption"]} == {3}
 
 
-def test_kept_hidden_states_change_no_loss(run, whole, capsys):
+def test_kept_hidden_states_change_no_loss(run, whole):
     output = run.folder / "without"
     shutil.copytree(whole, output)
     for name in ("expert_1", "expert_2", "unified", "clip_fmoe"):
@@ -192,6 +199,126 @@ def test_kept_hidden_states_change_no_loss(run, whole, capsys):
         torch.testing.assert_close(weights(output / name), weights(whole / name), atol=1e-4, rtol=0)
 
 
+def test_kept_hidden_states_are_what_is_trained_on(run, whole):
+    """Other states give other losses; no image is read, and no layer below is computed."""
+    output = run.folder / "altered"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "expert_1")
+    for path in (output / "states").glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({**tensors, "vision": tensors["vision"].roll(1, 0)}, path)
+    run("altered", only=["expert_1"])
+    assert losses(output / "expert_1")[0] != pytest.approx(losses(whole / "expert_1")[0], abs=1e-3)
+
+
+def test_layers_below_are_skipped(run, whole):
+    model = AutoModel.from_pretrained(whole / "fused")
+    stage = load_recipe(run.folder / "recipe.yaml", {"output_dir": str(whole)}).stages[7]
+    rows = load_from_disk(whole / "captions")
+    loader = stages.PairLoader(
+        rows,
+        stages.AutoProcessor.from_pretrained(whole / "dense"),
+        stage.data,
+        4,
+        caption_weights=stage.caption_weights,
+        hidden_states=stages.HiddenStates(whole / "states", model, fingerprint_of(whole), 3),
+    )
+    batch = next(loader.in_order(30, 34))  # across the border of two parts
+    assert "pixel_values" not in batch
+    whole_batch = next(
+        stages.PairLoader(
+            rows,
+            stages.AutoProcessor.from_pretrained(whole / "dense"),
+            stage.data,
+            4,
+            caption_weights=stage.caption_weights,
+        ).in_order(30, 34)
+    )
+    called = []
+    for tower in (model.text_model, model.vision_model):
+        for number, layer in enumerate(tower.encoder.layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: called.append(number))
+    mask, expected_mask = batch.pop("caption_mask"), whole_batch.pop("caption_mask")
+    assert torch.equal(mask, expected_mask)
+    with torch.no_grad():
+        found = model(**batch)
+        assert called == [3, 3]
+        expected = model(**whole_batch)
+    torch.testing.assert_close(found.image_embeds, expected.image_embeds, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.text_embeds, expected.text_embeds, atol=1e-6, rtol=1e-5)
+
+
+def fingerprint_of(folder):
+    return json.loads((folder / "states" / "index.json").read_text())["dataset_fingerprint"]
+
+
+def test_hidden_states_go_on_where_they_stopped(run, whole, monkeypatch):
+    output = run.folder / "states_again"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "states")
+    original, calls = stages.PairLoader.in_order, []
+
+    def in_order(loader, start, stop):
+        calls.append(start)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(loader, start, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.PairLoader, "in_order", in_order)
+        with pytest.raises(KeyboardInterrupt):
+            run("states_again", only=["states"])
+    done = sum(path.stat().st_size for path in (output / "states.partial").glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in (whole / "states").glob("*.safetensors"))
+    usage = shutil.disk_usage(output)
+    with monkeypatch.context() as patch:  # a disk with room for the rest, but not for all
+        patch.setattr(stages.shutil, "disk_usage", lambda _: usage._replace(free=size - done))
+        run("states_again", only=["states"])
+    for path in (whole / "states").glob("*.safetensors"):
+        first, second = load_file(path), load_file(output / "states" / path.name)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_experts", "gated"),
+    [
+        ({"fused.changes.fusion_gate": False}, 2, True),
+        (
+            {"fused.changes.fusion_gate": False, "unified.changes.fusion_gate": False, "unified.base_expert": False},
+            2,
+            False,
+        ),
+    ],
+    ids=["gate in stage 2 alone", "no gate"],
+)
+def test_ablations_of_the_gate(run, tmp_path, overrides, num_experts, gated):
+    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 2, "output_dir": str(tmp_path)}
+    output = run("x", {**overrides, **short})
+    model = AutoModel.from_pretrained(output / "clip_fmoe")
+    assert model.config.vision_config.num_experts == num_experts
+    assert model.config.vision_config.fusion_gate is gated
+    assert not AutoModel.from_pretrained(output / "expert_1").config.vision_config.fusion_gate
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {
+            "clusters.num_image_clusters": 1,
+            "clusters.num_random_clusters": 2,
+            "defaults.train_experts.clusters": "clusters",
+        },
+        {"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2},
+        {"sub_clusters.num_image_clusters": 2, "sub_clusters.num_text_clusters": 2},
+    ],
+    ids=["random, one level", "text", "image x text"],
+)
+def test_ablations_of_the_clusters(run, tmp_path, overrides):
+    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
+    output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
+    assert (output / "expert_2" / "model.safetensors").exists() and not (output / "unified").exists()
+
+
 def test_size_is_announced_before_it_is_written(run, whole, capsys):
     shutil.copytree(whole, run.folder / "announced")
     shutil.rmtree(run.folder / "announced" / "states")
@@ -200,14 +327,14 @@ def test_size_is_announced_before_it_is_written(run, whole, capsys):
     arrays = [load_file(file) for file in files]
     size = sum(array[name].numel() * 4 for array in arrays for name in ("vision", "text"))
     tokens = sum(len(array["text"]) for array in arrays)
-    assert f"of 120 images and {tokens} text tokens take {size / 1e9:.2f} GB in" in capsys.readouterr().out
+    assert f"of 120 images and {tokens} text tokens take {size / 1e6:,.2f} MB in" in capsys.readouterr().out
     assert len(files) == 5  # of 8 batches of 3
 
 
 def test_no_backward_below_the_first_trainable_layer(whole):
     model = AutoModel.from_pretrained(whole / "fused").train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(bool(re.search(r"\.(experts|fusion_gate)\.", name)))
+    set_trainable(model, recipe()["defaults"]["train_experts"]["trainable"])
+    checkpoint_layers(model)
     inputs = []
     hooks = [
         tower.encoder.layers[number].register_forward_pre_hook(lambda _, args: inputs.append(args[0].requires_grad))
@@ -215,7 +342,7 @@ def test_no_backward_below_the_first_trainable_layer(whole):
         for number in range(4)
     ]
     model(**sample_inputs(model.config)).logits_per_image.sum().backward()
-    assert len(hooks) == len(inputs) == 8 and not any(inputs)
+    assert len(hooks) == 8 and len(inputs) >= 8 and not any(inputs)
 
 
 def test_experts_in_separate_runs(run, whole):
@@ -259,12 +386,27 @@ def test_two_processes_end_in_the_same_model(run, whole):
         ({"captions.captions": [{"policy": "full", "column": "alt"}]}, "captions", "has no column alt"),
         ({"unified.experts": ["expert_1"], "unified.changes": {"num_experts_per_tok": 2}}, "unified", "per_tok"),
         ({"unified.experts": ["expert_1", "dense"]}, "unified", "a model of type 'clip_moe' is needed"),
+        ({"unified.changes": {"norm_topk_prob": False}}, "unified", "sparse already, which settles norm_topk_prob"),
+        ({"unified.towers": ["vision"]}, "unified", "sparse already, which settles towers"),
+        ({"unified.changes": {"fusion_gate": False}}, "unified", "trained with fusion gates, which cannot be left out"),
+        ({"states.caption_weights": None}, "states", "need caption_weights where images have several captions"),
+        ({"states.model": "towers"}, "states", "text_model has no sparse layer, so no layers below it"),
+        (
+            {"expert_1.model": "dense", "expert_1.trainable": "fc1"},
+            "expert_1",
+            "hidden_states go with a sparse model, but dense is dense",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_mistakes(run, whole, tmp_path, overrides, only, message):
     shutil.copytree(whole, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / only)
+    if overrides.get("states.model") == "towers":
+        dense = CLIPModel.from_pretrained(whole / "dense")
+        overrides = {"states.model": str(tmp_path / "towers")}
+        upcycle(dense, PRESETS["clip_fmoe"], ["vision"]).save_pretrained(tmp_path / "towers")
+        stages.copy_processor(whole / "dense", tmp_path / "towers")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run("mistakes", {**overrides, "output_dir": str(tmp_path / "out")}, only=[only])
     assert not (tmp_path / "out" / only).exists()
@@ -298,5 +440,5 @@ def test_a_full_disk_is_noticed_before(run, whole, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "out" / "states")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(stages.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(OSError, match="take 0.00 GB, but only 0.00 GB are free"):
+    with pytest.raises(OSError, match=r"take 0\.[1-9]\d MB more, but only 0\.00 MB are free"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["states"])

@@ -186,8 +186,12 @@ def test_unused_samples_are_reported_before_training(run, whole, capsys):
     shutil.rmtree(run.folder / "reported" / "expert_1")
     run("reported", {"expert_1.small_clusters": "drop"}, only=["expert_1"])
     printed = capsys.readouterr().out
-    assert f"small_clusters: drop (chosen); batches of one cluster leave {unused} of 90 samples" in printed
-    assert "small_clusters: merge; batches" in printed
+    small = (sizes < 8).sum()
+    expected = (
+        f"small_clusters: drop (chosen), {small} of them smaller than a batch; batches of one cluster leave {unused}"
+    )
+    assert f"{expected} of 90 samples" in printed
+    assert "small_clusters: merge, 0 of them" in printed
     assert printed.index("unused in an epoch") < printed.index("6 steps of 8 pairs")
 
 

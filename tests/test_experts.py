@@ -141,6 +141,8 @@ def gated(tmp_path_factory):
         for name, parameter in model.named_parameters():
             if ".fusion_gate." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3 + (name.endswith("bias")))
+            elif ".experts." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std())
     model.save_pretrained(folder)
     glyphs.build_processor(64, 32).save_pretrained(folder)
     return model.eval(), folder
@@ -184,6 +186,8 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     glyphs.build_processor(64, 32).save_pretrained(tmp_path / "four")
     expected, *_ = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))
     assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
+    assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]
+    assert "share of the base FFN" in (tmp_path / "experts.md").read_text()
 
 
 def test_more_experts_than_there_are(gated):

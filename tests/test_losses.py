@@ -237,6 +237,20 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
     assert metrics["dropped_tokens"] == 0
 
 
+def test_token_balance_needs_towers_of_one_kind():
+    towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    towers |= {"num_experts": EXPERTS, "moe_layers": [0]}
+    config = CLIPMoEConfig(text_config=towers | {"num_experts_per_tok": 1}, vision_config=towers)
+    outputs = SimpleNamespace(
+        text_router_logits=(torch.zeros(1, 2, EXPERTS),),
+        vision_router_logits=(torch.zeros(1, 2, EXPERTS),),
+        text_model_output=SimpleNamespace(expert_ids=None),
+        vision_model_output=SimpleNamespace(expert_ids=None),
+    )
+    with pytest.raises(ValueError, match=r"needs towers of one E and K, but they have \[\(4, 1\), \(4, 2\)\]"):
+        router_losses(config, outputs, torch.ones(1, 2), None, "token")
+
+
 def test_float32_under_autocast():
     images, texts = Model().embeds(*data()[:2])
     with torch.autocast("cpu", torch.bfloat16):

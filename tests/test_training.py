@@ -316,7 +316,7 @@ def test_trackers(run):
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["--seed"], "--seed has no value"),
         (["seed", "1"], "'seed' is not an option"),
-        (["--sede", "1"], "'sede' is neither a key"),
+        (["--sede", "1"], "'sede' is neither an option"),
         (["--stages", "nope"], "no stage nope"),
         (["--upcycled.changes.num_expert", "4", "--stages", "upcycled"], "a preset has no num_expert"),
         (["--upcycled.changes.num_experts", "1", "--stages", "upcycled"], "num_experts_per_tok"),

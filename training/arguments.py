@@ -118,8 +118,8 @@ class TrainStage:
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainExpertsStage(TrainStage):
-    """An expert of CLIP-MoE: the FFNs of a dense CLIP trained with negatives of one cluster (Multistage Contrastive
-    Learning, CLIP-MoE section 3)."""
+    """One expert, trained with batches of one cluster each: the FFNs of a dense CLIP (Multistage Contrastive Learning,
+    CLIP-MoE section 3), or the copies and gates of a fused model (CLIP-FMoE section 4.2)."""
 
     stage: Literal["train_experts"]
     trainable: str = r"\.mlp\."
@@ -145,7 +145,8 @@ class TrainExpertsStage(TrainStage):
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainRouterStage(TrainStage):
-    """Routers trained with everything else frozen (CLIP-MoE section 4)."""
+    """Routers trained with the experts frozen (CLIP-MoE section 4), or with fusion gates (CLIP-FMoE section 4.3). The
+    defaults are CLIP-MoE's."""
 
     stage: Literal["train_router"]
     trainable: str = r"\.mlp\.router\."

@@ -12,13 +12,17 @@ from training.arguments import CaptionPolicy
 
 logger = logging.getLogger(__name__)
 
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+# A line's end, or the space between a full stop, question or exclamation mark, perhaps with a closing quote or bracket,
+# and a capital or a digit, unless the full stop is that of one of a few abbreviations
+SENTENCE_END = re.compile(
+    r"\s*\n\s*|(?:(?<=[.!?])|(?<=[.!?][\"')\]]))(?<!\b(?:Dr|Mr|Ms|St|No)\.)(?<!\bMrs\.)\s+(?=[\"'(\[]?[A-Z0-9])"
+)
 # Drawings of sentences for each caption that is wanted, before it counts as missing
 TRIES = 20
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, without the space around them."""
+    """The sentences of a text, without the space around them; a rule of thumb for English."""
     return [sentence.strip() for sentence in SENTENCE_END.split(text) if sentence.strip()]
 
 
@@ -54,7 +58,11 @@ def pack_sentences(sentences: Sequence[str], lengths: Sequence[int], limit: int,
 
 
 def build_captions(
-    rows: datasets.Dataset, policies: Sequence[CaptionPolicy], tokenizer: PreTrainedTokenizerBase, seed: int
+    rows: datasets.Dataset,
+    policies: Sequence[CaptionPolicy],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    num_proc: int | None = None,
 ) -> datasets.Dataset:
     """The images of a dataset with a list of captions each, as the policies say, in their order.
 
@@ -63,6 +71,7 @@ def build_captions(
         tokenizer: counts the tokens of sentences; a packed caption fits its `model_max_length` with the first and the
             last token, or a policy's `max_tokens`.
         seed: of the combinations.
+        num_proc: processes to share the work.
 
     Returns:
         Rows of `image` and `caption`, a list of `sum(policy.count)` texts, empty where there is none.
@@ -92,5 +101,6 @@ def build_captions(
         features=datasets.Features(
             {"image": rows.features["image"], "caption": datasets.List(datasets.Value("string"))}
         ),
+        num_proc=num_proc,
         desc="captions",
     )

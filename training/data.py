@@ -99,16 +99,31 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
         detailed, web = (glyphs.load(arguments.split, style, number, kinds, seed) for style in ("detailed", "web"))
         rows = detailed.add_column("raw_caption", list(web["caption"]))
     else:
-        rows = open_rows(arguments).rename_columns(
-            {arguments.image_column: "image"} if arguments.image_column != "image" else {}
-        )
-    missing = sorted({"image", *columns} - set(rows.column_names))
+        rows = open_rows(arguments)
+    image = "image" if arguments.source == "glyphs" else arguments.image_column
+    missing = sorted({image, *columns} - set(rows.column_names))
     if missing:
         raise ValueError(
             f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(rows.column_names)}"
         )
-    rows = rows.select_columns(["image", *sorted(columns)])
-    return rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
+    rows = rows.select_columns([image, *sorted(columns)])
+    rows = rows if image == "image" else rows.rename_column(image, "image")
+    rows = rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
+    return with_image_root(rows, arguments)
+
+
+def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
+    """Rows whose column `image` has whole paths, for those who read it without `image_root`."""
+    root = arguments.image_root
+    if root is None:
+        return rows
+
+    def whole(image: str | dict) -> str | dict:
+        if isinstance(image, str):
+            return os.path.join(root, image)
+        return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+
+    return rows.map(lambda row: {"image": whole(row["image"])})
 
 
 def fingerprint(rows: datasets.Dataset) -> str:
@@ -235,10 +250,13 @@ class PairLoader:
     def text_lengths(self) -> list[int]:
         """Tokens of every caption that `in_order` gives, padding left out."""
         self.pairs.epoch = None
-        captions = [self.pairs.caption(index) for index in range(len(self.pairs))]
-        if self.all_captions:
-            captions = [caption for of_image in captions for caption in of_image if caption.strip()]
-        return [len(ids) for ids in self.processor.tokenizer(captions, truncation=True)["input_ids"]]
+        lengths = []
+        for start in range(0, len(self.pairs), 1000):
+            captions = [self.pairs.caption(index) for index in range(start, min(start + 1000, len(self.pairs)))]
+            if self.all_captions:
+                captions = [caption for of_image in captions for caption in of_image if caption.strip()]
+            lengths += map(len, self.processor.tokenizer(captions, truncation=True)["input_ids"])
+        return lengths
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -77,6 +77,14 @@ class ContrastiveTask(nn.Module):
         return loss, metrics
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Turn gradient checkpointing on, without a backward pass through layers that lie below all that trains."""
+    # Reentrant checkpointing would lose the gradient of the router losses without a word.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers makes the embeddings' output require a gradient, for the reentrant kind. The other needs none.
+    model.disable_input_require_grads()
+
+
 class Progress:
     """How many optimizer steps are done: the part of a checkpoint that Accelerate does not know."""
 
@@ -115,8 +123,7 @@ def train(
     """
     checkpoints = directory / CHECKPOINTS
     if settings.gradient_checkpointing:
-        # Reentrant checkpointing would lose the gradient of the router losses without a word.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     task = ContrastiveTask(model, settings).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(task, settings.weight_decay),

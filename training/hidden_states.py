@@ -56,17 +56,22 @@ def announce_size(
     Raises:
         OSError: there is not as much.
     """
+    if not accelerator.is_main_process:
+        return
     text, vision = model.config.text_config, model.config.vision_config
     vision_tokens = len(loader.pairs) * ((vision.image_size // vision.patch_size) ** 2 + 1)
     text_tokens = sum(loader.text_lengths())
     size = dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
-    accelerator.print(
-        f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e9:.2f} GB "
+    print(
+        f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e6:,.2f} MB "
         f"in {place}"
     )
+    needed = size - sum(path.stat().st_size for path in place.glob("*.safetensors"))
     free = shutil.disk_usage(place).free
-    if size > free:
-        raise OSError(f"the hidden states take {size / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free in {place}")
+    if needed > free:
+        raise OSError(
+            f"the hidden states take {needed / 1e6:,.2f} MB more, but only {free / 1e6:,.2f} MB are free in {place}"
+        )
 
 
 def keep_hidden_states(
@@ -133,7 +138,7 @@ class HiddenStates:
     Raises:
         FileNotFoundError: the folder holds none.
         ValueError: they are of another dataset, of another number of captions, or of a model with other weights below
-            the first sparse layer.
+            the first sparse layer. A changed processor or configuration is not noticed.
     """
 
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):

@@ -120,6 +120,9 @@ def router_losses(
     towers = [tower for tower in towers if tower[1] is not None]
     num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
     if balance_mean == "token":
+        choices = {(tower.num_experts, tower.num_experts_per_tok) for tower, _, _, _ in towers}
+        if len(choices) > 1:
+            raise ValueError(f"balance_mean token needs towers of one E and K, but they have {sorted(choices)}")
         groups = [(1.0, towers[0][0].num_experts_per_tok, *_all_tokens(towers))]
     else:
         shares = [len(logits) / num_layers if balance_mean == "layer" else 1.0 for _, logits, _, _ in towers]

@@ -26,7 +26,15 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from huggingface_hub import HfApi
-from transformers import AutoProcessor, CLIPConfig, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    CLIPConfig,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+)
 
 from conversion import long_context, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
@@ -36,7 +44,7 @@ from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.experts import analyze_experts
 from evaluation.report import write_report
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training import glyphs
 from training.arguments import (
     AnalyzeStage,
@@ -287,7 +295,7 @@ def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
         return
     tokenizer = _processor(run.folder(stage.model), stage).tokenizer
     rows = caption_columns(stage.data, {policy.column for policy in stage.captions})
-    rows = build_captions(rows, stage.captions, tokenizer, run.recipe.seed)
+    rows = build_captions(rows, stage.captions, tokenizer, run.recipe.seed, stage.data.num_workers or None)
     rows.save_to_disk(directory)
     missing = np.array([[not caption for caption in captions] for captions in rows["caption"]]).sum(axis=0)
     print(
@@ -304,19 +312,18 @@ def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
         rows, processor, stage.data, min(stage.batch_size, len(rows)), caption_weights=stage.caption_weights
     )
     dtype = getattr(torch, stage.dtype)
-    announce_size(run.accelerator, model, loader, dtype, directory)
-    part_size = keep_hidden_states(run.accelerator, model, loader, dtype, directory)
     index = {
-        "part_size": part_size,
-        "num_pairs": len(rows),
         "captions": _captions(rows, stage),
         "dataset_fingerprint": data_fingerprint(rows),
         "weights": frozen_weights(model),
     }
+    announce_size(run.accelerator, model, loader, dtype, directory)
+    run.accelerator.wait_for_everyone()
+    part_size = keep_hidden_states(run.accelerator, model, loader, dtype, directory)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         require_all_parts(directory, len(rows), part_size)
-        _write(directory / INDEX, json.dumps(index))
+        _write(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
 
 def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
@@ -416,7 +423,16 @@ def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
     if not run.accelerator.is_main_process:
         return
     base, *experts = (run.folder(reference) for reference in (stage.model, *stage.experts))
-    preset = _preset(stage, stage.preset)
+    preset, config = _preset(stage, stage.preset), AutoConfig.from_pretrained(base)
+    if isinstance(config, CLIPMoEConfig):
+        ignored = sorted(set(stage.changes) - {"num_experts_per_tok", "fusion_gate"})
+        if ignored or set(stage.towers) != {"text", "vision"}:
+            raise ValueError(
+                f"{stage.name}: {stage.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
+                "num_experts_per_tok and fusion_gate can change"
+            )
+        if stage.changes.get("fusion_gate") is False and config.vision_config.fusion_gate:
+            raise ValueError(f"{stage.name}: the experts were trained with fusion gates, which cannot be left out now")
     unify.convert(base, experts, directory, preset, stage.towers, run.recipe.seed, stage.base_expert)
 
 
@@ -541,6 +557,8 @@ def _require_choices(model: CLIPModel | CLIPMoEModel, stage: TrainStage) -> None
 def _require_frozen_below(model: CLIPMoEModel, trainable: list[str], stage: TrainStage) -> None:
     """Nothing that trains may lie below the first sparse layers, whose input is kept."""
     kept = []
+    if not isinstance(model, CLIPMoEModel):
+        raise ValueError(f"{stage.name}: hidden_states go with a sparse model, but {stage.model} is dense")
     for tower in ("text_model", "vision_model"):
         below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
         pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
@@ -572,8 +590,9 @@ def _labels(stage: TrainExpertsStage, clusters: Clusters, batch_size: int, accel
         unused = (sizes % batch_size).sum()
         accelerator.print(
             f"{stage.name}: {len(sizes)} clusters with small_clusters: {setting}"
-            f"{' (chosen)' if setting == stage.small_clusters else ''}; batches of one cluster leave "
-            f"{unused} of {sizes.sum()} samples ({unused / sizes.sum():.1%}) unused in an epoch"
+            f"{' (chosen)' if setting == stage.small_clusters else ''}, {(sizes < batch_size).sum()} of them smaller "
+            f"than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "
+            f"({unused / sizes.sum():.1%}) unused in an epoch"
         )
     return choices[stage.small_clusters]
 
