@@ -1,4 +1,5 @@
-"""CLIP with sparse Mixture-of-Experts layers. Importing this package makes transformers' Auto classes know it."""
+"""CLIP with sparse Mixture-of-Experts layers, and mixtures of whole CLIPs; transformers' Auto classes know them once this
+package is imported."""
 
 from transformers import (
     AutoConfig,
@@ -13,7 +14,9 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
+from .configuration_clip_mode import CLIPMoDEConfig
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
     CLIPMoEModel,
@@ -33,14 +36,16 @@ for config_class, model_class in (
     (CLIPMoEConfig, CLIPMoEModel),
     (CLIPMoETextConfig, CLIPMoETextModel),
     (CLIPMoEVisionConfig, CLIPMoEVisionModel),
+    (CLIPMoDEConfig, CLIPMoDEModel),
 ):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, model_class, exist_ok=True)
-AutoModelForZeroShotImageClassification.register(CLIPMoEConfig, CLIPMoEModel, exist_ok=True)
+    if config_class in (CLIPMoEConfig, CLIPMoDEConfig):
+        AutoModelForZeroShotImageClassification.register(config_class, model_class, exist_ok=True)
+        AutoProcessor.register(config_class, CLIPProcessor, exist_ok=True)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
 
-AutoProcessor.register(CLIPMoEConfig, CLIPProcessor, exist_ok=True)
-for config_class in (CLIPMoEConfig, CLIPMoETextConfig):
+for config_class in (CLIPMoEConfig, CLIPMoETextConfig, CLIPMoDEConfig):
     AutoTokenizer.register(config_class, CLIPTokenizer, exist_ok=True)
 
 image_processors = {}
@@ -53,10 +58,12 @@ if is_torchvision_available():
 
     image_processors["torchvision"] = CLIPImageProcessor
 if image_processors:
-    for config_class in (CLIPMoEConfig, CLIPMoEVisionConfig):
+    for config_class in (CLIPMoEConfig, CLIPMoEVisionConfig, CLIPMoDEConfig):
         AutoImageProcessor.register(config_class, image_processor_classes=image_processors, exist_ok=True)
 
 __all__ = [
+    "CLIPMoDEConfig",
+    "CLIPMoDEModel",
     "CLIPMoEConfig",
     "CLIPMoEForImageClassification",
     "CLIPMoEModel",
@@ -72,4 +79,5 @@ __all__ = [
     "load_balancing_loss",
     "local_entropy_loss",
     "router_z_loss",
+    "routing_weights",
 ]

@@ -1,0 +1,66 @@
+"""MoDE configuration: which data experts there are, and how a task is routed to them."""
+
+from dataclasses import field
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class CLIPMoDEConfig(PreTrainedConfig):
+    """
+    Whole CLIPs, each an expert for a part of the training data, and how a task chooses among them (MoDE).
+
+    Args:
+        experts (`list[str]`): the folders of the experts in the repository. Each holds a whole `CLIPModel` or
+            `CLIPMoEModel` with a configuration of its own.
+        projection_dim (`int`): size of the embeddings of every expert.
+        metadata_encoder (`str`, *optional*): name of the sentence encoder that the fine-grained cluster centers were
+            made with, and that has to embed a task's metadata. None: there are no centers.
+        metadata_dim (`int`, *optional*): size of its embeddings.
+        num_centers (`int`): fine-grained cluster centers, m. 0: all experts have the same weight, whatever the task.
+        routing_temperature (`float`): lambda of MoDE eq. 5.
+        nearest_center_only (`bool`): whether of the centers only the nearest one to each piece of metadata counts
+            (MoDE appendix E), or all do, as equation 6 has it.
+    """
+
+    model_type = "clip_mode"
+    _auto_class = "AutoConfig"
+
+    experts: list[str] = field(default_factory=list)
+    projection_dim: int = 512
+    metadata_encoder: str | None = None
+    metadata_dim: int | None = None
+    num_centers: int = 0
+    routing_temperature: float | int = 0.2
+    nearest_center_only: bool = True
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault(
+            "auto_map",
+            {
+                "AutoConfig": "configuration_clip_mode.CLIPMoDEConfig",
+                "AutoModel": "modeling_clip_mode.CLIPMoDEModel",
+                "AutoModelForZeroShotImageClassification": "modeling_clip_mode.CLIPMoDEModel",
+            },
+        )
+        super().__post_init__(**kwargs)
+        self.validate_routing()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
+
+    def validate_routing(self):
+        """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        if not self.routing_temperature > 0:
+            raise ValueError(f"routing_temperature must be greater than 0, got {self.routing_temperature}.")
+        if self.num_centers < 0:
+            raise ValueError(f"num_centers must not be negative, got {self.num_centers}.")
+        if self.num_centers and (self.metadata_encoder is None or self.metadata_dim is None):
+            raise ValueError(
+                f"{self.num_centers} centers need the metadata_encoder that they were made with, and its metadata_dim."
+            )
+        if any(not name or "/" in name or "\\" in name or name.startswith(".") for name in self.experts):
+            raise ValueError(f"experts must be names of folders in the repository, got {self.experts}.")
+        if len(set(self.experts)) < len(self.experts):
+            raise ValueError(f"experts must not name a folder twice, got {self.experts}.")
+
+
+__all__ = ["CLIPMoDEConfig"]

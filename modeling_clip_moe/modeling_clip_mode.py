@@ -1,0 +1,551 @@
+"""
+MoDE: a mixture of whole CLIPs, the data experts, with one routing for a whole task.
+
+Axes of the tensors, as used in the comments:
+    n  data experts                        L  metadata of a task: class names, captions, one query
+    m  fine-grained cluster centers        B  images or texts of the batch
+    d  size of the metadata's embeddings   D  size of an expert's embeddings
+
+Paper:
+    MoDE  Ma et al., "MoDE: CLIP Data Experts via Clustering"
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPModel, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import image_text_contrastive_loss
+from transformers.utils import ModelOutput, cached_file
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_clip_mode import CLIPMoDEConfig
+from .modeling_clip_moe import CLIPMoEModel
+
+# Of the repository, beside config.json: the centers and the expert of each
+ROUTING_FILE = "routing.safetensors"
+# What says where files come from, of the arguments of `from_pretrained`
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+
+
+def routing_weights(
+    metadata_embeds: torch.Tensor,
+    centers: torch.Tensor,
+    expert_of_center: torch.Tensor,
+    num_experts: int,
+    temperature: float = 0.2,
+    nearest_center_only: bool = True,
+) -> torch.Tensor:
+    """
+    How much each data expert counts for a task (MoDE eq. 5 to 7, with the temperatures of appendix E).
+
+    The similarity of metadata l and center s is A = exp(-|e_l - e_s|^2 / lambda), and an expert's weight the softmax of
+    the sum of A over its centers and all metadata. With fewer than 10 pieces of metadata, A is multiplied by
+    exp(0.5 - sqrt(L)), which makes weights more equal; with more than 200, lambda is divided by log(L), which makes
+    them less so.
+
+    Args:
+        metadata_embeds: (..., L, d), the metadata of one task or of several: all class names of a classification
+            (eq. 6), all captions of text retrieval (eq. 7), or each query of image retrieval by itself (queries, 1, d).
+        centers: (m, d), the fine-grained cluster centers.
+        expert_of_center: (m,), the expert that each belongs to.
+        temperature: lambda.
+        nearest_center_only: whether A counts for the center nearest to l alone, and is 0 for the others.
+
+    Returns:
+        (..., n) weights that sum to 1, in float32.
+
+    Raises:
+        ValueError: a task without metadata, embeddings of another size than the centers', or that are not finite.
+    """
+    length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
+    if length == 0:
+        raise ValueError(
+            f"A task needs at least one piece of metadata, as embeddings (..., L, d), got "
+            f"{tuple(metadata_embeds.shape)}."
+        )
+    if size != centers.shape[1]:
+        raise ValueError(
+            f"The metadata's embeddings have size {size}, the centers {centers.shape[1]}: embed the metadata with the "
+            "encoder that the centers were made with."
+        )
+    if not metadata_embeds.isfinite().all():
+        raise ValueError("The metadata's embeddings are not finite.")
+    if length > 200:
+        temperature = temperature / math.log(length)
+    # In float64, where the matrix product of squared distances does not cancel
+    centers = centers.double()
+    tasks = metadata_embeds.reshape(-1, length, size).double()
+    per_expert = []
+    for task in tasks.split(max(1, 2**13 // length)):  # bounds the memory of many tasks
+        distances = (task.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * task @ centers.T).clamp_min(0)
+        similarity = (-distances / temperature).exp()
+        if nearest_center_only:
+            nearest = distances.argmin(-1, keepdim=True)
+            similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
+        if length < 10:
+            similarity = similarity * math.exp(0.5 - math.sqrt(length))
+        sums = torch.zeros(len(task), num_experts, dtype=torch.float64)
+        per_expert.append(sums.index_add(-1, expert_of_center, similarity.sum(-2)))
+    weights = torch.cat(per_expert).softmax(-1).float()
+    return weights.reshape(*metadata_embeds.shape[:-2], num_experts)
+
+
+@dataclass
+class CLIPMoDEOutput(ModelOutput):
+    """
+    Output of `CLIPMoDEModel`.
+
+    Args:
+        loss: with `return_loss=True`, the contrastive loss of the ensemble.
+        logits_per_image: (images, texts), the sum of the experts' similarities with their weights (MoDE eq. 4).
+        logits_per_text: its transpose.
+        routing_weights: (n,) or (texts, n), the weights.
+        expert_outputs: of each expert; None for one whose weights are all 0, which is not computed.
+    """
+
+    loss: torch.Tensor | None = None
+    logits_per_image: torch.Tensor | None = None
+    logits_per_text: torch.Tensor | None = None
+    routing_weights: torch.Tensor | None = None
+    expert_outputs: tuple[ModelOutput | None, ...] | None = None
+
+
+class CLIPMoDEModel(PreTrainedModel):
+    """
+    Data experts, and the weights that a task gives them.
+
+    Every expert is a whole model in a folder of its own, and `model.expert(i)` here. `from_pretrained` loads all of
+    them, or with `max_loaded_experts` each when it is used.
+
+    A task is set once, from embeddings of its metadata, and holds until another is set:
+
+        model.set_task(embeddings)          # (L, d) of the class names
+        model(**inputs).logits_per_image
+
+    Attributes:
+        centers: (m, d) float32, the fine-grained cluster centers, or None. They and `expert_of_center` (m,) stay on the
+            CPU, where routing is computed.
+        task_weights: (n,), as `set_task` or `set_equal_weights` left them, or None.
+    """
+
+    config: CLIPMoDEConfig
+    config_class = CLIPMoDEConfig
+    base_model_prefix = "clip_mode"
+    main_input_name = "pixel_values"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _auto_class = "AutoModel"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: CLIPMoDEConfig):
+        super().__init__(config)
+        self.experts = nn.ModuleDict()
+        # Where experts that are loaded later go
+        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.centers: torch.Tensor | None = None
+        self.expert_of_center: torch.Tensor | None = None
+        self.task_weights: torch.Tensor | None = None
+        self.max_loaded_experts: int | None = None
+        # Name of an expert -> repository that it can be loaded from, and the arguments for that
+        self._sources: dict[str, tuple[str, dict[str, Any]]] = {}
+        self.post_init()
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Sequence[CLIPModel | CLIPMoEModel],
+        centers: torch.Tensor | None = None,
+        expert_of_center: torch.Tensor | None = None,
+        metadata_encoder: str | None = None,
+        **config,
+    ) -> "CLIPMoDEModel":
+        """
+        Makes one model of data experts.
+
+        Args:
+            centers: (m, d), the fine-grained cluster centers. None: all experts always have the same weight.
+            expert_of_center: (m,), the expert that each belongs to.
+            metadata_encoder: what the centers were made with.
+            config: other fields of `CLIPMoDEConfig`.
+
+        Raises:
+            ValueError: if there is no expert, they do not fit together, or a center has no expert.
+        """
+        if not experts:
+            raise ValueError("A CLIPMoDEModel needs at least one expert.")
+        model = cls(CLIPMoDEConfig(projection_dim=experts[0].config.projection_dim, **config))
+        for expert in experts:
+            model.add_expert(expert)
+        if centers is not None:
+            model._set_centers(centers, expert_of_center, metadata_encoder)
+        model.place = model.place.to(experts[0].device, experts[0].dtype)
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *model_args,
+        config: CLIPMoDEConfig | None = None,
+        max_loaded_experts: int | None = None,
+        output_loading_info: bool = False,
+        **kwargs,
+    ):
+        """
+        Loads a model from a folder or hub name. Other arguments go to `from_pretrained` of every expert.
+
+        Args:
+            max_loaded_experts: how many experts are in memory at a time; each is loaded when it is used, and the one
+                that was not used for longest given up. What was changed in it is lost. None: all are loaded now.
+
+        Raises:
+            OSError: if the repository or a file of it is not there.
+            ValueError: if the experts do not fit together, or a file is damaged.
+        """
+        source = str(pretrained_model_name_or_path)
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        if config is None:
+            known = [name for name in cls.config_class.__dataclass_fields__ if name != "dtype"]
+            changes = {name: kwargs.pop(name) for name in known if name in kwargs}
+            config = cls.config_class.from_pretrained(source, **hub, **changes)
+        if max_loaded_experts is not None and max_loaded_experts < 1:
+            raise ValueError(f"max_loaded_experts must be at least 1, or None for all, got {max_loaded_experts}.")
+        model = cls(config)
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            model.place = model.place.to(kwargs["dtype"])
+        if config.num_centers:
+            path = cached_file(source, ROUTING_FILE, **hub)
+            try:
+                routing = load_file(path)
+            except SafetensorError as error:
+                raise ValueError(f"{path} is truncated or not safetensors: {error}") from error
+            model._set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
+        model._sources = {name: (source, kwargs) for name in config.experts}
+        model.max_loaded_experts = max_loaded_experts
+        if max_loaded_experts is None:
+            for number in range(len(config.experts)):
+                model.expert(number)
+            if config.experts:
+                model.place = model.place.to(model.device, model.dtype)
+        model.eval()
+        # Every expert raises for itself
+        info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        token: str | bool | None = None,
+        **kwargs,
+    ):
+        """
+        Saves every expert in a folder of its own, and the routing beside them.
+
+        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte.
+
+        Args:
+            kwargs: for `save_pretrained` of the experts.
+        """
+        if not is_main_process:
+            return
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, name in enumerate(self.config.experts):
+            if name not in self.experts and Path(self._sources[name][0]).resolve() == directory.resolve():
+                continue
+            self.expert(number).save_pretrained(directory / name, **kwargs)
+        if self.centers is not None:
+            partial = directory / f"{ROUTING_FILE}.partial"
+            save_file({"centers": self.centers, "expert_of_center": self.expert_of_center}, partial)
+            os.replace(partial, directory / ROUTING_FILE)
+        self.config.architectures = [type(self).__name__]
+        self.config.dtype = str(self.place.dtype).removeprefix("torch.")
+        custom_object_save(self, directory, config=self.config)
+        self.config.save_pretrained(directory)
+        if push_to_hub:
+            self.push_to_hub(repo_id or directory.name, token=token)
+
+    @property
+    def device(self) -> torch.device:
+        return next((parameter.device for parameter in self.parameters()), self.place.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((parameter.dtype for parameter in self.parameters()), self.place.dtype)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.config.experts)
+
+    def expert(self, number: int) -> CLIPModel | CLIPMoEModel:
+        """
+        A data expert by its number, loaded if it is not yet.
+
+        Raises:
+            ValueError: if there is no such expert, or it does not fit the others.
+            OSError: if its files are not there.
+        """
+        if not 0 <= number < self.num_experts:
+            raise ValueError(f"expert={number}, but the model has {self.num_experts} experts.")
+        name, limit = self.config.experts[number], self.max_loaded_experts
+        if name in self.experts and limit is None:
+            return self.experts[name]
+        if name in self.experts:
+            expert = self.experts.pop(name)  # to the end: the last one used
+        else:
+            can_be_loaded_again = [other for other in self.experts if other in self._sources]
+            if limit is not None and len(self.experts) >= limit and can_be_loaded_again:
+                del self.experts[can_be_loaded_again[0]]
+            expert = self._load(name)
+        self.experts[name] = expert
+        return expert
+
+    def add_expert(
+        self,
+        expert: CLIPModel | CLIPMoEModel,
+        centers: torch.Tensor | None = None,
+        name: str | None = None,
+    ) -> int:
+        """
+        Adds a data expert; the others stay as they are.
+
+        Args:
+            centers: (centers, d), the fine-grained cluster centers of its data, where the model has centers.
+            name: of its folder; default: `expert_` and its number.
+
+        Returns:
+            The number of the expert.
+
+        Raises:
+            ValueError: if its embeddings have another size than the others', there is one of this name, or it has no
+                centers where the others have.
+        """
+        number = self.num_experts
+        name = name or f"expert_{number}"
+        self._require_fit(expert, name)
+        if name in self.config.experts:
+            raise ValueError(f"There is an expert {name} already: replace_expert replaces it.")
+        if (centers is None) != (self.centers is None):
+            raise ValueError(
+                f"The model has {'no centers' if self.centers is None else 'centers'}, so that an expert added to it "
+                f"must have {'none' if self.centers is None else 'some, too'}."
+            )
+        self.experts[name] = expert
+        self.config.experts = [*self.config.experts, name]
+        self.task_weights = None
+        if centers is not None:
+            expert_of_center = torch.full((len(centers),), number)
+            self._set_centers(
+                torch.cat([self.centers, centers.float().cpu()]),
+                torch.cat([self.expert_of_center, expert_of_center]),
+                self.config.metadata_encoder,
+            )
+        return number
+
+    def replace_expert(self, number: int, expert: CLIPModel | CLIPMoEModel) -> None:
+        """
+        Puts another model in the place of a data expert, with the same centers: one that was trained longer.
+
+        Raises:
+            ValueError: if there is no such expert, or its embeddings have another size than the others'.
+        """
+        if not 0 <= number < self.num_experts:
+            raise ValueError(f"expert={number}, but the model has {self.num_experts} experts.")
+        name = self.config.experts[number]
+        self._require_fit(expert, name)
+        self._sources.pop(name, None)
+        self.experts[name] = expert
+
+    def route(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
+        """
+        The weights of the experts for a task, or for each of several.
+
+        Args:
+            metadata_embeds: (L, d) of one task, (tasks, L, d) of several, see `routing_weights`.
+            metadata_encoder: what made them, if it shall be compared with what made the centers.
+
+        Returns:
+            (n,) or (tasks, n).
+
+        Raises:
+            ValueError: if another encoder made them, the task has no metadata, or the model has no centers.
+        """
+        if self.centers is None:
+            raise ValueError("The model has no centers to compare metadata with: call set_equal_weights().")
+        if metadata_encoder is not None and metadata_encoder != self.config.metadata_encoder:
+            raise ValueError(
+                f"The centers were made with the encoder {self.config.metadata_encoder!r}, the metadata's embeddings "
+                f"with {metadata_encoder!r}."
+            )
+        return routing_weights(
+            torch.as_tensor(metadata_embeds).cpu(),
+            self.centers,
+            self.expert_of_center,
+            self.num_experts,
+            self.config.routing_temperature,
+            self.config.nearest_center_only,
+        )
+
+    def set_task(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
+        """Routes all that follows by the metadata (L, d) of a task; see `route`, whose weights (n,) it returns."""
+        if torch.as_tensor(metadata_embeds).dim() != 2:
+            raise ValueError(f"The metadata of one task are (L, d), not {tuple(metadata_embeds.shape)}.")
+        self.task_weights = self.route(metadata_embeds, metadata_encoder)
+        return self.task_weights
+
+    def set_equal_weights(self) -> torch.Tensor:
+        """Gives all experts the same weight in all that follows; returns the weights (n,)."""
+        self.task_weights = torch.full((self.num_experts,), 1 / self.num_experts)
+        return self.task_weights
+
+    @can_return_tuple
+    def get_text_features(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+    ) -> tuple | BaseModelOutputWithPooling:
+        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1."""
+        return self._features("get_text_features", input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    @can_return_tuple
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> tuple | BaseModelOutputWithPooling:
+        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
+        probe takes them (MoDE section 5.4)."""
+        return self._features("get_image_features", pixel_values=pixel_values, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_loss: bool | None = None,
+        routing_weights: torch.Tensor | None = None,
+        **kwargs,
+    ) -> CLIPMoDEOutput:
+        """
+        Args:
+            input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
+            return_loss: whether to compute the contrastive loss of the pairs in this batch.
+            routing_weights: (n,), or (texts, n) where each text is a task of its own, as in image retrieval. None:
+                those of the task that was set.
+
+        Raises:
+            ValueError: if no task was set and no weights are given, or they are of another number of experts or texts.
+        """
+        weights = self.task_weights if routing_weights is None else routing_weights
+        if weights is None:
+            raise ValueError(
+                "There is no task to route: call set_task with embeddings of its metadata, set_equal_weights, or pass "
+                "routing_weights."
+            )
+        if weights.shape not in ((self.num_experts,), (len(input_ids), self.num_experts)):
+            raise ValueError(
+                f"routing_weights must be (experts,) or (texts, experts), here ({self.num_experts},) or "
+                f"({len(input_ids)}, {self.num_experts}), got {tuple(weights.shape)}."
+            )
+        logits_per_text, expert_outputs = None, []
+        used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
+        for number in range(self.num_experts):
+            if not used[number]:
+                expert_outputs.append(None)
+                continue
+            outputs = self.expert(number)(
+                input_ids=input_ids,
+                pixel_values=pixel_values,
+                attention_mask=attention_mask,
+                **{**kwargs, "return_dict": True},
+            )
+            weight = weights[..., number].reshape(-1, 1).to(outputs.logits_per_text)
+            logits = weight * outputs.logits_per_text
+            if logits_per_text is not None:
+                logits = logits_per_text + logits.to(logits_per_text.device)
+            logits_per_text = logits
+            expert_outputs.append(outputs)
+        return CLIPMoDEOutput(
+            loss=image_text_contrastive_loss(logits_per_text) if return_loss else None,
+            logits_per_image=logits_per_text.t(),
+            logits_per_text=logits_per_text,
+            routing_weights=weights,
+            expert_outputs=tuple(expert_outputs),
+        )
+
+    def _features(self, method: str, **inputs) -> BaseModelOutputWithPooling:
+        parts = []
+        for number in range(self.num_experts):
+            features = getattr(self.expert(number), method)(**{**inputs, "return_dict": True}).pooler_output
+            parts.append(F.normalize(features, dim=-1))
+        return BaseModelOutputWithPooling(pooler_output=torch.cat([part.to(parts[0].device) for part in parts], dim=-1))
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
+        for expert in self.experts.values():
+            expert._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    def _set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
+        if centers.dim() != 2 or expert_of_center.shape != (len(centers),):
+            raise ValueError(
+                f"centers must be (m, d) and expert_of_center (m,), got {tuple(centers.shape)} and "
+                f"{tuple(expert_of_center.shape)}."
+            )
+        idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
+        if idle:
+            raise ValueError(
+                f"Each of the {self.num_experts} experts needs a center, and each center one of them: see {idle}."
+            )
+        if metadata_encoder is None:
+            raise ValueError("Centers need the name of the metadata_encoder that they were made with.")
+        self.centers, self.expert_of_center = centers.float().cpu().contiguous(), expert_of_center.long().cpu()
+        self.config.metadata_encoder = metadata_encoder
+        self.config.num_centers, self.config.metadata_dim = centers.shape
+
+    def _load(self, name: str) -> CLIPModel | CLIPMoEModel:
+        if name not in self._sources:
+            raise ValueError(f"{name} has no weights: use from_pretrained, or from_experts.")
+        source, kwargs = self._sources[name]
+        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+        cached_file(source, f"{name}/config.json", **hub)  # whose error names the file
+        # Its auto_map is left aside: the class is one of these
+        config = CLIPModel.config_class.get_config_dict(source, subfolder=name, **hub)[0]
+        model_class = CLIPMoEModel if config.get("model_type") == CLIPMoEModel.config_class.model_type else CLIPModel
+        if model_class.config_class.model_type != config.get("model_type"):
+            raise ValueError(
+                f"{source}, {name}: a data expert is a clip or a clip_moe, not {config.get('model_type')}."
+            )
+        try:
+            expert, info = model_class.from_pretrained(source, subfolder=name, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"The weights of {source}, {name}, are truncated or not safetensors: {error}") from error
+        missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if missing or left_over:
+            raise ValueError(f"{source}, {name}: missing weights {missing[:8]}, left over {left_over[:8]}.")
+        self._require_fit(expert, name)
+        if "device_map" not in kwargs:
+            expert.to(self.place.device)
+        return expert.train(self.training)
+
+    def _require_fit(self, expert: PreTrainedModel, name: str) -> None:
+        if not isinstance(expert, CLIPModel | CLIPMoEModel):
+            raise ValueError(f"{name}: a data expert is a CLIPModel or a CLIPMoEModel, not a {type(expert).__name__}.")
+        if expert.config.projection_dim != self.config.projection_dim:
+            raise ValueError(
+                f"{name} has embeddings of size {expert.config.projection_dim}, the other experts of "
+                f"{self.config.projection_dim}."
+            )
+
+
+__all__ = ["CLIPMoDEModel", "routing_weights"]
