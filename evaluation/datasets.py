@@ -1,5 +1,6 @@
 """What models are measured on: a table of benchmarks, and benchmarks made of any dataset's columns."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from datasets import ClassLabel, Dataset, Value
 from training import glyphs
 from training.data import DataArguments, load_pairs, open_rows, readable_pairs, select_columns, with_image_root
 
-Kind = Literal["zero_shot", "retrieval", "pairs"]
+Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
 
 # The metrics that stand for a task in a table, with the columns' titles.
 PRIMARY = {
     "zero_shot": {"accuracy": "accuracy"},
     "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
     "pairs": {"group": "group score"},
+    "linear_probe": {"accuracy": "accuracy"},
 }
 
 
@@ -26,7 +28,8 @@ PRIMARY = {
 class Benchmark:
     """One task on one dataset.
 
-    `load` returns the rows and how many more could not be read. Rows have the columns `image` and `caption` (zero-shot:
+    `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
+    Rows have the columns `image` and `caption` (zero-shot:
     the name of the class; retrieval: a text or a list of texts), or for pairs those of `training.glyphs.load_pairs`.
     """
 
@@ -36,20 +39,22 @@ class Benchmark:
     load: Callable[[], tuple[Dataset, int]]
     classes: Sequence[str] = ()
     templates: Sequence[str] = ()
+    load_train: Callable[[], tuple[Dataset, int]] | None = None
 
 
 # Rows of the glyph benchmarks are drawn once for all models that are measured on them.
-def _glyph_zero_shot(title: str, kinds: str) -> Benchmark:
-    @cache
-    def load():
-        rows = glyphs.load("test", "detailed", 2000, glyphs.KIND_SETS[kinds])
-        return rows.remove_columns("caption").rename_column("kind", "caption"), 0
+def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
+    """Glyphs with their kinds."""
+    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds])
+    return rows.remove_columns("caption").rename_column("kind", "caption")
 
+
+def _glyph_zero_shot(title: str, kinds: str) -> Benchmark:
     return Benchmark(
         kind="zero_shot",
         title=title,
         protocol=f"2,000 test glyphs of {kinds} kinds; all 16 kinds are candidates, {len(glyphs.TEMPLATES)} templates",
-        load=load,
+        load=cache(lambda: (_glyph_kinds("test", 2000, kinds), 0)),
         classes=glyphs.KINDS,
         templates=glyphs.TEMPLATES,
     )
@@ -70,6 +75,14 @@ BENCHMARKS = {
         title="attribute pairs",
         protocol="1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions",
         load=cache(lambda: (glyphs.load_pairs("test", 1200), 0)),
+    ),
+    "glyphs_linear_probe": Benchmark(
+        kind="linear_probe",
+        title="linear probe",
+        protocol="2,000 test glyphs of all 16 kinds; logistic regression on 4,000 training glyphs",
+        load=cache(lambda: (_glyph_kinds("test", 2000), 0)),
+        load_train=cache(lambda: (_glyph_kinds("train", 4000), 0)),
+        classes=glyphs.KINDS,
     ),
 }
 
@@ -133,6 +146,26 @@ def zero_shot_benchmark(
         load=lambda: _readable(rows, arguments),
         classes=classes,
         templates=templates,
+    )
+
+
+def linear_probe_benchmark(
+    arguments: DataArguments, train_split: str, classes: Sequence[str] | None = None
+) -> Benchmark:
+    """A linear probe on any dataset with an image and a label column; its labels and errors as `zero_shot_benchmark`'s.
+
+    Args:
+        train_split: what the probe is fitted to; as many samples as `arguments` asks for.
+    """
+    test = zero_shot_benchmark(arguments, ["{}"], classes)
+    train = zero_shot_benchmark(dataclasses.replace(arguments, split=train_split), ["{}"], test.classes)
+    return Benchmark(
+        kind="linear_probe",
+        title=f"linear probe, {arguments.source}",
+        protocol=f"{_protocol(arguments)}; {len(test.classes)} classes, fitted to the split {train_split}",
+        load=test.load,
+        load_train=train.load,
+        classes=test.classes,
     )
 
 

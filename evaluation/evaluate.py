@@ -15,21 +15,34 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, Image
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoProcessor
 
+from conversion.assemble import ENCODER
 from conversion.checkpoints import has_file, load_clip, one_line_errors
-from evaluation.datasets import BENCHMARKS, PRIMARY, Benchmark, retrieval_benchmark, zero_shot_benchmark
+from evaluation.datasets import (
+    BENCHMARKS,
+    PRIMARY,
+    Benchmark,
+    linear_probe_benchmark,
+    retrieval_benchmark,
+    zero_shot_benchmark,
+)
+from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
+from evaluation.sentence_encoders import encode_metadata, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from training.data import DataArguments, decode_image
 
 
@@ -37,7 +50,8 @@ class Embedder:
     """A model's normalized embeddings, computed once and kept on disk.
 
     Args:
-        model: a folder or hub name of a dense or sparse CLIP with its processor.
+        model: a folder or hub name of a dense or sparse CLIP.
+        processor: a folder or hub name with the processor; default: the model's.
         cache_dir: where they are kept, under a hash of model, code, settings and what is embedded. None: nowhere.
 
     Raises:
@@ -53,17 +67,19 @@ class Embedder:
         batch_size: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        processor: str | Path | None = None,
     ):
+        processor = processor or model
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.fingerprint = fingerprint(str(model))
         self.model = load_clip(model, dtype=dtype).to(device)
         # transformers would make up an empty tokenizer for a model that has none.
-        if not has_file(model, "tokenizer.json", "vocab.json"):
-            raise FileNotFoundError(f"{model} has no tokenizer; copy the one it was trained with there")
-        if not has_file(model, "processor_config.json", "preprocessor_config.json"):
-            raise FileNotFoundError(f"{model} has no image processor; copy the one it was trained with there")
-        self.processor = AutoProcessor.from_pretrained(model)
+        if not has_file(processor, "tokenizer.json", "vocab.json"):
+            raise FileNotFoundError(f"{processor} has no tokenizer; copy the one it was trained with there")
+        if not has_file(processor, "processor_config.json", "preprocessor_config.json"):
+            raise FileNotFoundError(f"{processor} has no image processor; copy the one it was trained with there")
+        self.processor = AutoProcessor.from_pretrained(processor)
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
@@ -115,6 +131,14 @@ class Embedder:
         os.replace(partial, path)
         return embeds
 
+    def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
+        """As `Ensemble.map`: an ensemble of one."""
+        return [compute(self)]
+
+    def weights(self, tasks: Sequence[Sequence[str]]) -> np.ndarray:
+        """As `Ensemble.weights`."""
+        return np.ones((len(tasks), 1), np.float32)
+
     @torch.no_grad()
     def _embed(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
         starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
@@ -128,24 +152,119 @@ class Embedder:
         return torch.nn.functional.normalize(embeds, dim=-1).numpy()
 
 
-def measure(benchmark: Benchmark, embedder: Embedder) -> tuple[dict[str, float], int, int]:
-    """The metrics of a benchmark, its number of samples and of those that could not be read."""
+class Ensemble:
+    """The experts of a `CLIPMoDEModel`, with the weights that a task gives them (MoDE eq. 4).
+
+    The weighted sum of the experts' similarities is one product of embeddings: those of all experts one after the
+    other, on one side times the weights. So an ensemble is measured as a CLIP is.
+
+    Args:
+        model: a folder or hub name.
+        options: of `Embedder`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `Embedder` and `CLIPMoDEModel.from_pretrained`.
+    """
+
+    def __init__(self, model: str | Path, *options):
+        folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
+        self.folder, self.options, self.fingerprint = folder, options, fingerprint(str(folder))
+        self.router = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
+        self.encoder = None if self.router.centers is None else load_encoder(folder / ENCODER)
+        # exp(logit_scale) of each expert
+        self.scales = np.ones(self.router.num_experts)
+
+    def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
+        """What is computed with every expert, of which one is in memory at a time."""
+        results = []
+        for number, name in enumerate(self.router.config.experts):
+            embedder = Embedder(self.folder / name, *self.options, processor=self.folder)
+            self.scales[number] = float(embedder.model.logit_scale.exp())
+            results.append(compute(embedder))
+        return results
+
+    def weights(self, tasks: Sequence[Sequence[str]]) -> np.ndarray:
+        """(tasks, n) weights of the experts' cosine similarities, from the metadata of each task and the experts' own
+        temperatures, which `map` has to see first."""
+        if self.encoder is None:
+            weights = np.ones((len(tasks), self.router.num_experts))
+        else:
+            embeds = torch.as_tensor(encode_metadata(self.encoder, [text for task in tasks for text in task]))
+            weights = self.router.route(embeds.view(len(tasks), len(tasks[0]), -1), self.encoder.name).numpy()
+        weights = weights * self.scales
+        return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def open_model(model: str | Path, *options) -> Embedder | Ensemble:
+    """What `measure` measures: see `Embedder` and `Ensemble`."""
+    try:
+        mixture = AutoConfig.from_pretrained(model).model_type == CLIPMoDEConfig.model_type
+    except (OSError, ValueError):
+        mixture = False  # `Embedder` says what is wrong
+    return (Ensemble if mixture else Embedder)(model, *options)
+
+
+def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
+    """(..., n * D) the embeddings (..., D) of n experts one after the other, each times its weight (..., n)."""
+    if weights is not None:
+        embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
+    return np.concatenate(embeds, axis=-1)
+
+
+def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
+    """The metrics of a benchmark, its number of samples and of those that could not be read, and of several experts the
+    mean weights that its tasks gave them."""
     rows, skipped = benchmark.load()
+    weights = {}
     if benchmark.kind == "zero_shot":
         prompts = [template.format(name) for name in benchmark.classes for template in benchmark.templates]
-        prompt_embeds = embedder.texts(prompts).reshape(len(benchmark.classes), len(benchmark.templates), -1)
+        shape = (len(benchmark.classes), len(benchmark.templates), -1)
+        images, classes = zip(
+            *model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape)))), strict=True
+        )
+        weights["classes"] = model.weights([list(benchmark.classes)])
         labels = np.array([list(benchmark.classes).index(name) for name in rows["caption"]])
-        metrics = zero_shot_metrics(embedder.images(rows), class_embeddings(prompt_embeds), labels)
+        metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights["classes"]), labels)
     elif benchmark.kind == "retrieval":
         captions = [[caption] if isinstance(caption, str) else caption for caption in rows["caption"]]
         image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
-        text_embeds = embedder.texts([text for texts in captions for text in texts])
-        metrics = retrieval_metrics(embedder.images(rows), text_embeds, image_of_text)
+        corpus = [text for texts in captions for text in texts]
+        images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
+        weights["corpus"], weights["queries"] = (
+            model.weights([corpus]),
+            model.weights([[text] for text in corpus]),
+        )
+        metrics = retrieval_metrics(
+            concatenate(images),
+            concatenate(texts, weights["corpus"]),
+            image_of_text,
+            query_embeds=concatenate(texts, weights["queries"]),
+        )
+    elif benchmark.kind == "linear_probe":
+        train_rows, train_skipped = benchmark.load_train()
+        train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
+        labels = [[list(benchmark.classes).index(name) for name in part["caption"]] for part in (train_rows, rows)]
+        metrics = linear_probe_metrics(concatenate(train_images), labels[0], concatenate(images), labels[1])
+        skipped += train_skipped
     else:
-        images = np.stack([embedder.images(rows, f"image_{side}") for side in range(2)], axis=1)
-        texts = np.stack([embedder.texts(list(rows[f"caption_{side}"])) for side in range(2)], axis=1)
-        metrics = pair_metrics(images, texts, list(rows["attribute"]))
-    return metrics, len(rows), skipped
+        pairs = list(zip(rows["caption_0"], rows["caption_1"], strict=True))
+        images, texts = zip(
+            *model.map(
+                lambda e: (
+                    np.stack([e.images(rows, f"image_{side}") for side in range(2)], axis=1),
+                    np.stack([e.texts(list(rows[f"caption_{side}"])) for side in range(2)], axis=1),
+                )
+            ),
+            strict=True,
+        )
+        weights["pairs"] = model.weights(pairs)
+        metrics = pair_metrics(
+            concatenate(images), concatenate(texts, weights["pairs"][:, None]), list(rows["attribute"])
+        )
+    result = {"metrics": metrics, "num_samples": len(rows), "num_skipped": skipped}
+    if isinstance(model, Ensemble):
+        result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
+    return result
 
 
 def evaluate_model(
@@ -179,22 +298,19 @@ def evaluate_model(
     set_seed(0)
     output_dir, name = Path(output_dir), name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
     device = usable_device(device)
-    embedder = Embedder(model, output_dir / "embeddings", batch_size, device, dtype)
+    opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
     results = []
     for task in tasks:
         benchmark = benchmarks[task]
-        metrics, num_samples, num_skipped = measure(benchmark, embedder)
         result = {
             "model": name,
             "task": task,
             "title": benchmark.title,
             "protocol": benchmark.protocol,
-            "metrics": metrics,
+            **measure(benchmark, opened),
             "primary": PRIMARY[benchmark.kind],
-            "num_samples": num_samples,
-            "num_skipped": num_skipped,
             "source": str(model),
-            "fingerprint": embedder.fingerprint,
+            "fingerprint": opened.fingerprint,
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "batch_size": batch_size,
@@ -244,9 +360,9 @@ def fingerprint(model: str) -> str:
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
     digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
+    for file in sorted(path.rglob("*")):
         if file.suffix in {".bin", ".json", ".safetensors", ".txt"}:
-            digest.update(file.name.encode())
+            digest.update(file.relative_to(path).as_posix().encode())
             with file.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
@@ -285,23 +401,30 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evaluation.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder or hub name of a CLIPModel or CLIPMoEModel")
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of a CLIPModel, CLIPMoEModel or CLIPMoDEModel"
+    )
     known = ", ".join(BENCHMARKS)
-    parser.add_argument("--tasks", required=True, help=f"{known}; or with --dataset: retrieval, zero_shot")
+    parser.add_argument(
+        "--tasks", required=True, help=f"{known}; or with --dataset: retrieval, zero_shot, linear_probe"
+    )
     parser.add_argument("--output-dir", required=True, type=Path)
     parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", help="default: the accelerator, if there is one")
-    columns = parser.add_argument_group("any dataset: the tasks retrieval and zero_shot")
+    columns = parser.add_argument_group("any dataset: the tasks retrieval, zero_shot and linear_probe")
     columns.add_argument("--dataset", help="whatever a recipe's data.source may be")
     columns.add_argument("--split", default="test")
+    columns.add_argument("--train-split", default="train", help="for linear_probe")
     columns.add_argument("--num-samples", type=int)
     columns.add_argument("--image-column", default="image")
     columns.add_argument("--image-root")
     columns.add_argument("--caption-column", default="caption", help="texts or lists of texts, for retrieval")
-    columns.add_argument("--label-column", default="label", help="for zero_shot")
-    columns.add_argument("--classes", type=Path, help="file with a class's name on each line, for zero_shot")
+    columns.add_argument("--label-column", default="label", help="for zero_shot and linear_probe")
+    columns.add_argument(
+        "--classes", type=Path, help="file with a class's name on each line, for zero_shot and linear_probe"
+    )
     columns.add_argument("--templates", nargs="+", default=["a photo of a {}."], help="for zero_shot")
     args = parser.parse_args(argv)
     with one_line_errors():
@@ -322,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, Benchmark]:
-    wanted = [task for task in ("retrieval", "zero_shot") if task in tasks]
+    wanted = [task for task in ("retrieval", "zero_shot", "linear_probe") if task in tasks]
     if wanted and args.dataset is None:
         raise ValueError(f"the task {wanted[0]} needs --dataset")
     benchmarks = {}
@@ -339,7 +462,10 @@ def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, 
             benchmarks[task] = retrieval_benchmark(arguments)
         else:
             classes = args.classes.read_text(encoding="utf-8").splitlines() if args.classes else None
-            benchmarks[task] = zero_shot_benchmark(arguments, args.templates, classes)
+            if task == "zero_shot":
+                benchmarks[task] = zero_shot_benchmark(arguments, args.templates, classes)
+            else:
+                benchmarks[task] = linear_probe_benchmark(arguments, args.train_split, classes)
     return benchmarks
 
 

@@ -64,14 +64,14 @@ def analyze_experts(
     for expert in range(num_experts):
         with embedder.model.force_expert(expert):
             for task in tasks:
-                metrics[task][f"expert {expert}"] = measure(benchmarks[task], embedder)[0]
+                metrics[task][f"expert {expert}"] = measure(benchmarks[task], embedder)["metrics"]
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
             for task in tasks:
-                metrics[task][f"K = {number}"] = measure(benchmarks[task], embedder)[0]
+                metrics[task][f"K = {number}"] = measure(benchmarks[task], embedder)["metrics"]
     with count_tokens(embedder.model) as counts, average_gates(embedder.model) as means:
         for task in tasks:
-            metrics[task][ROUTED] = measure(benchmarks[task], embedder)[0]
+            metrics[task][ROUTED] = measure(benchmarks[task], embedder)["metrics"]
     shares = {
         tower: {layer: counter.shares().tolist() for layer, counter in layers.items()}
         for tower, layers in counts.items()

@@ -99,6 +99,19 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {model: {task: row[task] for task in first} for model, row in table.items()}
 
 
+def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]) -> list[dict[str, Any]]:
+    """One result a task, named `title`, with the best score of these models in each metric."""
+    best = {}
+    for result in results:
+        if result["model"] in models:
+            other = best.setdefault(
+                result["task"], {**result, "model": title, "source": f"best of {', '.join(models)}"}
+            )
+            scores = {name: max(other["metrics"][name], value) for name, value in result["metrics"].items()}
+            best[result["task"]] = {**other, "metrics": scores}
+    return list(best.values())
+
+
 def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(task, metric) -> title, of the primary metrics."""
     return {

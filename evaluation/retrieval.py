@@ -12,6 +12,7 @@ def retrieval_metrics(
     image_of_text: np.ndarray,
     ks: tuple[int, ...] = (1, 5, 10),
     chunk_size: int = 1024,
+    query_embeds: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
@@ -23,6 +24,8 @@ def retrieval_metrics(
         image_embeds: (images, D), normalized.
         text_embeds: (texts, D), normalized.
         image_of_text: (texts,), the image that each text describes.
+        query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
+            ensemble do whose weights depend on the query.
         chunk_size: queries whose similarities are held at a time.
 
     Returns:
@@ -39,9 +42,10 @@ def retrieval_metrics(
         raise ValueError(f"image_of_text must name each of the {num_images} images, and no other, at least once")
     if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
         raise ValueError("image_embeds and text_embeds must be finite")
+    queries = text_embeds if query_embeds is None else query_embeds
     ranks = {
         "image_to_text": _ranks(image_embeds, text_embeds, np.arange(num_images), image_of_text, chunk_size),
-        "text_to_image": _ranks(text_embeds, image_embeds, image_of_text, np.arange(num_images), chunk_size),
+        "text_to_image": _ranks(queries, image_embeds, image_of_text, np.arange(num_images), chunk_size),
     }
     return {f"{name}_recall@{k}": float((rank < k).mean()) for name, rank in ranks.items() for k in ks}
 

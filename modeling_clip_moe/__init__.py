@@ -1,5 +1,7 @@
-"""CLIP with sparse Mixture-of-Experts layers, and mixtures of whole CLIPs; transformers' Auto classes know them once this
-package is imported."""
+"""CLIP with sparse Mixture-of-Experts layers, and mixtures of whole CLIPs.
+
+Importing this package makes transformers' Auto classes know them.
+"""
 
 from transformers import (
     AutoConfig,

@@ -191,7 +191,7 @@ class CLIPMoDEModel(PreTrainedModel):
         for expert in experts:
             model.add_expert(expert)
         if centers is not None:
-            model._set_centers(centers, expert_of_center, metadata_encoder)
+            model.set_centers(centers, expert_of_center, metadata_encoder)
         model.place = model.place.to(experts[0].device, experts[0].dtype)
         return model
 
@@ -233,7 +233,7 @@ class CLIPMoDEModel(PreTrainedModel):
                 routing = load_file(path)
             except SafetensorError as error:
                 raise ValueError(f"{path} is truncated or not safetensors: {error}") from error
-            model._set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
+            model.set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
         model._sources = {name: (source, kwargs) for name in config.experts}
         model.max_loaded_experts = max_loaded_experts
         if max_loaded_experts is None:
@@ -352,7 +352,7 @@ class CLIPMoDEModel(PreTrainedModel):
         self.task_weights = None
         if centers is not None:
             expert_of_center = torch.full((len(centers),), number)
-            self._set_centers(
+            self.set_centers(
                 torch.cat([self.centers, centers.float().cpu()]),
                 torch.cat([self.expert_of_center, expert_of_center]),
                 self.config.metadata_encoder,
@@ -372,6 +372,34 @@ class CLIPMoDEModel(PreTrainedModel):
         self._require_fit(expert, name)
         self._sources.pop(name, None)
         self.experts[name] = expert
+
+    def set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
+        """
+        Sets what tasks are routed by.
+
+        Args:
+            centers: (m, d), the fine-grained cluster centers.
+            expert_of_center: (m,), the expert that each belongs to.
+            metadata_encoder: what they were made with.
+
+        Raises:
+            ValueError: if they do not fit each other, or an expert has no center or a center no expert.
+        """
+        if centers.dim() != 2 or expert_of_center.shape != (len(centers),):
+            raise ValueError(
+                f"centers must be (m, d) and expert_of_center (m,), got {tuple(centers.shape)} and "
+                f"{tuple(expert_of_center.shape)}."
+            )
+        idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
+        if idle:
+            raise ValueError(
+                f"Each of the {self.num_experts} experts needs a center, and each center one of them: see {idle}."
+            )
+        if metadata_encoder is None:
+            raise ValueError("Centers need the name of the metadata_encoder that they were made with.")
+        self.centers, self.expert_of_center = centers.float().cpu().contiguous(), expert_of_center.long().cpu()
+        self.config.metadata_encoder = metadata_encoder
+        self.config.num_centers, self.config.metadata_dim = centers.shape
 
     def route(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
         """
@@ -495,23 +523,6 @@ class CLIPMoDEModel(PreTrainedModel):
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         for expert in self.experts.values():
             expert._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
-
-    def _set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
-        if centers.dim() != 2 or expert_of_center.shape != (len(centers),):
-            raise ValueError(
-                f"centers must be (m, d) and expert_of_center (m,), got {tuple(centers.shape)} and "
-                f"{tuple(expert_of_center.shape)}."
-            )
-        idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
-        if idle:
-            raise ValueError(
-                f"Each of the {self.num_experts} experts needs a center, and each center one of them: see {idle}."
-            )
-        if metadata_encoder is None:
-            raise ValueError("Centers need the name of the metadata_encoder that they were made with.")
-        self.centers, self.expert_of_center = centers.float().cpu().contiguous(), expert_of_center.long().cpu()
-        self.config.metadata_encoder = metadata_encoder
-        self.config.num_centers, self.config.metadata_dim = centers.shape
 
     def _load(self, name: str) -> CLIPModel | CLIPMoEModel:
         if name not in self._sources:

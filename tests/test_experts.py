@@ -92,9 +92,9 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
         glyphs.build_processor(64, 32).save_pretrained(tmp_path / str(expert))
         for task, benchmark in TASKS.items():
-            expected, *_ = measure(benchmark, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))
+            expected = measure(benchmark, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
             assert result["metrics"][task][f"expert {expert}"] == pytest.approx(expected)
-    expected, *_ = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))
+    expected = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
     scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
     assert len(set(scores)) > 1
@@ -184,7 +184,7 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model.save_pretrained(tmp_path / "four")
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 2
     glyphs.build_processor(64, 32).save_pretrained(tmp_path / "four")
-    expected, *_ = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))
+    expected = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
     assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]
     assert "share of the base FFN" in (tmp_path / "experts.md").read_text()

@@ -95,6 +95,8 @@ class TrainStage:
     # both towers (CLIP-MoE eq. 9); or those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3).
     balance_mean: Literal["tower", "layer", "token"] = "tower"
     gradient_checkpointing: bool = False
+    # Of the order of the pairs; None: the recipe's. Models that differ in nothing else make an ensemble.
+    seed: int | None = Field(default=None, ge=0)
 
     logging_steps: int = Field(default=10, gt=0)
     # A checkpoint every so many steps; None: only the finished model.
@@ -155,6 +157,24 @@ class TrainRouterStage(TrainStage):
 
 
 @dataclass(config=STRICT, kw_only=True)
+class TrainDataExpertStage(TrainStage):
+    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
+
+    stage: Literal["train_data_expert"]
+    # The number by which --experts chooses it.
+    expert: int = Field(gt=0)
+    # A cluster_coarse or select stage, and which of its clusters.
+    clusters: str
+    cluster: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming or self.hidden_states is not None:
+            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
 class CaptionPolicy:
     """How one or more captions of an image come from a column of text."""
 
@@ -211,6 +231,133 @@ class EmbedStage:
         if self.data.streaming:
             raise ValueError("data.streaming: a stream has no numbered samples that labels could belong to")
         return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EmbedCaptionsStage:
+    """The sentence embeddings of a dataset's captions, by which data experts are found (MoDE section 3.2)."""
+
+    name: str
+    stage: Literal["embed_captions"]
+    # A folder or hub name of sentence-transformers, of a text model of transformers, or of a CLIP, whose text tower is
+    # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
+    encoder: str
+    data: DataArguments
+    # Of a text model of transformers: the mean over its tokens, or the first one (SimCSE).
+    pooling: Literal["mean", "cls"] = "mean"
+    # Of tfidf: size of the embeddings.
+    dim: int = Field(default=64, gt=0)
+    # Captions that are embedded at a time, by one process.
+    batch_size: int = Field(default=256, gt=0)
+    dtype: Literal["float32", "float16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterFineStage:
+    """Fine-grained cluster centers: balanced K-means of caption embeddings (MoDE eq. 1)."""
+
+    name: str
+    stage: Literal["cluster_fine"]
+    # An embed_captions stage.
+    captions: str
+    num_centers: int = Field(gt=0)
+    # Embeddings that the centers are learned from, drawn at random; None: all. They are in memory at once.
+    num_samples: int | None = Field(default=None, gt=0)
+    iterations: int = Field(default=20, gt=0)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AssignStage:
+    """The nearest fine-grained center of every pair's caption (MoDE section 3.3), by any number of processes."""
+
+    name: str
+    stage: Literal["assign"]
+    # An embed_captions stage, and a cluster_fine stage of the same encoder.
+    captions: str
+    centers: str
+    # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
+    data: DataArguments | None = None
+    # Of those: captions that are embedded at a time, by one process.
+    batch_size: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data is not None and self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterCoarseStage:
+    """The fine-grained centers grouped into data experts, and the expert of every pair (MoDE eq. 2 and 3).
+
+    Cluster 0 has the largest range, and is to be trained first where there is no time for all.
+    """
+
+    name: str
+    stage: Literal["cluster_coarse"]
+    # An assign stage.
+    assignment: str
+    num_experts: int = Field(gt=0)
+    # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
+    random: bool = False
+
+
+@dataclass(config=STRICT, kw_only=True)
+class SelectStage:
+    """One cluster, 0, of the pairs whose fine-grained centers are nearest to the metadata of tasks that are known
+    before training (MoDE section 5.5, retrieval-enhanced)."""
+
+    name: str
+    stage: Literal["select"]
+    # An assign stage, and an embed_captions stage of its encoder.
+    assignment: str
+    captions: str
+    # Class names, queries or captions.
+    metadata: list[str] = Field(min_length=1)
+    # Centers that each retrieves.
+    num_nearest: int = Field(default=1, gt=0)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AssembleStage:
+    """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
+
+    name: str
+    stage: Literal["assemble"]
+    # Of the clusters 0, 1, ... in this order: earlier stages, folders or hub names. Fewer than there are clusters make
+    # a model that others can be added to.
+    experts: list[str] = Field(min_length=1)
+    # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
+    clusters: str | None = None
+    captions: str | None = None
+    # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
+    # coarse center for each expert.
+    centers: Literal["fine", "coarse"] = "fine"
+    # lambda in MoDE eq. 5.
+    routing_temperature: float = Field(default=0.2, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.clusters is None) != (self.captions is None):
+            raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AverageStage:
+    """One model with the mean of the parameters of several: `conversion.average`."""
+
+    name: str
+    stage: Literal["average"]
+    # Earlier stages, folders or hub names.
+    models: list[str] = Field(min_length=1)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -328,9 +475,15 @@ class EvaluateStage:
     batch_size: int = Field(default=64, gt=0)
     # The row that the others are compared with.
     baseline: str | None = None
+    # Row title -> rows, of which it shows the best score of each task, as one could only choose who knows the answers.
+    oracles: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self):
+        for title, rows in self.oracles.items():
+            unknown = sorted(set(rows) - set(self.models))
+            if unknown or not rows or title in self.models:
+                raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
         if self.baseline is not None and self.baseline not in self.models:
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
@@ -344,13 +497,24 @@ Stage = (
     | EmbedStage
     | HiddenStatesStage
     | ClusterStage
+    | EmbedCaptionsStage
+    | ClusterFineStage
+    | AssignStage
+    | ClusterCoarseStage
+    | SelectStage
     | TrainStage
     | TrainExpertsStage
+    | TrainDataExpertStage
+    | AssembleStage
+    | AverageStage
     | UnifyStage
     | TrainRouterStage
     | EvaluateStage
     | AnalyzeStage
 )
+
+
+EXPERT_STAGES = (TrainExpertsStage, TrainDataExpertStage)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -376,7 +540,7 @@ class Recipe:
                 raise ValueError(f"the stage name {name!r} is used twice")
             if name in {field.name for field in fields(cls)} | {"defaults"} or Path(name).name != name:
                 raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe or no folder name")
-        experts = [stage.expert for stage in stages if isinstance(stage, TrainExpertsStage)]
+        experts = [stage.expert for stage in stages if isinstance(stage, EXPERT_STAGES)]
         if len(set(experts)) < len(experts):
             raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
         return stages
@@ -395,7 +559,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     Args:
         path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
             settings that all stages of that type share unless they set them themselves. Those of `train` hold for
-            `train_experts` and `train_router`, too.
+            `train_experts`, `train_data_expert` and `train_router`, too.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
 
@@ -467,7 +631,7 @@ def _override(raw: dict, key: str, value: Any) -> None:
 
 def _default_kinds(stage: str) -> list[str]:
     """The keys of `defaults` that hold for a stage of this type, the more special one last."""
-    return ["train", stage] if stage in ("train_experts", "train_router") else [stage]
+    return ["train", stage] if stage in ("train_experts", "train_data_expert", "train_router") else [stage]
 
 
 def _merge(defaults: dict, settings: dict) -> dict:

@@ -36,27 +36,43 @@ from transformers import (
     CLIPVisionConfig,
 )
 
-from conversion import long_context, unify
+from conversion import assemble, average, long_context, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
 from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.experts import analyze_experts
-from evaluation.report import write_report
+from evaluation.report import best_of, write_report
+from evaluation.sentence_encoders import (
+    SentenceEncoder,
+    TfidfEncoder,
+    encode_metadata,
+    load_encoder,
+    open_encoder,
+)
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training import glyphs
 from training.arguments import (
+    EXPERT_STAGES,
     AnalyzeStage,
+    AssembleStage,
+    AssignStage,
+    AverageStage,
     CaptionsStage,
+    ClusterCoarseStage,
+    ClusterFineStage,
     ClusterStage,
+    EmbedCaptionsStage,
     EmbedStage,
     EvaluateStage,
     HiddenStatesStage,
     InitializeStage,
     LongContextStage,
     Recipe,
+    SelectStage,
     Stage,
+    TrainDataExpertStage,
     TrainExpertsStage,
     TrainRouterStage,
     TrainStage,
@@ -66,8 +82,26 @@ from training.arguments import (
 )
 from training.captions import build_captions
 from training.clustering import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
-from training.data import DataArguments, PairLoader, caption_columns, load_pairs
+from training.data import DataArguments, PairLoader, caption_columns, first_caption, load_pairs
 from training.data import fingerprint as data_fingerprint
+from training.data_clusters import (
+    PART_SIZE,
+    DataClusters,
+    balanced_kmeans,
+    group_centers,
+    load_centers,
+    load_data_clusters,
+    load_data_labels,
+    load_index,
+    nearest_centers,
+    read_parts,
+    sample_rows,
+    save_centers,
+    save_data_clusters,
+    save_index,
+    squared_distances,
+    write_parts,
+)
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.engine import CHECKPOINTS, train
 from training.freezing import set_trainable
@@ -83,6 +117,8 @@ from training.samplers import ClusterBatchSampler, merge_small_clusters
 
 MANIFEST = "manifest.json"
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
+# Of the pictures of data experts: pairs that samples are drawn from
+SAMPLES_DRAWN_FROM = 20_000
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
 
 
@@ -123,13 +159,14 @@ class Run:
 
     def inputs(self, stage: Stage) -> list[str]:
         """The stages, folders and hub names that a stage reads; of datasets, only those that a stage makes."""
-        data = [stage.data.source] if isinstance(stage, TrainStage | EmbedStage | HiddenStatesStage) else []
+        reads = TrainStage | EmbedStage | EmbedCaptionsStage | AssignStage | HiddenStatesStage
+        data = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
         return _inputs(stage) + [source for source in data if self._is_stage(source)]
 
     def needed_by(self, experts: Iterable[int]) -> set[str]:
         """The names of the stages that train these experts, and of all that they need but other experts."""
         stages = {stage.name: stage for stage in self.recipe.stages}
-        ours = [s.name for s in stages.values() if isinstance(s, TrainExpertsStage) and s.expert in experts]
+        ours = [s.name for s in stages.values() if _is_expert(s) and s.expert in experts]
         needed, open_ = set(), list(ours)
         while open_:
             name = open_.pop()
@@ -172,7 +209,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     unknown = sorted(set(only or ()) - set(names))
     if unknown:
         raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
-    numbers = [stage.expert for stage in recipe.stages if isinstance(stage, TrainExpertsStage)]
+    numbers = [stage.expert for stage in recipe.stages if _is_expert(stage)]
     unknown = sorted(set(experts or ()) - set(numbers))
     if unknown:
         raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
@@ -361,6 +398,160 @@ def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
     )
 
 
+def embed_captions(run: Run, stage: EmbedCaptionsStage, directory: Path) -> None:
+    """The sentence embeddings of all captions, and their encoder."""
+    rows, folder = run.pairs(stage.data), directory / "encoder"
+    if run.accelerator.is_main_process and not folder.is_dir():
+        partial = directory / "encoder.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        if stage.encoder == "tfidf":
+            partial.mkdir()
+            TfidfEncoder.fit(_texts(rows, 0, len(rows)), stage.dim, run.recipe.seed).save(partial)
+        elif (Path(run.folder(stage.encoder)) / "encoder").is_dir():
+            shutil.copytree(Path(run.folder(stage.encoder)) / "encoder", partial)
+        else:
+            partial.mkdir()
+            open_encoder(run.folder(stage.encoder), stage.pooling).save(partial)
+        os.replace(partial, folder)
+    run.accelerator.wait_for_everyone()
+    encoder = load_encoder(folder, run.accelerator.device)
+
+    def compute(start: int, stop: int) -> np.ndarray:
+        return _encode(encoder, rows, start, stop, stage.batch_size).astype(stage.dtype)
+
+    write_parts(run.accelerator, directory, "embeddings", len(rows), PART_SIZE, compute)
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        for _ in read_parts(directory, "embeddings", len(rows)):
+            pass  # raises where one is missing
+        save_index(directory, _index(rows, stage.data, encoder.name))
+
+
+def cluster_fine(run: Run, stage: ClusterFineStage, directory: Path) -> None:
+    """Fine-grained cluster centers of caption embeddings."""
+    if not run.accelerator.is_main_process:
+        return
+    captions = Path(run.folder(stage.captions))
+    index = load_index(captions, "an embed_captions stage")
+    num_rows = index["num_rows"]
+    parts = read_parts(captions, "embeddings", num_rows)
+    sample = sample_rows(parts, num_rows, stage.num_samples or num_rows, run.recipe.seed).astype(np.float32)
+    device = run.accelerator.device
+    centers = balanced_kmeans(sample, stage.num_centers, run.recipe.seed, stage.iterations, device)[0]
+    save_centers(directory, centers, index["encoder"])
+    sizes = np.bincount(nearest_centers(sample, torch.as_tensor(centers, device=device)), minlength=len(centers))
+    print(
+        f"{stage.name}: {len(centers)} centers of {len(sample)} captions, of which {sizes.min()} to {sizes.max()} are "
+        "nearest to one"
+    )
+
+
+def assign(run: Run, stage: AssignStage, directory: Path) -> None:
+    """The nearest center of every caption."""
+    captions = Path(run.folder(stage.captions))
+    index = load_index(captions, "an embed_captions stage")
+    centers, encoder_name = load_centers(Path(run.folder(stage.centers)))
+    if encoder_name != index["encoder"]:
+        raise ValueError(
+            f"{stage.name}: the centers were made with {encoder_name}, the captions with {index['encoder']}"
+        )
+    on_device = torch.as_tensor(centers, device=run.accelerator.device)
+    if stage.data is None:
+
+        def features(start: int, stop: int) -> np.ndarray:
+            return next(array for first, array in read_parts(captions, "embeddings", stop, start) if first == start)
+
+    else:
+        rows, encoder = run.pairs(stage.data), load_encoder(captions / "encoder", run.accelerator.device)
+        index = _index(rows, stage.data, encoder.name)
+
+        def features(start: int, stop: int) -> np.ndarray:
+            return _encode(encoder, rows, start, stop, stage.batch_size)
+
+    def compute(start: int, stop: int) -> np.ndarray:
+        return nearest_centers(features(start, stop), on_device)
+
+    write_parts(run.accelerator, directory, "labels", index["num_rows"], PART_SIZE, compute)
+    run.accelerator.wait_for_everyone()
+    if not run.accelerator.is_main_process:
+        return
+    sizes = np.zeros(len(centers), int)
+    for _, labels in read_parts(directory, "labels", index["num_rows"]):
+        sizes += np.bincount(labels, minlength=len(centers))
+    save_centers(directory, centers, encoder_name)
+    save_index(directory, index)
+    print(f"{stage.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
+
+
+def cluster_coarse(run: Run, stage: ClusterCoarseStage, directory: Path) -> None:
+    """The experts that the centers and the pairs belong to."""
+    if not run.accelerator.is_main_process:
+        return
+    centers, _ = load_centers(Path(run.folder(stage.assignment)))
+    if len(centers) < stage.num_experts:
+        raise ValueError(f"{stage.name}: {len(centers)} centers cannot be shared by {stage.num_experts} experts")
+    expert_of_center, coarse_centers = group_centers(centers, stage.num_experts, run.recipe.seed)
+    _save_experts(run, stage, directory, DataClusters(centers, expert_of_center, coarse_centers))
+
+
+def select(run: Run, stage: SelectStage, directory: Path) -> None:
+    """The pairs that are nearest to the metadata of tasks."""
+    if not run.accelerator.is_main_process:
+        return
+    centers, encoder_name = load_centers(Path(run.folder(stage.assignment)))
+    encoder = load_encoder(Path(run.folder(stage.captions)) / "encoder")
+    if encoder.name != encoder_name:
+        raise ValueError(
+            f"{stage.name}: the centers were made with {encoder_name}, {stage.captions} with {encoder.name}"
+        )
+    if stage.num_nearest > len(centers):
+        raise ValueError(f"{stage.name}: num_nearest {stage.num_nearest} of {len(centers)} centers")
+    metadata = torch.as_tensor(encode_metadata(encoder, stage.metadata))
+    distances = squared_distances(metadata, torch.as_tensor(centers))
+    nearest = distances.topk(stage.num_nearest, largest=False).indices.unique().numpy()
+    expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
+    mean = centers[nearest].mean(axis=0, keepdims=True)
+    _save_experts(run, stage, directory, DataClusters(centers, expert_of_center, mean))
+
+
+def assemble_experts(run: Run, stage: AssembleStage, directory: Path) -> None:
+    """Data experts as one model."""
+    if not run.accelerator.is_main_process:
+        return
+    experts = [run.folder(reference) for reference in stage.experts]
+    if stage.clusters is None:
+        assemble.convert(experts, directory)
+        return
+    clusters, metadata = load_data_clusters(Path(run.folder(stage.clusters)))
+    folder = Path(run.folder(stage.captions)) / "encoder"
+    encoder_name = load_encoder(folder).name
+    if encoder_name != metadata["encoder"]:
+        raise ValueError(f"{stage.name}: the clusters were made with {metadata['encoder']}, not with {encoder_name}")
+    number, known = len(experts), len(clusters.coarse_centers)
+    if number > known:
+        raise ValueError(f"{stage.name}: {number} experts, but {stage.clusters} has {known} clusters")
+    if stage.centers == "coarse":
+        centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
+    else:
+        ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
+        centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
+    assemble.convert(
+        experts,
+        directory,
+        torch.as_tensor(centers),
+        torch.as_tensor(expert_of_center),
+        encoder_name,
+        folder,
+        stage.routing_temperature,
+    )
+
+
+def average_models(run: Run, stage: AverageStage, directory: Path) -> None:
+    """The mean of several models."""
+    if run.accelerator.is_main_process:
+        average.convert([run.folder(reference) for reference in stage.models], directory)
+
+
 def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     """A model trained on pairs of images and captions."""
     source = run.folder(stage.model)
@@ -375,12 +566,14 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
             f"{stage.name}: global_batch_size {stage.global_batch_size} cannot be shared by "
             f"{num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
         )
-    rows = run.pairs(stage.data)
+    rows, seed = run.pairs(stage.data), run.recipe.seed if stage.seed is None else stage.seed
+    if isinstance(stage, TrainDataExpertStage):
+        rows = _pairs_of_expert(run, stage, rows)
     sampler = None
     if isinstance(stage, TrainExpertsStage):
         clusters = load_clusters(Path(run.folder(stage.clusters)), data_fingerprint(rows))
         labels = _labels(stage, clusters, share * num_processes, accelerator)
-        sampler = ClusterBatchSampler(labels, share, rank, num_processes, run.recipe.seed, stage.order)
+        sampler = ClusterBatchSampler(labels, share, rank, num_processes, seed, stage.order)
     hidden_states = None
     if stage.hidden_states is not None:
         _require_frozen_below(model, trainable, stage)
@@ -393,7 +586,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         share,
         rank,
         num_processes,
-        run.recipe.seed,
+        seed,
         sampler,
         stage.caption_weights,
         hidden_states,
@@ -445,6 +638,7 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
         results += evaluate_model(
             run.folder(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
         )
+    results += [result for title, rows in stage.oracles.items() for result in best_of(results, title, rows)]
     print(write_report(results, directory, baseline=stage.baseline))
     print(f"\nThe whole report is {run.output_dir / stage.name / 'report.md'}")
 
@@ -468,6 +662,14 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
     TrainExpertsStage: train_model,
     UnifyStage: unify_experts,
     TrainRouterStage: train_model,
+    EmbedCaptionsStage: embed_captions,
+    ClusterFineStage: cluster_fine,
+    AssignStage: assign,
+    ClusterCoarseStage: cluster_coarse,
+    SelectStage: select,
+    TrainDataExpertStage: train_model,
+    AssembleStage: assemble_experts,
+    AverageStage: average_models,
     EvaluateStage: evaluate,
     AnalyzeStage: analyze,
 }
@@ -490,7 +692,7 @@ def fingerprint(model: str) -> str:
 
 
 def _is_expert(stage: Stage) -> bool:
-    return isinstance(stage, TrainExpertsStage)
+    return isinstance(stage, EXPERT_STAGES)
 
 
 def _inputs(stage: Stage) -> list[str]:
@@ -504,7 +706,21 @@ def _inputs(stage: Stage) -> list[str]:
             references = [stage.features, stage.previous]
         case UnifyStage():
             references = [stage.model, *stage.experts]
-        case TrainExpertsStage():
+        case EmbedCaptionsStage():
+            references = [None if stage.encoder == "tfidf" else stage.encoder]
+        case ClusterFineStage():
+            references = [stage.captions]
+        case AssignStage():
+            references = [stage.captions, stage.centers]
+        case ClusterCoarseStage():
+            references = [stage.assignment]
+        case SelectStage():
+            references = [stage.assignment, stage.captions]
+        case AssembleStage():
+            references = [*stage.experts, stage.clusters, stage.captions]
+        case AverageStage():
+            references = stage.models
+        case TrainExpertsStage() | TrainDataExpertStage():
             references = [stage.model, stage.clusters, stage.hidden_states]
         case TrainStage():
             references = [stage.model, stage.hidden_states]
@@ -595,6 +811,69 @@ def _labels(stage: TrainExpertsStage, clusters: Clusters, batch_size: int, accel
             f"({unused / sizes.sum():.1%}) unused in an epoch"
         )
     return choices[stage.small_clusters]
+
+
+def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
+    """The captions of rows, of several the first."""
+    captions = rows[start:stop]["caption"]
+    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
+
+
+def _encode(encoder: SentenceEncoder, rows: datasets.Dataset, start: int, stop: int, batch_size: int) -> np.ndarray:
+    """(stop - start, d) the embeddings of captions."""
+    starts = range(start, stop, batch_size)
+    return np.concatenate([encoder.encode(_texts(rows, i, min(i + batch_size, stop))) for i in starts])
+
+
+def _index(rows: datasets.Dataset, data: DataArguments, encoder: str) -> dict[str, Any]:
+    """What the parts of a stage belong to."""
+    return {
+        "num_rows": len(rows),
+        "encoder": encoder,
+        "data": dump(data),
+        "dataset_fingerprint": data_fingerprint(rows),
+    }
+
+
+def _save_experts(run: Run, stage: ClusterCoarseStage | SelectStage, directory: Path, clusters: DataClusters) -> None:
+    """Keep the clusters and the expert of every pair, and draw some pairs of each."""
+    assignment = Path(run.folder(stage.assignment))
+    index = load_index(assignment, "an assign stage")
+    parts = read_parts(assignment, "labels", index["num_rows"])
+    labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
+    if isinstance(stage, ClusterCoarseStage) and stage.random:
+        labels = np.random.default_rng(run.recipe.seed).permutation(labels)
+    metadata = {name: index[name] for name in ("encoder", "dataset_fingerprint")}
+    save_data_clusters(directory, clusters, labels, metadata)
+    data = DataArguments(**index["data"])
+    rows = run.pairs(data)
+    drawn = np.random.default_rng(run.recipe.seed).permutation(len(labels))[:SAMPLES_DRAWN_FROM]
+    drawn = np.sort(drawn[labels[drawn] >= 0])
+    titles = np.array([f"expert {label}" for label in labels[drawn]])
+    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, data.image_root, run.recipe.seed)
+    sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
+    ranges = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, clusters.ranges, strict=True))
+    print(f"{stage.name}: {ranges}; look at {run.output_dir / stage.name / 'clusters.png'}")
+
+
+def _pairs_of_expert(run: Run, stage: TrainDataExpertStage, rows: datasets.Dataset) -> datasets.Dataset:
+    """The pairs of one cluster.
+
+    Raises:
+        ValueError: there is no such cluster, or it has fewer pairs than a batch.
+    """
+    folder = Path(run.folder(stage.clusters))
+    known = len(load_data_clusters(folder)[0].coarse_centers)
+    if stage.cluster >= known:
+        raise ValueError(f"{stage.name}: there is no cluster {stage.cluster}; {stage.clusters} has {known}")
+    chosen = np.flatnonzero(load_data_labels(folder, data_fingerprint(rows)) == stage.cluster)
+    if len(chosen) < stage.global_batch_size:
+        raise ValueError(
+            f"{stage.name}: cluster {stage.cluster} of {stage.clusters} has {len(chosen)} pairs, fewer than "
+            f"global_batch_size {stage.global_batch_size}: lower it, or make fewer clusters"
+        )
+    run.accelerator.print(f"{stage.name}: {len(chosen)} of {len(rows)} pairs")
+    return rows.select(chosen)
 
 
 def _comparable(settings: Any) -> Any:

@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from conversion.checkpoints import one_line_errors
-from training.arguments import TrainStage, UnifyStage, UpcycleStage, load_recipe
+from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
 from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(known.config, overrides)
         only = known.stages.split(",") if known.stages else None
         output_dir = run_recipe(recipe, only, _numbers(known.experts) if known.experts else None)
-    models = [stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage)]
+    models = [
+        stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage | AssembleStage)
+    ]
     finished = [stage for stage in models if (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
         print(

@@ -1,0 +1,115 @@
+"""Puts whole CLIPs into one `CLIPMoDEModel`, each in a folder of its own (MoDE).
+
+    python -m conversion.assemble OUTPUT --experts FOLDER FOLDER ...
+
+Without clusters all experts have the same weight. The assemble stage of a recipe adds the centers that tasks are routed
+by.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from conversion.checkpoints import (
+    check_equal,
+    copy_processor,
+    load_clip,
+    new_folder,
+    one_line_errors,
+    sample_inputs,
+)
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+
+# Where the repository keeps the encoder of the metadata
+ENCODER = "metadata_encoder"
+
+
+def convert(
+    experts: Sequence[str | Path],
+    folder: Path,
+    centers: torch.Tensor | None = None,
+    expert_of_center: torch.Tensor | None = None,
+    metadata_encoder: str | None = None,
+    encoder_folder: Path | None = None,
+    routing_temperature: float = 0.2,
+) -> None:
+    """Saves experts (folders or hub names), of which one is in memory at a time, and the processor of the first, and
+    verifies the result.
+
+    Args:
+        centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
+        encoder_folder: the metadata's encoder, which is copied.
+
+    Raises:
+        ValueError: an expert takes other inputs or gives embeddings of another size than the first, or see
+            `CLIPMoDEModel.set_centers`.
+    """
+    first = None
+    for number, source in enumerate(experts):
+        expert = load_clip(source)
+        text, vision = expert.config.text_config, expert.config.vision_config
+        sizes = {
+            "projection_dim": expert.config.projection_dim,
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.max_position_embeddings,
+            "image_size": vision.image_size,
+            "num_channels": vision.num_channels,
+        }
+        first = first or sizes
+        for name, size in sizes.items():
+            if size != first[name]:
+                raise ValueError(f"{source} has {name} {size}, but {experts[0]} has {first[name]}")
+        expert.save_pretrained(folder / f"expert_{number}")
+    names = [f"expert_{number}" for number in range(len(experts))]
+    CLIPMoDEConfig(
+        experts=names, projection_dim=first["projection_dim"], routing_temperature=routing_temperature
+    ).save_pretrained(folder)
+    model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
+    if centers is not None:
+        model.set_centers(centers, expert_of_center, metadata_encoder)
+    model.save_pretrained(folder)
+    copy_processor(experts[0], folder)
+    if encoder_folder is not None:
+        shutil.copytree(encoder_folder, folder / ENCODER)
+    verify(experts, folder)
+
+
+@torch.no_grad()
+def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
+    """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32.
+
+    Raises:
+        ValueError: they do not compute the same.
+    """
+    mixture = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1, dtype=torch.float32)
+    expected, found = {}, {}
+    for number, source in enumerate(experts):
+        model = load_clip(source, dtype=torch.float32)
+        inputs = sample_inputs(model.config)
+        alone = torch.zeros(len(experts)).index_fill(0, torch.tensor([number]), 1)
+        expected[f"expert {number}: logits"] = model(**inputs).logits_per_image
+        found[f"expert {number}: logits"] = mixture(**inputs, routing_weights=alone).logits_per_image
+    return check_equal(expected, found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.assemble",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoDEModel")
+    parser.add_argument(
+        "--experts", nargs="+", required=True, metavar="EXPERT", help="folders or hub names of dense or sparse CLIPs"
+    )
+    args = parser.parse_args(argv)
+    with one_line_errors(), new_folder(args.output) as folder:
+        convert(args.experts, folder)
+    print(f"wrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

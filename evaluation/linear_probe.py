@@ -1,0 +1,108 @@
+"""Linear probe: a linear classifier on frozen image features (CLIP, section 3.2; MoDE, section 5.4)."""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, recall_score
+from sklearn.model_selection import train_test_split
+from threadpoolctl import threadpool_limits
+
+# Inverse strengths of the L2 penalty to choose from
+STRENGTHS = tuple(10.0**power for power in range(-1, 5))
+# Above so many numbers in the training features, scikit-learn's solver takes too long
+LARGE = 2**28
+# Of the probe that is trained in batches: OpenCLIP's optimizer and schedule
+BATCH_SIZE, EPOCHS, LEARNING_RATE = 1024, 20, 1e-2
+
+
+def linear_probe_metrics(
+    train_features: np.ndarray,
+    train_labels: np.ndarray,
+    features: np.ndarray,
+    labels: np.ndarray,
+    seed: int = 0,
+    solver: Literal["auto", "scikit-learn", "torch"] = "auto",
+    device: str | torch.device = "cpu",
+) -> dict[str, float]:
+    """Accuracy of a linear classifier.
+
+    scikit-learn's logistic regression, whose penalty is chosen on a fifth of the training set that is held out, then
+    fitted to all of it; or where the features are too large for that, one trained with AdamW in batches.
+
+    Args:
+        train_features: (train images, D).
+        train_labels: (train images,), integers.
+        features, labels: of the test images.
+        solver: auto takes torch above 2^28 numbers.
+        device: of torch.
+
+    Returns:
+        `accuracy` and `mean_per_class_recall`.
+
+    Raises:
+        ValueError: there are not as many labels as features, a test label does not occur in training, a class has fewer
+            than two training images, or a feature is not finite.
+    """
+    train_labels, labels = np.asarray(train_labels), np.asarray(labels)
+    if len(train_labels) != len(train_features) or len(labels) != len(features):
+        raise ValueError(
+            f"{len(train_labels)} and {len(labels)} labels for {len(train_features)} and {len(features)} images"
+        )
+    unknown = sorted(set(labels.tolist()) - set(train_labels.tolist()))
+    if unknown:
+        raise ValueError(f"the training set has no image of the classes {unknown[:5]}")
+    classes, counts = np.unique(train_labels, return_counts=True)
+    if counts.min() < 2:
+        raise ValueError(f"the class {classes[counts.argmin()]} has one training image: a part cannot be held out")
+    if not (np.isfinite(train_features).all() and np.isfinite(features).all()):
+        raise ValueError("the features must be finite")
+    if solver == "auto":
+        solver = "torch" if train_features.size > LARGE else "scikit-learn"
+    if solver == "torch":
+        predicted = _predict_torch(train_features, train_labels, features, seed, torch.device(device))
+    else:
+        predicted = _predict_scikit(train_features, train_labels, features, seed)
+    recall = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
+    return {"accuracy": float(accuracy_score(labels, predicted)), "mean_per_class_recall": float(recall)}
+
+
+def _predict_scikit(train_features, train_labels, features, seed: int) -> np.ndarray:
+    with threadpool_limits(1):  # repeatable to the bit
+        fit_on, held_out, fit_labels, held_out_labels = train_test_split(
+            train_features,
+            train_labels,
+            test_size=max(0.2, len(set(train_labels.tolist())) / len(train_labels)),
+            random_state=seed,
+            stratify=train_labels,
+        )
+        scores = [_fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in STRENGTHS]
+        return _fit(train_features, train_labels, STRENGTHS[int(np.argmax(scores))]).predict(features)
+
+
+def _fit(features, labels, strength: float) -> LogisticRegression:
+    return LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
+
+
+def _predict_torch(train_features, train_labels, features, seed: int, device: torch.device) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    classes, targets = np.unique(train_labels, return_inverse=True)
+    inputs, targets = torch.as_tensor(train_features, dtype=torch.float32), torch.as_tensor(targets)
+    probe = torch.nn.Linear(inputs.shape[1], len(classes), device=device)
+    torch.nn.init.zeros_(probe.weight)
+    torch.nn.init.zeros_(probe.bias)
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    steps = EPOCHS * -(-len(inputs) // BATCH_SIZE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(inputs), generator=generator).split(BATCH_SIZE):
+            loss = torch.nn.functional.cross_entropy(probe(inputs[batch].to(device)), targets[batch].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        chunks = torch.as_tensor(features, dtype=torch.float32).split(BATCH_SIZE)
+        predicted = torch.cat([probe(chunk.to(device)).argmax(dim=1).cpu() for chunk in chunks])
+    return classes[predicted.numpy()]

@@ -1,0 +1,190 @@
+"""Sentence encoders: what captions are clustered by, and what compares a task's metadata with the clusters (MoDE).
+
+An encoder is kept in a folder: `encoder.json` says what it is, and the weights lie beside it unless they come from the
+Hub.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.preprocessing import normalize
+from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPConfig
+
+from conversion.checkpoints import has_file, load_clip
+from modeling_clip_moe import CLIPMoEConfig
+
+FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
+Pooling = Literal["mean", "cls"]
+
+
+class TfidfEncoder:
+    """TF-IDF of words, reduced by a truncated SVD: needs no download. MoDE section 5.3 finds its clusters weaker, since
+    they group captions of the same words.
+
+    Args:
+        words: the vocabulary.
+        idf: (words,), their inverse document frequencies.
+        components: (d, words), the right singular vectors.
+    """
+
+    name = "tfidf"
+
+    def __init__(self, words: Sequence[str], idf: np.ndarray, components: np.ndarray):
+        self.words, self.components = list(words), components
+        self.vectorizer = _vectorizer(vocabulary=self.words)
+        self.vectorizer.idf_ = idf
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], dim: int, seed: int) -> "TfidfEncoder":
+        """
+        Raises:
+            ValueError: the texts have fewer different words than `dim`.
+        """
+        vectorizer = _vectorizer()
+        counts = vectorizer.fit_transform(texts)
+        if counts.shape[1] < dim:
+            raise ValueError(f"{len(texts)} texts have {counts.shape[1]} different words, fewer than dim {dim}")
+        components = TruncatedSVD(dim, random_state=seed).fit(counts).components_
+        return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components.astype(np.float32))
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """(texts, d) normalized; zeros for a text without a known word."""
+        return normalize(self.vectorizer.transform(texts) @ self.components.T.astype(np.float64)).astype(np.float32)
+
+    def save(self, folder: Path) -> None:
+        save_file({"idf": self.vectorizer.idf_, "components": self.components}, folder / WEIGHTS)
+        _write(folder, {"kind": "tfidf", "name": self.name, "words": self.words})
+
+
+class SentenceTransformerEncoder:
+    """A model of the sentence-transformers library, which has to be installed."""
+
+    def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise ValueError(f"{source} is a sentence-transformers model: pip install sentence-transformers") from error
+        self.source, self.name = source, name or _name(source)
+        self.model = SentenceTransformer(source, device=str(device))
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """(texts, d) normalized."""
+        return self.model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+
+    def save(self, folder: Path) -> None:
+        if Path(self.source).is_dir():
+            self.model.save(str(folder / "model"))
+        _write(folder, {"kind": "sentence_transformers", "name": self.name})
+
+
+class TransformersEncoder:
+    """A text model of transformers, whose last hidden states are pooled, or the text tower of a dense or sparse CLIP.
+
+    Args:
+        pooling: the mean over the tokens, or the first one, as SimCSE has it. A CLIP has its own.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        pooling: Pooling = "mean",
+        name: str | None = None,
+        device: str | torch.device = "cpu",
+    ):
+        self.source, self.pooling, self.name = source, pooling, name or _name(source)
+        self.tokenizer = AutoTokenizer.from_pretrained(source)
+        self.is_clip = AutoConfig.from_pretrained(source).model_type in (
+            CLIPConfig.model_type,
+            CLIPMoEConfig.model_type,
+        )
+        self.model = (load_clip(source) if self.is_clip else AutoModel.from_pretrained(source)).eval()
+        self.model.to(device)
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """(texts, d) normalized."""
+        batch = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
+        if self.is_clip:
+            embeds = self.model.get_text_features(batch["input_ids"], batch["attention_mask"]).pooler_output
+        else:
+            hidden_states = self.model(**batch).last_hidden_state
+            mask = batch["attention_mask"][..., None].to(hidden_states.dtype)
+            mean = (hidden_states * mask).sum(dim=1) / mask.sum(dim=1)
+            embeds = hidden_states[:, 0] if self.pooling == "cls" else mean
+        return torch.nn.functional.normalize(embeds.float(), dim=-1).cpu().numpy()
+
+    def save(self, folder: Path) -> None:
+        if Path(self.source).is_dir():
+            self.model.save_pretrained(folder / "model")
+            self.tokenizer.save_pretrained(folder / "model")
+        _write(folder, {"kind": "transformers", "name": self.name, "pooling": self.pooling})
+
+
+SentenceEncoder = TfidfEncoder | SentenceTransformerEncoder | TransformersEncoder
+
+
+def open_encoder(
+    source: str, pooling: Pooling = "mean", name: str | None = None, device: str | torch.device = "cpu"
+) -> SentenceEncoder:
+    """The sentence encoder of a folder or hub name: of sentence-transformers, or a model of transformers.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    try:
+        if has_file(source, "modules.json"):
+            return SentenceTransformerEncoder(source, name, device)
+        return TransformersEncoder(source, pooling, name, device)
+    except OSError as error:
+        raise FileNotFoundError(f"there is no sentence encoder {source}: {error}") from error
+
+
+def load_encoder(folder: Path, device: str | torch.device = "cpu") -> SentenceEncoder:
+    """The encoder that `save` kept in a folder.
+
+    Raises:
+        FileNotFoundError: the folder has none, or what is kept there by name cannot be had.
+    """
+    if not (folder / FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no sentence encoder")
+    settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    if settings["kind"] == "tfidf":
+        arrays = load_file(folder / WEIGHTS)
+        return TfidfEncoder(settings["words"], arrays["idf"], arrays["components"])
+    source = str(folder / "model") if (folder / "model").is_dir() else settings["name"]
+    return open_encoder(source, settings.get("pooling", "mean"), settings["name"], device)
+
+
+def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
+    """(texts, d) the embeddings of a task's metadata, normalized.
+
+    Raises:
+        ValueError: there are none, or the encoder knows nothing of one of them.
+    """
+    if not texts:
+        raise ValueError("a task needs metadata, such as its class names, to be routed by")
+    embeds = encoder.encode(texts)
+    unknown = [text for text, embed in zip(texts, embeds, strict=True) if not embed.any()]
+    if unknown:
+        raise ValueError(f"the encoder {encoder.name} knows no word of {unknown[0]!r} ({len(unknown)} of {len(texts)})")
+    return embeds
+
+
+def _vectorizer(**options) -> TfidfVectorizer:
+    return TfidfVectorizer(token_pattern=r"(?u)\b\w+\b", **options)  # words of one letter count, too
+
+
+def _name(source: str) -> str:
+    """A hub name as it is; of a folder the last part."""
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def _write(folder: Path, settings: dict) -> None:
+    (folder / FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")
