@@ -21,7 +21,15 @@ training = [
     "threadpoolctl>=3.5",
     "tqdm>=4.66",
 ]
-test = [*training, "hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.15", "tensorboard>=2.18"]
+test = [
+    *training,
+    "hypothesis>=6.100",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "ruff>=0.15",
+    "sentence-transformers>=5.0",
+    "tensorboard>=2.18",
+]
 
 setup(
     name="clip-moe",

@@ -52,7 +52,9 @@ class TfidfEncoder:
         if counts.shape[1] < dim:
             raise ValueError(f"{len(texts)} texts have {counts.shape[1]} different words, fewer than dim {dim}")
         components = TruncatedSVD(dim, random_state=seed).fit(counts).components_
-        return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components.astype(np.float32))
+        # safetensors writes memory as it lies
+        components = np.ascontiguousarray(components, np.float32)
+        return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """(texts, d) normalized; zeros for a text without a known word."""
@@ -138,12 +140,13 @@ def open_encoder(
     Raises:
         FileNotFoundError: there is none.
     """
-    try:
-        if has_file(source, "modules.json"):
-            return SentenceTransformerEncoder(source, name, device)
+    if has_file(source, "modules.json"):
+        return SentenceTransformerEncoder(source, name, device)
+    if has_file(source, "config.json"):
         return TransformersEncoder(source, pooling, name, device)
-    except OSError as error:
-        raise FileNotFoundError(f"there is no sentence encoder {source}: {error}") from error
+    raise FileNotFoundError(
+        f"there is no sentence encoder {source}: no folder with a model, and none that can be had from the Hub"
+    )
 
 
 def load_encoder(folder: Path, device: str | torch.device = "cpu") -> SentenceEncoder:

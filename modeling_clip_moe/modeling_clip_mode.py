@@ -488,7 +488,9 @@ class CLIPMoDEModel(PreTrainedModel):
                 f"({len(input_ids)}, {self.num_experts}), got {tuple(weights.shape)}."
             )
         logits_per_text, expert_outputs = None, []
-        used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
+        used = [True] * self.num_experts
+        if not torch.compiler.is_compiling():  # a graph cannot depend on values
+            used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
         for number in range(self.num_experts):
             if not used[number]:
                 expert_outputs.append(None)

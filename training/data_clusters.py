@@ -164,7 +164,7 @@ def write_parts(accelerator: Accelerator, directory: Path, name: str, num_rows: 
         path = parts / f"{start:012d}.safetensors"
         if not path.exists():
             partial = path.with_suffix(".partial")
-            save_file({name: compute(start, min(start + part_size, num_rows))}, partial)
+            save_file({name: np.ascontiguousarray(compute(start, min(start + part_size, num_rows)))}, partial)
             os.replace(partial, path)
 
 
@@ -221,7 +221,8 @@ def load_centers(directory: Path) -> tuple[np.ndarray, str]:
 
 def save_data_clusters(directory: Path, clusters: DataClusters, labels: np.ndarray, metadata: dict[str, str]) -> None:
     """Keep the clusters and the expert of each pair (pairs,), -1 for none."""
-    save_file(asdict(clusters), directory / CENTERS, metadata)
+    arrays = {name: np.ascontiguousarray(array) for name, array in asdict(clusters).items()}
+    save_file(arrays, directory / CENTERS, metadata)
     partial = directory / f"{LABELS}.partial"
     save_file({"labels": labels}, partial, metadata)
     os.replace(partial, directory / LABELS)

@@ -1,0 +1,173 @@
+"""Balanced K-means, nearest centers and the files that lie between the stages of MoDE."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.cluster import KMeans
+from sklearn.metrics import pairwise_distances
+
+from training.data_clusters import (
+    DataClusters,
+    balanced_kmeans,
+    group_centers,
+    load_centers,
+    load_data_clusters,
+    load_data_labels,
+    load_index,
+    nearest_centers,
+    read_parts,
+    sample_rows,
+    save_centers,
+    save_data_clusters,
+    save_index,
+    write_parts,
+)
+
+
+def blobs(num_samples, num_blobs, size=8, seed=0, weights=None):
+    rng = np.random.default_rng(seed)
+    means = rng.normal(size=(num_blobs, size)) * 2
+    points = means[rng.choice(num_blobs, num_samples, p=weights)] + rng.normal(size=(num_samples, size)) * 0.5
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5), st.integers(1, 4))
+def test_no_cluster_is_larger_than_its_share(num_samples, num_clusters, seed, num_blobs):
+    features = blobs(num_samples, num_blobs, seed=seed)
+    if num_samples < num_clusters:
+        with pytest.raises(ValueError, match=f"{num_samples} samples cannot make {num_clusters} clusters"):
+            balanced_kmeans(features, num_clusters, seed)
+        return
+    centers, labels = balanced_kmeans(features, num_clusters, seed)
+    sizes = np.bincount(labels, minlength=num_clusters)
+    assert centers.shape == (num_clusters, 8) and sizes.sum() == num_samples
+    assert sizes.max() <= -(-num_samples // num_clusters)
+    again = balanced_kmeans(features, num_clusters, seed)
+    assert np.array_equal(centers, again[0]) and np.array_equal(labels, again[1])
+
+
+def test_assignment_is_stable():
+    """No sample and center would both rather have each other than what they have (Gale and Shapley 1962)."""
+    features = blobs(300, 4, weights=[0.7, 0.1, 0.1, 0.1])
+    centers, labels = balanced_kmeans(features, 6, 0, iterations=1)
+    # The centers that one iteration assigned to are those it started from: assign once more, to what it returned
+    from training.data_clusters import _assign_balanced
+
+    labels = _assign_balanced(torch.as_tensor(features), torch.as_tensor(centers), 50).numpy()
+    distances = pairwise_distances(features, centers, "sqeuclidean")
+    own = distances[np.arange(300), labels]
+    worst = np.array([own[labels == center].max() for center in range(6)])
+    full = np.bincount(labels, minlength=6) == 50
+    assert full.any()
+    for sample in range(300):
+        for center in range(6):
+            if distances[sample, center] < own[sample] - 1e-5:
+                assert full[center] and distances[sample, center] > worst[center] - 1e-5
+
+
+def test_equal_clusters_are_found():
+    features = blobs(400, 4)
+    order = np.argsort(KMeans(4, random_state=0).fit_predict(features), kind="stable")
+    even = features[order]
+    expected = KMeans(4, random_state=0).fit_predict(even)
+    sizes = np.bincount(expected)
+    even = np.concatenate([even[expected == k][: sizes.min()] for k in range(4)])
+    labels = balanced_kmeans(even, 4, 0)[1].reshape(4, -1)
+    assert (labels == labels[:, :1]).all() and len(set(labels[:, 0])) == 4
+
+
+def test_cost_is_near_that_of_kmeans_where_sizes_allow_it():
+    features = blobs(2000, 10)
+    centers, labels = balanced_kmeans(features, 10, 0)
+    free = KMeans(10, random_state=0).fit(features)
+    assert ((features - centers[labels]) ** 2).sum() < 1.5 * free.inertia_
+
+
+def test_features_that_are_not_finite_are_refused():
+    features = blobs(20, 2)
+    features[3, 1] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        balanced_kmeans(features, 2, 0)
+    with pytest.raises(ValueError, match="rows 0 to 19 are not all finite"):
+        nearest_centers(features, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="size 8, the centers 5"):
+        nearest_centers(features, torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_nearest_centers_are_the_nearest(dtype):
+    features, centers = blobs(9000, 5).astype(dtype), blobs(40, 5, seed=1)
+    found = nearest_centers(features, torch.as_tensor(centers))
+    distances = pairwise_distances(features.astype(np.float64), centers.astype(np.float64), "sqeuclidean")
+    np.testing.assert_allclose(distances[np.arange(9000), found], distances.min(axis=1), atol=1e-5)
+    assert found.dtype == np.int32
+
+
+def test_experts_are_numbered_by_range():
+    rng = np.random.default_rng(0)
+    tight = np.array([1, 0, 0]) + rng.normal(size=(10, 3)) * 0.01
+    wide = np.array([0, 1, 0]) + rng.normal(size=(10, 3)) * 0.2
+    centers = np.concatenate([tight, wide]).astype(np.float32)
+    expert_of_center, coarse = group_centers(centers, 2, seed=0)
+    assert (expert_of_center[:10] == 1).all() and (expert_of_center[10:] == 0).all()
+    np.testing.assert_allclose(coarse[0], centers[10:].mean(axis=0), atol=1e-6)
+    ranges = DataClusters(centers, expert_of_center, coarse).ranges
+    expected = [np.mean([np.linalg.norm(c - coarse[i]) for c in part]) for i, part in enumerate((wide, tight))]
+    np.testing.assert_allclose(ranges, expected, atol=1e-4)
+    assert ranges[0] > ranges[1]
+
+
+def test_as_many_experts_as_centers():
+    centers = blobs(5, 5)
+    expert_of_center, coarse = group_centers(centers, 5, seed=0)
+    assert sorted(expert_of_center) == list(range(5))
+    np.testing.assert_allclose(coarse[expert_of_center], centers)
+
+
+def test_parts_are_written_once_and_read_in_order(tmp_path):
+    table, calls = np.arange(250)[:, None] * np.ones(3), []
+
+    def compute(start, stop):
+        calls.append(start)
+        return table[start:stop]
+
+    accelerator = Accelerator(cpu=True)
+    write_parts(accelerator, tmp_path, "rows", 250, 100, compute)
+    write_parts(accelerator, tmp_path, "rows", 250, 100, compute)
+    assert calls == [0, 100, 200]
+    parts = list(read_parts(tmp_path, "rows", 250))
+    assert [start for start, _ in parts] == [0, 100, 200]
+    assert np.array_equal(np.concatenate([part for _, part in parts]), table)
+    assert [start for start, _ in read_parts(tmp_path, "rows", 200, 100)] == [100]
+    chosen = sample_rows(read_parts(tmp_path, "rows", 250), 250, 60, seed=0)
+    assert chosen.shape == (60, 3) and len(set(chosen[:, 0])) == 60
+    assert np.array_equal(sample_rows(read_parts(tmp_path, "rows", 250), 250, 999, seed=0), table)
+    part = tmp_path / "parts" / "000000000100.safetensors"
+    part.write_bytes(part.read_bytes()[:90])
+    with pytest.raises(ValueError, match="000000000100.safetensors is damaged"):
+        list(read_parts(tmp_path, "rows", 250))
+    part.unlink()
+    with pytest.raises(ValueError, match="000000000100.safetensors is not there"):
+        list(read_parts(tmp_path, "rows", 250))
+    with pytest.raises(ValueError, match="ends with row 250, not 240"):
+        list(read_parts(tmp_path, "rows", 240, 200))
+
+
+def test_clusters_know_their_data(tmp_path):
+    clusters = DataClusters(np.eye(3, dtype=np.float32), np.array([0, 1, -1]), np.eye(2, 3, dtype=np.float32))
+    save_data_clusters(tmp_path, clusters, np.array([0, 1, -1, 0]), {"encoder": "tfidf", "dataset_fingerprint": "abc"})
+    loaded, metadata = load_data_clusters(tmp_path)
+    assert metadata["encoder"] == "tfidf" and np.array_equal(loaded.expert_of_center, [0, 1, -1])
+    assert np.array_equal(load_data_labels(tmp_path, "abc"), [0, 1, -1, 0])
+    with pytest.raises(ValueError, match="another dataset"):
+        load_data_labels(tmp_path, "other")
+    save_centers(tmp_path / "..", clusters.centers, "tfidf")
+    assert load_centers(tmp_path / "..")[1] == "tfidf"
+    save_index(tmp_path, {"num_rows": 4})
+    assert load_index(tmp_path, "an assign stage") == {"num_rows": 4}
+    with pytest.raises(FileNotFoundError, match="not the folder of an assign stage"):
+        load_index(tmp_path / "parts", "an assign stage")

@@ -1,0 +1,109 @@
+"""Sentence encoders: what they compute, and that they stay the same in a folder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sklearn.feature_extraction.text import TfidfVectorizer
+from transformers import BertConfig, BertModel, BertTokenizer, CLIPModel, CLIPProcessor
+
+from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+
+TEXTS = ["a red heart", "a blue star on a red background", "the number 7", "a large blue heart", "7"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A random BERT of a few thousand parameters."""
+    folder = tmp_path_factory.mktemp("bert")
+    words = sorted({word for text in TEXTS for word in text.split()})
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    BertTokenizer(str(vocabulary)).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def unit(embeds):
+    return embeds / np.linalg.norm(embeds, axis=1, keepdims=True)
+
+
+def test_tfidf_is_scikit_learns():
+    encoder = TfidfEncoder.fit(TEXTS, 11, seed=0)  # as many as there are words: the SVD only turns
+    full = TfidfVectorizer(token_pattern=r"(?u)\b\w+\b").fit_transform(TEXTS).toarray()
+    embeds = encoder.encode(TEXTS)
+    np.testing.assert_allclose(np.linalg.norm(embeds, axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(embeds @ embeds.T, full @ full.T, atol=1e-5)
+    with pytest.raises(ValueError, match="11 different words, fewer than dim 12"):
+        TfidfEncoder.fit(TEXTS, 12, seed=0)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_text_model_is_pooled(bert, pooling):
+    encoder = open_encoder(str(bert), pooling)
+    model, tokenizer = BertModel.from_pretrained(bert), BertTokenizer.from_pretrained(bert)
+    for text, embed in zip(TEXTS, encoder.encode(TEXTS), strict=True):
+        with torch.no_grad():
+            hidden_states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        expected = hidden_states[0] if pooling == "cls" else hidden_states.mean(dim=0)
+        np.testing.assert_allclose(embed, unit(expected[None].numpy())[0], atol=1e-5)
+
+
+def test_text_tower_of_a_clip():
+    base = "training/glyph_clip"
+    model, processor = CLIPModel.from_pretrained(base), CLIPProcessor.from_pretrained(base)
+    batch = processor.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model.get_text_features(**batch).pooler_output.numpy()
+    np.testing.assert_allclose(open_encoder(base).encode(TEXTS), unit(expected), atol=1e-5)
+
+
+def test_sentence_transformers(bert, tmp_path):
+    transformer = Transformer(str(bert))
+    model = SentenceTransformer(modules=[transformer, Pooling(16, pooling_mode="cls")], device="cpu")
+    model.save(str(tmp_path / "simcse"))
+    encoder = open_encoder(str(tmp_path / "simcse"))
+    np.testing.assert_allclose(encoder.encode(TEXTS), open_encoder(str(bert), "cls").encode(TEXTS), atol=1e-5)
+    encoder.save(tmp_path)
+    assert np.array_equal(load_encoder(tmp_path).encode(TEXTS), encoder.encode(TEXTS))
+    assert load_encoder(tmp_path).name == "simcse"
+
+
+def test_an_encoder_stays_the_same_in_a_folder(bert, tmp_path):
+    encoders = {
+        "tfidf": TfidfEncoder.fit(TEXTS, 6, seed=0),
+        "bert": open_encoder(str(shutil.copytree(bert, tmp_path / "text_model")), "cls"),
+        "clip": open_encoder("training/glyph_clip"),
+    }
+    names = {"tfidf": "tfidf", "bert": "text_model", "clip": "glyph_clip"}
+    for name, encoder in encoders.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        encoder.save(folder)
+        encoder.save(folder)
+    shutil.rmtree(tmp_path / "text_model")
+    for name, encoder in encoders.items():
+        again = load_encoder(tmp_path / name)
+        assert again.name == encoder.name == names[name]
+        assert np.array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
+
+
+def test_what_is_no_encoder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no sentence encoder"):
+        load_encoder(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no sentence encoder"):
+        open_encoder(str(tmp_path))
+    (tmp_path / "encoder.json").write_text(json.dumps({"kind": "transformers", "name": "somebody/gone"}))
+    with pytest.raises(FileNotFoundError, match="there is no sentence encoder somebody/gone"):
+        load_encoder(tmp_path)
+    encoder = TfidfEncoder.fit(TEXTS, 6, seed=0)
+    with pytest.raises(ValueError, match="knows no word of 'zebra'"):
+        encode_metadata(encoder, ["heart", "zebra"])
+    with pytest.raises(ValueError, match="a task needs metadata"):
+        encode_metadata(encoder, [])
