@@ -49,13 +49,14 @@ def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
-def _glyph_zero_shot(title: str, kinds: str) -> Benchmark:
+def _glyph_zero_shot(title: str, kinds: str, classes: Sequence[str] = tuple(glyphs.KINDS)) -> Benchmark:
+    candidates = f"all {len(classes)} kinds" if len(classes) == len(glyphs.KINDS) else f"these {len(classes)}"
     return Benchmark(
         kind="zero_shot",
         title=title,
-        protocol=f"2,000 test glyphs of {kinds} kinds; all 16 kinds are candidates, {len(glyphs.TEMPLATES)} templates",
+        protocol=f"2,000 test glyphs of {kinds} kinds; {candidates} are candidates, {len(glyphs.TEMPLATES)} templates",
         load=cache(lambda: (_glyph_kinds("test", 2000, kinds), 0)),
-        classes=glyphs.KINDS,
+        classes=classes,
         templates=glyphs.TEMPLATES,
     )
 
@@ -64,6 +65,8 @@ BENCHMARKS = {
     "glyphs_zero_shot": _glyph_zero_shot("zero-shot", "all"),
     "glyphs_zero_shot_seen": _glyph_zero_shot("zero-shot, seen kinds", "seen"),
     "glyphs_zero_shot_unseen": _glyph_zero_shot("zero-shot, unseen kinds", "unseen"),
+    "glyphs_digits": _glyph_zero_shot("zero-shot, digits alone", "digit", glyphs.DIGITS),
+    "glyphs_shapes": _glyph_zero_shot("zero-shot, shapes alone", "shape", glyphs.SHAPES),
     "glyphs_retrieval": Benchmark(
         kind="retrieval",
         title="retrieval",

@@ -11,6 +11,7 @@ from sklearn.metrics import pairwise_distances
 
 from training.data_clusters import (
     DataClusters,
+    assign_balanced,
     balanced_kmeans,
     group_centers,
     load_centers,
@@ -53,11 +54,8 @@ def test_no_cluster_is_larger_than_its_share(num_samples, num_clusters, seed, nu
 def test_assignment_is_stable():
     """No sample and center would both rather have each other than what they have (Gale and Shapley 1962)."""
     features = blobs(300, 4, weights=[0.7, 0.1, 0.1, 0.1])
-    centers, labels = balanced_kmeans(features, 6, 0, iterations=1)
-    # The centers that one iteration assigned to are those it started from: assign once more, to what it returned
-    from training.data_clusters import _assign_balanced
-
-    labels = _assign_balanced(torch.as_tensor(features), torch.as_tensor(centers), 50).numpy()
+    centers = balanced_kmeans(features, 6, 0, iterations=1)[0]
+    labels = assign_balanced(torch.as_tensor(features), torch.as_tensor(centers), 50).numpy()
     distances = pairwise_distances(features, centers, "sqeuclidean")
     own = distances[np.arange(300), labels]
     worst = np.array([own[labels == center].max() for center in range(6)])

@@ -56,7 +56,7 @@ class DataArguments:
 
     # Of the glyphs only.
     captions: Literal["web", "detailed"] = "web"
-    kinds: Literal["all", "seen", "unseen"] = "all"
+    kinds: Literal[tuple(glyphs.KIND_SETS)] = "all"
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 from training.embedding import open_arrays
 
 INDEX, CENTERS, LABELS = "index.json", "centers.safetensors", "labels.safetensors"
-# Rows of a part: what is in memory at a time, and what a run that is killed loses
-PART_SIZE = 32_768
+# Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses
+BATCHES_PER_PART = 128
 # Rows whose distances to all centers are held at a time
 CHUNK = 8192
 # Rows that K-means++ chooses the first centers from, for each center
@@ -75,7 +75,7 @@ def balanced_kmeans(
     points, centers = torch.as_tensor(features, dtype=torch.float32, device=device), torch.as_tensor(first).to(device)
     capacity, labels = -(-len(features) // num_clusters), None
     for _ in range(iterations):
-        previous, labels = labels, _assign_balanced(points, centers, capacity)
+        previous, labels = labels, assign_balanced(points, centers, capacity)
         if previous is not None and torch.equal(previous, labels):
             break
         sizes = torch.bincount(labels, minlength=num_clusters)
@@ -84,7 +84,7 @@ def balanced_kmeans(
     return centers.cpu().numpy(), labels.cpu().numpy()
 
 
-def _assign_balanced(points: torch.Tensor, centers: torch.Tensor, capacity: int) -> torch.Tensor:
+def assign_balanced(points: torch.Tensor, centers: torch.Tensor, capacity: int) -> torch.Tensor:
     """(samples,) the center of each, none with more than `capacity` samples."""
     labels = torch.full((len(points),), -1, device=points.device)
     distances = torch.zeros(len(points), device=points.device)

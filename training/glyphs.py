@@ -31,7 +31,7 @@ KINDS = DIGITS + SHAPES
 # The domain that models are fine-tuned on; what happens to the other kinds is what fine-tuning forgets.
 SEEN_KINDS = ["zero", "two", "four", "six", "eight", "disc", "triangle", "cross", "heart"]
 UNSEEN_KINDS = [kind for kind in KINDS if kind not in SEEN_KINDS]
-KIND_SETS = {"all": KINDS, "seen": SEEN_KINDS, "unseen": UNSEEN_KINDS}
+KIND_SETS = {"all": KINDS, "seen": SEEN_KINDS, "unseen": UNSEEN_KINDS, "digit": DIGITS, "shape": SHAPES}
 
 # Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
 # colors, a small CLIP would have to learn every glyph in every pair of them, and needs several times as many steps.

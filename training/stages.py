@@ -85,7 +85,7 @@ from training.clustering import Clusters, accumulate, contact_sheet, load_cluste
 from training.data import DataArguments, PairLoader, caption_columns, first_caption, load_pairs
 from training.data import fingerprint as data_fingerprint
 from training.data_clusters import (
-    PART_SIZE,
+    BATCHES_PER_PART,
     DataClusters,
     balanced_kmeans,
     group_centers,
@@ -419,12 +419,13 @@ def embed_captions(run: Run, stage: EmbedCaptionsStage, directory: Path) -> None
     def compute(start: int, stop: int) -> np.ndarray:
         return _encode(encoder, rows, start, stop, stage.batch_size).astype(stage.dtype)
 
-    write_parts(run.accelerator, directory, "embeddings", len(rows), PART_SIZE, compute)
+    index = _index(rows, stage, encoder.name)
+    write_parts(run.accelerator, directory, "embeddings", len(rows), index["part_size"], compute)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         for _ in read_parts(directory, "embeddings", len(rows)):
             pass  # raises where one is missing
-        save_index(directory, _index(rows, stage.data, encoder.name))
+        save_index(directory, index)
 
 
 def cluster_fine(run: Run, stage: ClusterFineStage, directory: Path) -> None:
@@ -463,7 +464,7 @@ def assign(run: Run, stage: AssignStage, directory: Path) -> None:
 
     else:
         rows, encoder = run.pairs(stage.data), load_encoder(captions / "encoder", run.accelerator.device)
-        index = _index(rows, stage.data, encoder.name)
+        index = _index(rows, stage, encoder.name)
 
         def features(start: int, stop: int) -> np.ndarray:
             return _encode(encoder, rows, start, stop, stage.batch_size)
@@ -471,7 +472,7 @@ def assign(run: Run, stage: AssignStage, directory: Path) -> None:
     def compute(start: int, stop: int) -> np.ndarray:
         return nearest_centers(features(start, stop), on_device)
 
-    write_parts(run.accelerator, directory, "labels", index["num_rows"], PART_SIZE, compute)
+    write_parts(run.accelerator, directory, "labels", index["num_rows"], index["part_size"], compute)
     run.accelerator.wait_for_everyone()
     if not run.accelerator.is_main_process:
         return
@@ -825,12 +826,13 @@ def _encode(encoder: SentenceEncoder, rows: datasets.Dataset, start: int, stop: 
     return np.concatenate([encoder.encode(_texts(rows, i, min(i + batch_size, stop))) for i in starts])
 
 
-def _index(rows: datasets.Dataset, data: DataArguments, encoder: str) -> dict[str, Any]:
+def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
     """What the parts of a stage belong to."""
     return {
         "num_rows": len(rows),
+        "part_size": stage.batch_size * BATCHES_PER_PART,
         "encoder": encoder,
-        "data": dump(data),
+        "data": dump(stage.data),
         "dataset_fingerprint": data_fingerprint(rows),
     }
 

@@ -1,0 +1,357 @@
+"""MoDE's recipe run whole on models of a few thousand parameters: what each stage makes, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file
+from transformers import AutoModel, CLIPModel
+
+from conversion import assemble, average
+from conversion.upcycle import PRESETS, upcycle
+from evaluation.datasets import BENCHMARKS
+from evaluation.evaluate import evaluate_model
+from evaluation.report import best_of
+from evaluation.sentence_encoders import load_encoder
+from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
+from training import stages
+from training.arguments import load_recipe
+from training.data import DataArguments, fingerprint, load_pairs
+from training.data_clusters import load_data_clusters, load_data_labels, read_parts
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[1]
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+DATA = {"source": "glyphs", "num_samples": 160, "captions": "web", "in_memory": True}
+TASKS = ["glyphs_digits", "glyphs_retrieval", "glyphs_pairs", "glyphs_linear_probe"]
+
+
+def recipe():
+    training = {"data": DATA, "model": "dense", "global_batch_size": 8, "num_epochs": 1, "learning_rate": 1e-2}
+    together = {"stage": "assemble", "experts": ["expert_1", "expert_2"]}
+    routed = {**together, "clusters": "coarse", "captions": "captions"}
+    return {
+        "output_dir": "out",
+        "defaults": {"embed_captions": {"data": DATA, "dim": 16}, "train": training},
+        "stages": [
+            {
+                "name": "dense",
+                "stage": "initialize",
+                "processor": "glyphs",
+                "projection_dim": 16,
+                "text_config": {**TOWER, "max_position_embeddings": 24},
+                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
+            },
+            {"name": "captions", "stage": "embed_captions", "encoder": "tfidf"},
+            {"name": "fine", "stage": "cluster_fine", "captions": "captions", "num_centers": 8, "num_samples": 120},
+            {"name": "assigned", "stage": "assign", "captions": "captions", "centers": "fine"},
+            {"name": "coarse", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2},
+            {"name": "random", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2, "random": True},
+            {
+                "name": "selected",
+                "stage": "select",
+                "assignment": "assigned",
+                "captions": "captions",
+                "metadata": ["heart", "star"],
+            },
+            {"name": "expert_1", "stage": "train_data_expert", "expert": 1, "clusters": "coarse", "cluster": 0},
+            {"name": "expert_2", "stage": "train_data_expert", "expert": 2, "clusters": "coarse", "cluster": 1},
+            {"name": "retrieved", "stage": "train_data_expert", "expert": 3, "clusters": "selected", "cluster": 0},
+            {"name": "mode", **routed},
+            {"name": "by_coarse", **routed, "centers": "coarse"},
+            {"name": "equal", **together},
+            {"name": "first", **routed, "experts": ["expert_1"]},
+            {"name": "mean", "stage": "average", "models": ["expert_1", "expert_2"]},
+            {
+                "name": "evaluation",
+                "stage": "evaluate",
+                "models": {"mode": "mode", "one": "expert_1", "two": "expert_2", "equal": "equal", "mean": "mean"},
+                "oracles": {"best": ["one", "two"]},
+                "tasks": TASKS,
+            },
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mode")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
+
+    def run(output="out", overrides=None, **parts):
+        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
+        return run_recipe(loaded, **parts)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def out(run):
+    return run()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return load_pairs(DataArguments(**DATA))
+
+
+def copy(out, name, *names):
+    """A run that has these stages of `out` already."""
+    target = out.parent / name
+    for part in names:
+        shutil.copytree(out / part, target / part)
+    return target
+
+
+def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
+    embeds = np.concatenate([part for _, part in read_parts(out / "captions", "embeddings", 160)])
+    encoder = load_encoder(out / "captions" / "encoder")
+    np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
+    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
+    labels = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
+    distances = ((embeds[:, None] - centers) ** 2).sum(axis=2)
+    assert centers.shape == (8, 16) and np.array_equal(labels, distances.argmin(axis=1))
+
+
+def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
+    fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
+    clusters, metadata = load_data_clusters(out / "coarse")
+    labels = load_data_labels(out / "coarse", fingerprint(rows))
+    assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"] == "tfidf"
+    assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
+    assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
+    random = load_data_labels(out / "random", fingerprint(rows))
+    assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
+    assert (out / "coarse" / "clusters.png").stat().st_size > 10_000
+
+
+def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
+    labels = load_data_labels(out / "selected", fingerprint(rows))
+    encoder = load_encoder(out / "captions" / "encoder")
+    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
+    metadata = encoder.encode(["heart", "star"])
+    nearest = {int(((embed - centers) ** 2).sum(axis=1).argmin()) for embed in metadata}
+    fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
+    assert np.array_equal(labels == 0, np.isin(fine, list(nearest)))
+    assert 8 <= (labels == 0).sum() < 160 and (labels[labels != 0] == -1).all()
+
+
+def test_an_expert_sees_its_own_pairs_alone(run, out, rows, monkeypatch):
+    """Captions of the other cluster do not change an expert: it equals one that is trained on its own pairs alone."""
+    seen = []
+    collate = stages.PairLoader._collate
+
+    def record(self, pairs):
+        seen.extend(pair["caption"] for pair in pairs)
+        return collate(self, pairs)
+
+    monkeypatch.setattr(stages.PairLoader, "_collate", record)
+    target = copy(out, "alone", "dense", "coarse", "assigned", "fine", "captions")
+    run("alone", only=["expert_2"])
+    mine = load_data_labels(out / "coarse", fingerprint(rows)) == 1
+    captions = np.array(rows["caption"])
+    assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
+    assert len(seen) == mine.sum() // 8 * 8
+    expected, found = (load_file(folder / "expert_2" / "model.safetensors") for folder in (out, target))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_experts_apart_make_the_same_model(run, out):
+    run("apart", experts=[2])
+    assert not (out.parent / "apart" / "expert_1").exists() and not (out.parent / "apart" / "mode").exists()
+    run("apart", only=["expert_1", "mode"])
+    found, expected = (AutoModel.from_pretrained(folder / "mode") for folder in (out.parent / "apart", out))
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    assert torch.equal(found.centers, expected.centers)
+
+
+def test_assembled_models(out):
+    mode, coarse, equal, first = (
+        CLIPMoDEModel.from_pretrained(out / name) for name in ("mode", "by_coarse", "equal", "first")
+    )
+    clusters, _ = load_data_clusters(out / "coarse")
+    assert np.array_equal(mode.centers.numpy(), clusters.centers)
+    assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
+    assert np.array_equal(coarse.centers.numpy(), clusters.coarse_centers) and equal.centers is None
+    assert np.array_equal(first.centers.numpy(), clusters.centers[clusters.expert_of_center == 0])
+    for number in range(2):
+        expert = CLIPModel.from_pretrained(out / f"expert_{number + 1}").state_dict()
+        assert all(torch.equal(expert[name], tensor) for name, tensor in mode.expert(number).state_dict().items())
+    encoder = load_encoder(out / "mode" / assemble.ENCODER)
+    weights = mode.set_task(torch.as_tensor(encoder.encode(["heart", "star"])), encoder.name)
+    assert weights.sum() == pytest.approx(1)
+    assert not (out / "equal" / assemble.ENCODER).exists()
+
+
+def test_average_is_the_mean(out):
+    mean, one, two = (CLIPModel.from_pretrained(out / n).state_dict() for n in ("mean", "expert_1", "expert_2"))
+    for name, tensor in mean.items():
+        assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
+
+
+def test_an_ensemble_is_measured_as_the_model_computes(out, tmp_path):
+    """The concatenated embeddings of the evaluation against the logits of the model, task by task."""
+    results = {result["task"]: result for result in evaluate_model(out / "mode", TASKS[:2], tmp_path)}
+    model = CLIPMoDEModel.from_pretrained(out / "mode")
+    processor = stages.AutoProcessor.from_pretrained(out / "mode")
+    encoder = load_encoder(out / "mode" / assemble.ENCODER)
+
+    benchmark = BENCHMARKS["glyphs_retrieval"]
+    rows = benchmark.load()[0]
+    texts = processor.tokenizer(list(rows["caption"]), padding=True, truncation=True, return_tensors="pt")
+    images = processor.image_processor(list(rows["image"]), return_tensors="pt")
+    corpus = torch.as_tensor(encoder.encode(list(rows["caption"])))
+    with torch.no_grad():
+        per_image = model(**texts, **images, routing_weights=model.route(corpus)).logits_per_image
+        per_text = model(**texts, **images, routing_weights=model.route(corpus[:, None])).logits_per_text
+    numbers = torch.arange(len(rows))
+    for name, logits in (("image_to_text", per_image), ("text_to_image", per_text)):
+        expected = (logits.argmax(dim=1) == numbers).float().mean().item()
+        assert results["glyphs_retrieval"]["metrics"][f"{name}_recall@1"] == pytest.approx(expected, abs=2.1e-3)
+    queries = model.route(corpus[:, None]).mean(dim=0)
+    assert results["glyphs_retrieval"]["routing_weights"]["queries"] == pytest.approx(queries.tolist(), abs=0.02)
+
+    benchmark = BENCHMARKS["glyphs_digits"]
+    rows = benchmark.load()[0]
+    model.set_task(torch.as_tensor(encoder.encode(list(benchmark.classes))))
+    images = processor.image_processor(list(rows["image"]), return_tensors="pt")
+    similarity = 0
+    for number in range(2):
+        expert = model.expert(number)
+        prompts = [template.format(name) for name in benchmark.classes for template in benchmark.templates]
+        batch = processor.tokenizer(prompts, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            texts = torch.nn.functional.normalize(expert.get_text_features(**batch).pooler_output, dim=-1)
+            pictures = torch.nn.functional.normalize(expert.get_image_features(**images).pooler_output, dim=-1)
+        classes = torch.nn.functional.normalize(texts.view(len(benchmark.classes), -1, 16).mean(dim=1), dim=-1)
+        similarity = similarity + model.task_weights[number] * expert.logit_scale.exp() * pictures @ classes.T
+    labels = torch.tensor([list(benchmark.classes).index(name) for name in rows["caption"]])
+    expected = (similarity.argmax(dim=1) == labels).float().mean().item()
+    assert results["glyphs_digits"]["metrics"]["accuracy"] == pytest.approx(expected, abs=1.1e-3)
+
+
+def test_oracle_has_the_best_score_of_each_task(out):
+    report = (out / "evaluation" / "report.md").read_text()
+    assert "| best " in report
+    results = [json.loads(path.read_text()) for path in sorted((out / "evaluation").glob("*--*.json"))]
+    for best in best_of(results, "best", ["one", "two"]):
+        alone = [r["metrics"] for r in results if r["task"] == best["task"] and r["model"] in ("one", "two")]
+        assert len(alone) == 2
+        assert best["metrics"] == {name: max(m[name] for m in alone) for name in alone[0]}
+
+
+def test_two_processes_assign_as_one(run, out):
+    folder = out.parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "training.upcycle", "--config", "recipe.yaml", "--output-dir", "two"]
+    command += ["--stages", "dense,captions,fine,assigned,coarse", "--captions.batch_size", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert len(list((folder / "two" / "assigned" / "parts").iterdir())) == 2
+    for stage, name in (("fine", "centers"), ("coarse", "labels")):
+        path = f"{stage}/{name}.safetensors"
+        expected, found = load_arrays(out / path), load_arrays(folder / "two" / path)
+        assert all(np.array_equal(found[key], array) for key, array in expected.items())
+
+
+def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
+    target = copy(out, "others", "dense", "captions", "fine")
+    more = {**DATA, "num_samples": 300, "seed": 5}
+    run("others", {"assigned.data": more}, only=["assigned", "coarse"])
+    rows = load_pairs(DataArguments(**more))
+    embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
+    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
+    labels = np.concatenate([part for _, part in read_parts(target / "assigned", "labels", 300)])
+    assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
+    assert len(load_data_labels(target / "coarse", fingerprint(rows))) == 300
+    with pytest.raises(ValueError, match="belong to another dataset"):
+        run("others", {"assigned.data": more}, only=["expert_1"])
+
+
+def test_sparse_experts_make_a_mixture_of_two_levels(run, out, tmp_path):
+    upcycled = tmp_path / "sparse"
+    upcycle(CLIPModel.from_pretrained(out / "dense"), PRESETS["clip_up"], seed=0).save_pretrained(upcycled)
+    stages.AutoProcessor.from_pretrained(out / "dense").save_pretrained(upcycled)
+    copy(out, "two_levels", "dense", "captions", "fine", "assigned", "coarse")
+    run(
+        "two_levels",
+        {"expert_1.model": str(upcycled), "expert_2.model": str(upcycled)},
+        only=["expert_1", "expert_2", "mode"],
+    )
+    folder = out.parent / "two_levels" / "mode"
+    model = AutoModel.from_pretrained(folder)
+    assert isinstance(model.expert(0), CLIPMoEModel) and isinstance(model.expert(1), CLIPMoEModel)
+    results = evaluate_model(folder, ["glyphs_digits"], tmp_path)
+    assert 0 < results[0]["metrics"]["accuracy"] < 1 and len(results[0]["routing_weights"]["classes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part", "message"),
+    [
+        ({"expert_1.global_batch_size": 128}, "expert_1", "has [0-9]+ pairs, fewer than global_batch_size 128"),
+        ({"expert_1.cluster": 2}, "expert_1", "there is no cluster 2; coarse has 2"),
+        ({"coarse.num_experts": 9}, "coarse", "8 centers cannot be shared by 9 experts"),
+        ({"fine.num_centers": 121}, "fine", "120 samples cannot make 121 clusters"),
+        ({"selected.num_nearest": 9}, "selected", "num_nearest 9 of 8 centers"),
+        ({"selected.metadata": ["zebra"]}, "selected", "knows no word of 'zebra'"),
+        ({"captions.dim": 999}, "captions", "different words, fewer than dim 999"),
+        ({"captions.encoder": "nowhere/at/all"}, "captions", "nowhere/at/all"),
+        ({"mode.experts": ["expert_1", "expert_2", "dense"]}, "mode", "3 experts, but coarse has 2 clusters"),
+    ],
+)
+def test_what_cannot_be_is_refused(run, out, overrides, part, message):
+    names = ["dense", "captions", "fine", "assigned", "coarse", "selected", "expert_1", "expert_2"]
+    target = out.parent / "refused"
+    shutil.rmtree(target, ignore_errors=True)
+    order = [stage["name"] for stage in recipe()["stages"]]
+    copy(out, "refused", *[name for name in names if order.index(name) < order.index(part)])
+    with pytest.raises((ValueError, OSError), match=message):
+        run("refused", overrides, only=[part])
+
+
+def test_contradictions_are_refused(run):
+    for overrides, message in (
+        ({"expert_1.data.streaming": True}, "streaming"),
+        ({"expert_2.expert": 1}, "two stages train an expert of the same number"),
+        ({"mode.captions": None}, "clusters and captions go together"),
+        ({"evaluation.oracles": {"best": ["one", "three"]}}, "oracles.best needs rows of the models"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("never", overrides)
+
+
+def test_centers_of_another_encoder_are_refused(run, out, tmp_path):
+    target = copy(out, "encoders", "dense", "fine")
+    with pytest.raises(ValueError, match="made with tfidf, the captions with dense"):
+        run("encoders", {"captions.encoder": "dense"}, only=["captions", "assigned"])
+    assert load_encoder(target / "captions" / "encoder").name == "dense"
+
+
+def test_experts_that_do_not_fit_are_refused(out, tmp_path):
+    with pytest.raises(ValueError, match="glyph_clip has projection_dim 64, but .* has 16"):
+        assemble.convert([out / "dense", "training/glyph_clip"], tmp_path / "mode")
+    with pytest.raises(ValueError, match="has other parameters than"):
+        average.average([out / "dense", "training/glyph_clip"])
+
+
+def test_commands(out, tmp_path):
+    experts = [str(out / "expert_1"), str(out / "expert_2")]
+    assemble.main([str(tmp_path / "mode"), "--experts", *experts])
+    model = AutoModel.from_pretrained(tmp_path / "mode")
+    assert model.num_experts == 2 and model.set_equal_weights().tolist() == [0.5, 0.5]
+    average.main([str(tmp_path / "mean"), "--models", *experts])
+    expected = load_file(out / "mean" / "model.safetensors")
+    found = load_file(tmp_path / "mean" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(SystemExit, match="error: .*nowhere"):
+        average.main([str(tmp_path / "other"), "--models", str(tmp_path / "nowhere")])
