@@ -120,12 +120,13 @@ def nearest_centers(features: np.ndarray, centers: torch.Tensor) -> np.ndarray:
     """
     if features.shape[1] != centers.shape[1]:
         raise ValueError(f"the features have size {features.shape[1]}, the centers {centers.shape[1]}")
-    labels = []
+    labels, squares = [], centers.square().sum(1)
     for start in range(0, len(features), CHUNK):
         chunk = torch.as_tensor(features[start : start + CHUNK]).to(centers.device, torch.float32)
         if not chunk.isfinite().all():
             raise ValueError(f"the features of rows {start} to {start + len(chunk) - 1} are not all finite")
-        labels.append(squared_distances(chunk, centers).argmin(1).to(torch.int32).cpu())
+        # The square of the row is the same for all centers
+        labels.append(torch.addmm(squares, chunk, centers.T, alpha=-2).argmin(1).to(torch.int32).cpu())
     return torch.cat(labels).numpy()
 
 
