@@ -160,8 +160,8 @@ class CLIPMoDEModel(PreTrainedModel):
         self.expert_of_center: torch.Tensor | None = None
         self.task_weights: torch.Tensor | None = None
         self.max_loaded_experts: int | None = None
-        # Name of an expert -> repository that it can be loaded from, and the arguments for that
-        self._sources: dict[str, tuple[str, dict[str, Any]]] = {}
+        # Name of an expert -> repository and folder that it can be loaded from, and the arguments for that
+        self._sources: dict[str, tuple[str, str, dict[str, Any]]] = {}
         self.post_init()
 
     @classmethod
@@ -216,25 +216,26 @@ class CLIPMoDEModel(PreTrainedModel):
             OSError: if the repository or a file of it is not there.
             ValueError: if the experts do not fit together, or a file is damaged.
         """
-        source = str(pretrained_model_name_or_path)
+        source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if config is None:
             known = [name for name in cls.config_class.__dataclass_fields__ if name != "dtype"]
             changes = {name: kwargs.pop(name) for name in known if name in kwargs}
-            config = cls.config_class.from_pretrained(source, **hub, **changes)
+            config = cls.config_class.from_pretrained(source, subfolder=folder, **hub, **changes)
         if max_loaded_experts is not None and max_loaded_experts < 1:
             raise ValueError(f"max_loaded_experts must be at least 1, or None for all, got {max_loaded_experts}.")
         model = cls(config)
-        if isinstance(kwargs.get("dtype"), torch.dtype):
-            model.place = model.place.to(kwargs["dtype"])
+        dtype = kwargs.get("dtype", "auto")
+        dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
+        model.place = model.place.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         if config.num_centers:
-            path = cached_file(source, ROUTING_FILE, **hub)
+            path = cached_file(source, ROUTING_FILE, subfolder=folder, **hub)
             try:
                 routing = load_file(path)
             except SafetensorError as error:
                 raise ValueError(f"{path} is truncated or not safetensors: {error}") from error
             model.set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
-        model._sources = {name: (source, kwargs) for name in config.experts}
+        model._sources = {name: (source, f"{folder}/{name}".lstrip("/"), kwargs) for name in config.experts}
         model.max_loaded_experts = max_loaded_experts
         if max_loaded_experts is None:
             for number in range(len(config.experts)):
@@ -268,7 +269,7 @@ class CLIPMoDEModel(PreTrainedModel):
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         for number, name in enumerate(self.config.experts):
-            if name not in self.experts and Path(self._sources[name][0]).resolve() == directory.resolve():
+            if name not in self.experts and Path(*self._sources[name][:2]).resolve() == (directory / name).resolve():
                 continue
             self.expert(number).save_pretrained(directory / name, **kwargs)
         if self.centers is not None:
@@ -529,26 +530,26 @@ class CLIPMoDEModel(PreTrainedModel):
     def _load(self, name: str) -> CLIPModel | CLIPMoEModel:
         if name not in self._sources:
             raise ValueError(f"{name} has no weights: use from_pretrained, or from_experts.")
-        source, kwargs = self._sources[name]
+        source, folder, kwargs = self._sources[name]
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
-        cached_file(source, f"{name}/config.json", **hub)  # whose error names the file
+        cached_file(source, f"{folder}/config.json", **hub)  # whose error names the file
         # Its auto_map is left aside: the class is one of these
-        config = CLIPModel.config_class.get_config_dict(source, subfolder=name, **hub)[0]
-        model_class = CLIPMoEModel if config.get("model_type") == CLIPMoEModel.config_class.model_type else CLIPModel
-        if model_class.config_class.model_type != config.get("model_type"):
-            raise ValueError(
-                f"{source}, {name}: a data expert is a clip or a clip_moe, not {config.get('model_type')}."
-            )
+        model_type = CLIPModel.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
+        classes = {model_class.config_class.model_type: model_class for model_class in (CLIPModel, CLIPMoEModel)}
+        if model_type not in classes:
+            raise ValueError(f"{source}, {folder}: a data expert is one of {', '.join(classes)}, not {model_type}.")
         try:
-            expert, info = model_class.from_pretrained(source, subfolder=name, output_loading_info=True, **kwargs)
+            expert, info = classes[model_type].from_pretrained(
+                source, subfolder=folder, output_loading_info=True, **kwargs
+            )
         except SafetensorError as error:
-            raise ValueError(f"The weights of {source}, {name}, are truncated or not safetensors: {error}") from error
+            raise ValueError(f"The weights of {source}, {folder}, are truncated or not safetensors: {error}") from error
         missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if missing or left_over:
-            raise ValueError(f"{source}, {name}: missing weights {missing[:8]}, left over {left_over[:8]}.")
+            raise ValueError(f"{source}, {folder}: missing weights {missing[:8]}, left over {left_over[:8]}.")
         self._require_fit(expert, name)
-        if "device_map" not in kwargs:
-            expert.to(self.place.device)
+        if not {"device_map", "quantization_config"} & set(kwargs):
+            expert.to(self.place.device, self.place.dtype)
         return expert.train(self.training)
 
     def _require_fit(self, expert: PreTrainedModel, name: str) -> None:

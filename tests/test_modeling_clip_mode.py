@@ -198,7 +198,9 @@ def test_loaded_one_at_a_time(inputs, tmp_path):
     found = lazy(**inputs, routing_weights=weights).logits_per_image
     assert torch.equal(found, model(**inputs).logits_per_image)
     assert list(lazy.experts) == ["expert_2"]
-    lazy.to(torch.float64)
+    half = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1).to(torch.bfloat16)
+    assert half.dtype == half.expert(0).dtype == torch.bfloat16
+    assert CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1, dtype="bfloat16").expert(0).dtype == half.dtype
     two = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=2)
     for number in (0, 1, 0, 2):
         two.expert(number)
@@ -251,6 +253,16 @@ def test_an_unloaded_model_is_saved_elsewhere(inputs, tmp_path):
     copy = AutoModel.from_pretrained(tmp_path / "b")
     copy.set_equal_weights()
     assert torch.equal(copy(**inputs).logits_per_image, model(**inputs).logits_per_image)
+
+
+def test_loaded_from_a_folder_of_a_repository(inputs, tmp_path):
+    model = mixture(2)
+    model.save_pretrained(tmp_path / "models" / "mode")
+    weights = model.set_equal_weights()
+    for options in ({}, {"max_loaded_experts": 1}):
+        loaded = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode", **options)
+        found = loaded(**inputs, routing_weights=weights).logits_per_image
+        assert torch.equal(found, model(**inputs).logits_per_image) and torch.equal(loaded.centers, model.centers)
 
 
 def test_folder_loads_without_the_package(inputs, tmp_path):
