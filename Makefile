@@ -29,3 +29,5 @@ style: $(STAMP)  ## repair what can be repaired
 bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.experts
 	$(BIN)/python -m benchmarks.training_time
+	$(BIN)/python -m benchmarks.assign
+	$(BIN)/python -m benchmarks.balanced_kmeans

@@ -264,6 +264,35 @@ def test_two_processes_assign_as_one(run, out):
         assert all(np.array_equal(found[key], array) for key, array in expected.items())
 
 
+@pytest.mark.parametrize(("stage", "function"), [("captions", "_encode"), ("assigned", "nearest_centers")])
+def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, function):
+    """The process ends within the second of two parts."""
+    target = copy(out, f"killed_{stage}", "dense")
+    one = {"captions.batch_size": 1}  # parts of 128 rows
+    if stage == "assigned":
+        run(target.name, one, only=["captions", "fine"])
+    compute, calls = getattr(stages, function), []
+
+    def killed(*arguments):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compute(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stages, function, killed)
+        run(target.name, one, only=[stage])
+    calls.append(None)  # from now on nothing is killed
+    monkeypatch.setattr(stages, function, killed)
+    run(target.name, one, only=[stage])
+    assert len(calls) == 4  # of the second run: the second part alone
+    name = {"captions": "embeddings", "assigned": "labels"}[stage]
+    found, expected = (
+        np.concatenate([part for _, part in read_parts(folder / stage, name, 160)]) for folder in (target, out)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     target = copy(out, "others", "dense", "captions", "fine")
     more = {**DATA, "num_samples": 300, "seed": 5}
