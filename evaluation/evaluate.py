@@ -46,6 +46,12 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from training.data import DataArguments, decode_image
 
 
+EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
+# What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
+WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
+PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
+
+
 class Embedder:
     """A model's normalized embeddings, computed once and kept on disk.
 
@@ -84,7 +90,8 @@ class Embedder:
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
         versions = environment()["versions"]
-        self.key = json.dumps([self.fingerprint, code_hash(), versions, str(dtype), device.type, batch_size])
+        files = [fingerprint(str(model), WEIGHTS), fingerprint(str(processor), PROCESSOR)]
+        self.key = json.dumps([*files, code_hash(), versions, str(dtype), device.type, batch_size])
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
         """(rows, D) of the images of a column."""
@@ -345,8 +352,11 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"cannot compute on the device {device}: {error}") from error
 
 
-def fingerprint(model: str) -> str:
+def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
     """What a model is: the hash of its files for a folder, the commit for a hub repository.
+
+    Args:
+        patterns: of the files that count.
 
     Raises:
         FileNotFoundError: it is neither.
@@ -360,11 +370,10 @@ def fingerprint(model: str) -> str:
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.suffix in {".bin", ".json", ".safetensors", ".txt"}:
-            digest.update(file.relative_to(path).as_posix().encode())
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
+    for file in sorted({file for pattern in patterns for file in path.glob(pattern)}):
+        digest.update(file.relative_to(path).as_posix().encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
 
 
