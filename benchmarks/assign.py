@@ -40,8 +40,7 @@ def assign(folder: Path, num_rows: int, size: int, num_centers: int) -> None:
     accelerator = Accelerator(cpu=True)
 
     def compute(start: int, stop: int) -> np.ndarray:
-        part = next(array for first, array in read_parts(folder, "embeddings", stop, start) if first == start)
-        return nearest_centers(part, centers)
+        return nearest_centers(next(read_parts(folder, "embeddings", stop, start))[1], centers)
 
     output = folder / f"labels_{num_rows}"
     output.mkdir()

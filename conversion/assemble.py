@@ -47,33 +47,33 @@ def convert(
         ValueError: an expert takes other inputs or gives embeddings of another size than the first, or see
             `CLIPMoDEModel.set_centers`.
     """
-    first = None
+    first = dtype = None
     for number, source in enumerate(experts):
         expert = load_clip(source)
         text, vision = expert.config.text_config, expert.config.vision_config
         sizes = {
             "projection_dim": expert.config.projection_dim,
             "vocab_size": text.vocab_size,
+            "eos_token_id": text.eos_token_id,
             "max_position_embeddings": text.max_position_embeddings,
             "image_size": vision.image_size,
             "num_channels": vision.num_channels,
         }
-        first = first or sizes
+        first, dtype = first or sizes, dtype or expert.dtype
         for name, size in sizes.items():
             if size != first[name]:
                 raise ValueError(f"{source} has {name} {size}, but {experts[0]} has {first[name]}")
         expert.save_pretrained(folder / f"expert_{number}")
     names = [f"expert_{number}" for number in range(len(experts))]
-    CLIPMoDEConfig(
-        experts=names, projection_dim=first["projection_dim"], routing_temperature=routing_temperature
-    ).save_pretrained(folder)
+    config = {"projection_dim": first["projection_dim"], "routing_temperature": routing_temperature, "dtype": dtype}
+    CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:
         model.set_centers(centers, expert_of_center, metadata_encoder)
     model.save_pretrained(folder)
     copy_processor(experts[0], folder)
     if encoder_folder is not None:
-        shutil.copytree(encoder_folder, folder / ENCODER)
+        shutil.copytree(encoder_folder, folder / ENCODER, dirs_exist_ok=True)  # after a kill
     verify(experts, folder)
 
 

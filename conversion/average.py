@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel
 
-from conversion.checkpoints import copy_processor, load_clip, load_model, new_folder, one_line_errors
+from conversion.checkpoints import architecture, copy_processor, load_clip, load_model, new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoEModel
 
 
@@ -19,15 +19,15 @@ def average(sources: Sequence[str | Path]) -> CLIPModel | CLIPMoEModel:
     """The mean, taken in float64, of the parameters of models, of which two are in memory at a time.
 
     Raises:
-        ValueError: a model is of another kind than the first, or has other parameters.
+        ValueError: a model is of another kind than the first, or has another configuration.
     """
     mean = load_clip(sources[0])
     sums = {name: parameter.double() for name, parameter in mean.named_parameters()}
     for source in sources[1:]:
-        parameters = dict(load_model(type(mean), source).named_parameters())
-        shapes = {name: tensor.shape for name, tensor in parameters.items()}
-        if shapes != {name: tensor.shape for name, tensor in sums.items()}:
-            raise ValueError(f"{source} has other parameters than {sources[0]}: they have no mean")
+        model = load_model(type(mean), source)
+        if architecture(model.config, type(model.config)) != architecture(mean.config, type(mean.config)):
+            raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
+        parameters = dict(model.named_parameters())
         for name, parameter in parameters.items():
             sums[name] += parameter.double()
     for name, parameter in mean.named_parameters():

@@ -42,13 +42,13 @@ class Benchmark:
     load_train: Callable[[], tuple[Dataset, int]] | None = None
 
 
-# Rows of the glyph benchmarks are drawn once for all models that are measured on them.
 def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
     """Glyphs with their kinds."""
     rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds])
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
+# Rows of the glyph benchmarks are drawn once for all models that are measured on them.
 def _glyph_zero_shot(title: str, kinds: str, classes: Sequence[str] = tuple(glyphs.KINDS)) -> Benchmark:
     candidates = f"all {len(classes)} kinds" if len(classes) == len(glyphs.KINDS) else f"these {len(classes)}"
     return Benchmark(

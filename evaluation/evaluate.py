@@ -9,11 +9,13 @@ Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/
 import argparse
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, CLIPModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import has_file, load_clip, one_line_errors
@@ -40,10 +42,12 @@ from evaluation.datasets import (
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
-from evaluation.sentence_encoders import encode_metadata, load_encoder
+from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEModel
 from training.data import DataArguments, decode_image
+
+logger = logging.getLogger(__name__)
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
 # What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
@@ -78,7 +82,6 @@ class Embedder:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.fingerprint = fingerprint(str(model))
-        self.model = load_clip(model, dtype=dtype).to(device)
         # transformers would make up an empty tokenizer for a model that has none.
         if not has_file(processor, "tokenizer.json", "vocab.json"):
             raise FileNotFoundError(f"{processor} has no tokenizer; copy the one it was trained with there")
@@ -91,6 +94,11 @@ class Embedder:
         versions = environment()["versions"]
         files = [fingerprint(str(model), WEIGHTS), fingerprint(str(processor), PROCESSOR)]
         self.key = json.dumps([*files, code_hash(), versions, str(dtype), device.type, batch_size])
+
+    @cached_property
+    def model(self) -> CLIPModel | CLIPMoEModel:
+        """Loaded when something is embedded that was not kept."""
+        return load_clip(self.source, dtype=self.dtype).to(self.device)
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
         """(rows, D) of the images of a column."""
@@ -166,39 +174,55 @@ class Ensemble:
 
     Args:
         model: a folder or hub name.
-        options: of `Embedder`.
+        cache_dir, batch_size, device, dtype: of `Embedder`.
 
     Raises:
         FileNotFoundError, ValueError: see `Embedder` and `CLIPMoDEModel.from_pretrained`.
     """
 
-    def __init__(self, model: str | Path, *options):
+    def __init__(
+        self,
+        model: str | Path,
+        cache_dir: Path | None,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
-        self.folder, self.options, self.fingerprint = folder, options, fingerprint(str(folder))
+        self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
+        self.options = (cache_dir, batch_size, device, dtype)
         self.router = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
-        self.encoder = None if self.router.centers is None else load_encoder(folder / ENCODER)
-        # exp(logit_scale) of each expert
-        self.scales = np.ones(self.router.num_experts)
+        self.scales = np.array([float(self.router.expert(i).logit_scale.exp()) for i in range(self.router.num_experts)])
+        self._known: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
         """What is computed with every expert, of which one is in memory at a time."""
-        results = []
-        for number, name in enumerate(self.router.config.experts):
-            embedder = Embedder(self.folder / name, *self.options, processor=self.folder)
-            self.scales[number] = float(embedder.model.logit_scale.exp())
-            results.append(compute(embedder))
-        return results
+        names = self.router.config.experts
+        return [compute(Embedder(self.folder / name, *self.options, processor=self.folder)) for name in names]
 
     def weights(self, tasks: Sequence[Sequence[str]]) -> np.ndarray:
         """(tasks, n) weights of the experts' cosine similarities, from the metadata of each task and the experts' own
-        temperatures, which `map` has to see first."""
-        if self.encoder is None:
+        temperatures. Tasks have the same number of texts."""
+        if self.router.centers is None:
             weights = np.ones((len(tasks), self.router.num_experts))
         else:
-            embeds = torch.as_tensor(encode_metadata(self.encoder, [text for task in tasks for text in task]))
-            weights = self.router.route(embeds.view(len(tasks), len(tasks[0]), -1), self.encoder.name).numpy()
+            self._embed({text for task in tasks for text in task} - set(self._known))
+            embeds = np.stack([[self._known[text] for text in task] for task in tasks])
+            unknown = int((~embeds.any(axis=-1)).sum())
+            if unknown:
+                logger.warning("%s: the encoder knows no word of %d texts, which route nothing", self.folder, unknown)
+            weights = self.router.route(torch.as_tensor(embeds), self.encoder.name).numpy()
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+    @cached_property
+    def encoder(self) -> SentenceEncoder:
+        return load_encoder(self.folder / ENCODER, self.device)
+
+    def _embed(self, texts: Iterable[str]) -> None:
+        texts = sorted(texts)
+        if texts:
+            self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
 
 
 def open_model(model: str | Path, *options) -> Embedder | Ensemble:
@@ -250,7 +274,9 @@ def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
         train_rows, train_skipped = benchmark.load_train()
         train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
         labels = [[list(benchmark.classes).index(name) for name in part["caption"]] for part in (train_rows, rows)]
-        metrics = linear_probe_metrics(concatenate(train_images), labels[0], concatenate(images), labels[1])
+        metrics = linear_probe_metrics(
+            concatenate(train_images), labels[0], concatenate(images), labels[1], device=model.device
+        )
         skipped += train_skipped
     else:
         pairs = list(zip(rows["caption_0"], rows["caption_1"], strict=True))
@@ -369,7 +395,7 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in path.glob(pattern)}):
+    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
         digest.update(file.relative_to(path).as_posix().encode())
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())

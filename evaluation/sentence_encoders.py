@@ -4,6 +4,7 @@ An encoder is kept in a folder: `encoder.json` says what it is, and the weights 
 Hub.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from conversion.checkpoints import has_file, load_clip
 from modeling_clip_moe import CLIPMoEConfig
 
 FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
-Pooling = Literal["mean", "cls"]
+Pooling = Literal["mean", "cls", "pooler"]
+BATCH_SIZE = 256
 
 
 class TfidfEncoder:
@@ -34,12 +36,12 @@ class TfidfEncoder:
         components: (d, words), the right singular vectors.
     """
 
-    name = "tfidf"
-
     def __init__(self, words: Sequence[str], idf: np.ndarray, components: np.ndarray):
-        self.words, self.components = list(words), components
+        self.words, self.idf, self.components = list(words), idf, components
         self.vectorizer = _vectorizer(vocabulary=self.words)
         self.vectorizer.idf_ = idf
+        self.projection = components.T.astype(np.float64)
+        self.name = f"tfidf-{_hash(json.dumps(self.words).encode(), idf.tobytes(), components.tobytes())}"
 
     @classmethod
     def fit(cls, texts: Sequence[str], dim: int, seed: int) -> "TfidfEncoder":
@@ -50,23 +52,30 @@ class TfidfEncoder:
         vectorizer = _vectorizer()
         counts = vectorizer.fit_transform(texts)
         if counts.shape[1] < dim:
-            raise ValueError(f"{len(texts)} texts have {counts.shape[1]} different words, fewer than dim {dim}")
+            raise ValueError(
+                f"{len(texts)} texts have {counts.shape[1]} different words, fewer than dim {dim}: lower it"
+            )
         components = TruncatedSVD(dim, random_state=seed).fit(counts).components_
         # safetensors writes memory as it lies
         components = np.ascontiguousarray(components, np.float32)
         return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components)
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
+    def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized; zeros for a text without a known word."""
-        return normalize(self.vectorizer.transform(texts) @ self.components.T.astype(np.float64)).astype(np.float32)
+        return normalize(self.vectorizer.transform(texts) @ self.projection).astype(np.float32)
 
     def save(self, folder: Path) -> None:
-        save_file({"idf": self.vectorizer.idf_, "components": self.components}, folder / WEIGHTS)
-        _write(folder, {"kind": "tfidf", "name": self.name, "words": self.words})
+        save_file({"idf": self.idf, "components": self.components}, folder / WEIGHTS)
+        _write(folder, {"kind": "tfidf", "words": self.words})
 
 
 class SentenceTransformerEncoder:
-    """A model of the sentence-transformers library, which has to be installed."""
+    """A model of the sentence-transformers library, which has to be installed.
+
+    Args:
+        source: a folder or hub name.
+        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights.
+    """
 
     def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
         try:
@@ -76,21 +85,25 @@ class SentenceTransformerEncoder:
         self.source, self.name = source, name or _name(source)
         self.model = SentenceTransformer(source, device=str(device))
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
+    def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""
-        return self.model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        options = {"normalize_embeddings": True, "show_progress_bar": False}
+        return self.model.encode(list(texts), batch_size=batch_size, **options)
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
             self.model.save(str(folder / "model"))
-        _write(folder, {"kind": "sentence_transformers", "name": self.name})
+        _write(folder, {"kind": "sentence_transformers", "name": self.name, "source": self.source})
 
 
 class TransformersEncoder:
-    """A text model of transformers, whose last hidden states are pooled, or the text tower of a dense or sparse CLIP.
+    """A text model of transformers, or the text tower of a dense or sparse CLIP.
 
     Args:
-        pooling: the mean over the tokens, or the first one, as SimCSE has it. A CLIP has its own.
+        source: a folder or hub name.
+        pooling: of the last hidden states: the mean over the tokens; the first one (unsupervised SimCSE); or the
+            model's own pooler, which is a layer on the first one (supervised SimCSE). A CLIP has its own.
+        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and the pooling.
     """
 
     def __init__(
@@ -100,33 +113,44 @@ class TransformersEncoder:
         name: str | None = None,
         device: str | torch.device = "cpu",
     ):
-        self.source, self.pooling, self.name = source, pooling, name or _name(source)
+        config = AutoConfig.from_pretrained(source)
+        self.is_clip = config.model_type in (CLIPConfig.model_type, CLIPMoEConfig.model_type)
+        self.source, self.pooling = source, pooling
+        self.name = name or (_name(source) if self.is_clip else f"{_name(source)}:{pooling}")
         self.tokenizer = AutoTokenizer.from_pretrained(source)
-        self.is_clip = AutoConfig.from_pretrained(source).model_type in (
-            CLIPConfig.model_type,
-            CLIPMoEConfig.model_type,
-        )
+        text_config = config.text_config if self.is_clip else config
+        longest = getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
+        self.max_length = min(longest, self.tokenizer.model_max_length)
         self.model = (load_clip(source) if self.is_clip else AutoModel.from_pretrained(source)).eval()
         self.model.to(device)
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
+    def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""
-        batch = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
+        embeds = [self._embed(list(texts[start : start + batch_size])) for start in range(0, len(texts), batch_size)]
+        return torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1).cpu().numpy()
+
+    def _embed(self, texts: list[str]) -> torch.Tensor:
+        options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
+        batch = self.tokenizer(texts, **options).to(self.model.device)
         if self.is_clip:
-            embeds = self.model.get_text_features(batch["input_ids"], batch["attention_mask"]).pooler_output
-        else:
-            hidden_states = self.model(**batch).last_hidden_state
-            mask = batch["attention_mask"][..., None].to(hidden_states.dtype)
-            mean = (hidden_states * mask).sum(dim=1) / mask.sum(dim=1)
-            embeds = hidden_states[:, 0] if self.pooling == "cls" else mean
-        return torch.nn.functional.normalize(embeds.float(), dim=-1).cpu().numpy()
+            return self.model.get_text_features(batch["input_ids"], batch["attention_mask"]).pooler_output
+        outputs = self.model(**batch)
+        if self.pooling == "pooler":
+            if outputs.get("pooler_output") is None:
+                raise ValueError(f"{self.source} has no pooler: use pooling mean or cls")
+            return outputs.pooler_output
+        if self.pooling == "cls":
+            return outputs.last_hidden_state[:, 0]
+        mask = batch["attention_mask"][..., None].to(outputs.last_hidden_state.dtype)
+        return (outputs.last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
             self.model.save_pretrained(folder / "model")
             self.tokenizer.save_pretrained(folder / "model")
-        _write(folder, {"kind": "transformers", "name": self.name, "pooling": self.pooling})
+        settings = {"kind": "transformers", "name": self.name, "source": self.source, "pooling": self.pooling}
+        _write(folder, settings)
 
 
 SentenceEncoder = TfidfEncoder | SentenceTransformerEncoder | TransformersEncoder
@@ -149,19 +173,22 @@ def open_encoder(
     )
 
 
-def load_encoder(folder: Path, device: str | torch.device = "cpu") -> SentenceEncoder:
+def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder:
     """The encoder that `save` kept in a folder.
 
     Raises:
         FileNotFoundError: the folder has none, or what is kept there by name cannot be had.
     """
+    folder = Path(folder)
     if not (folder / FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no sentence encoder")
+        raise FileNotFoundError(
+            f"{folder} holds no sentence encoder: copy the one that the cluster centers were made with there"
+        )
     settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
     if settings["kind"] == "tfidf":
         arrays = load_file(folder / WEIGHTS)
         return TfidfEncoder(settings["words"], arrays["idf"], arrays["components"])
-    source = str(folder / "model") if (folder / "model").is_dir() else settings["name"]
+    source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
     return open_encoder(source, settings.get("pooling", "mean"), settings["name"], device)
 
 
@@ -185,8 +212,19 @@ def _vectorizer(**options) -> TfidfVectorizer:
 
 
 def _name(source: str) -> str:
-    """A hub name as it is; of a folder the last part."""
-    return Path(source).resolve().name if Path(source).is_dir() else source
+    """A hub name as it is; of a folder the last part, and a hash of the weights, by which two of one name differ."""
+    folder = Path(source).resolve()
+    if not folder.is_dir():
+        return source
+    weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.rglob(pattern))
+    return f"{folder.name}-{_hash(*(path.read_bytes() for path in weights))}"
+
+
+def _hash(*contents: bytes) -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()[:8]
 
 
 def _write(folder: Path, settings: dict) -> None:

@@ -57,8 +57,8 @@ class CLIPMoDEConfig(PreTrainedConfig):
             raise ValueError(
                 f"{self.num_centers} centers need the metadata_encoder that they were made with, and its metadata_dim."
             )
-        if any(not name or "/" in name or "\\" in name or name.startswith(".") for name in self.experts):
-            raise ValueError(f"experts must be names of folders in the repository, got {self.experts}.")
+        if any(not name or set(name) & set("./\\") for name in self.experts):  # torch takes no dots in names
+            raise ValueError(f"experts must be names of folders in the repository, without dots, got {self.experts}.")
         if len(set(self.experts)) < len(self.experts):
             raise ValueError(f"experts must not name a folder twice, got {self.experts}.")
 

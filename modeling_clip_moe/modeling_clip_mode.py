@@ -12,6 +12,7 @@ Paper:
 
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,11 @@ from .modeling_clip_moe import CLIPMoEModel
 
 # Of the repository, beside config.json: the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"
-# What says where files come from, of the arguments of `from_pretrained`
+# Arguments of `push_to_hub`, and those of `from_pretrained` that say where files come from
+UPLOAD_ARGUMENTS = ("token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+
+EXPERT_CLASSES = {model_class.config_class.model_type: model_class for model_class in (CLIPModel, CLIPMoEModel)}
 
 
 def routing_weights(
@@ -57,6 +61,7 @@ def routing_weights(
     Args:
         metadata_embeds: (..., L, d), the metadata of one task or of several: all class names of a classification
             (eq. 6), all captions of text retrieval (eq. 7), or each query of image retrieval by itself (queries, 1, d).
+            Zeros, as TF-IDF gives for unknown words, are similar to no center.
         centers: (m, d), the fine-grained cluster centers.
         expert_of_center: (m,), the expert that each belongs to.
         temperature: lambda.
@@ -83,22 +88,24 @@ def routing_weights(
         raise ValueError("The metadata's embeddings are not finite.")
     if length > 200:
         temperature = temperature / math.log(length)
+    rows = metadata_embeds.reshape(-1, size)
     # In float64, where the matrix product of squared distances does not cancel
-    centers = centers.double()
-    tasks = metadata_embeds.reshape(-1, length, size).double()
-    per_expert = []
-    for task in tasks.split(max(1, 2**13 // length)):  # bounds the memory of many tasks
-        distances = (task.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * task @ centers.T).clamp_min(0)
+    centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
+    per_row = []
+    for chunk in rows.double().split(8192):  # bounds memory
+        distances = (chunk.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * chunk @ centers.T).clamp_min(
+            0
+        )
         similarity = (-distances / temperature).exp()
         if nearest_center_only:
             nearest = distances.argmin(-1, keepdim=True)
             similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
         if length < 10:
             similarity = similarity * math.exp(0.5 - math.sqrt(length))
-        sums = torch.zeros(len(task), num_experts, dtype=torch.float64)
-        per_expert.append(sums.index_add(-1, expert_of_center, similarity.sum(-2)))
-    weights = torch.cat(per_expert).softmax(-1).float()
-    return weights.reshape(*metadata_embeds.shape[:-2], num_experts)
+        similarity = similarity * (chunk != 0).any(-1, keepdim=True)
+        per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
+    sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
+    return sums.softmax(-1).float()
 
 
 @dataclass
@@ -219,8 +226,7 @@ class CLIPMoDEModel(PreTrainedModel):
         source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if config is None:
-            known = [name for name in cls.config_class.__dataclass_fields__ if name != "dtype"]
-            changes = {name: kwargs.pop(name) for name in known if name in kwargs}
+            changes = {name: kwargs.pop(name) for name in cls.config_class.__annotations__ if name in kwargs}
             config = cls.config_class.from_pretrained(source, subfolder=folder, **hub, **changes)
         if max_loaded_experts is not None and max_loaded_experts < 1:
             raise ValueError(f"max_loaded_experts must be at least 1, or None for all, got {max_loaded_experts}.")
@@ -234,7 +240,12 @@ class CLIPMoDEModel(PreTrainedModel):
                 routing = load_file(path)
             except SafetensorError as error:
                 raise ValueError(f"{path} is truncated or not safetensors: {error}") from error
-            model.set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
+            # An expert that was being added when its process was killed has centers already, but is not in the list
+            ours = routing["expert_of_center"] < len(config.experts)
+            model.set_centers(routing["centers"][ours], routing["expert_of_center"][ours], config.metadata_encoder)
+        commit = getattr(config, "_commit_hash", None)
+        if commit is not None:
+            kwargs["revision"] = commit  # experts that are loaded later belong to this configuration
         model._sources = {name: (source, f"{folder}/{name}".lstrip("/"), kwargs) for name in config.experts}
         model.max_loaded_experts = max_loaded_experts
         if max_loaded_experts is None:
@@ -251,27 +262,40 @@ class CLIPMoDEModel(PreTrainedModel):
         self,
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
         repo_id: str | None = None,
-        token: str | bool | None = None,
         **kwargs,
     ):
         """
         Saves every expert in a folder of its own, and the routing beside them.
 
-        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte.
+        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte. The encoder of the
+        metadata is not part of the model: copy its folder from where the model comes from.
 
         Args:
-            kwargs: for `save_pretrained` of the experts.
+            state_dict: weights to save in place of the model's, as `state_dict()` names them.
+            kwargs: with `push_to_hub` those of `push_to_hub`, else of the experts' `save_pretrained`.
         """
         if not is_main_process:
             return
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
+        hub = {name: kwargs.pop(name) for name in UPLOAD_ARGUMENTS if name in kwargs}
         for number, name in enumerate(self.config.experts):
-            if name not in self.experts and Path(*self._sources[name][:2]).resolve() == (directory / name).resolve():
+            source = self._sources.get(name)
+            there = source is not None and Path(*source[:2]).resolve() == (directory / name).resolve()
+            if name not in self.experts and there and (directory / name / "config.json").is_file():
                 continue
-            self.expert(number).save_pretrained(directory / name, **kwargs)
+            prefix, weights = f"experts.{name}.", None
+            if state_dict is not None:
+                weights = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
+            partial = directory / f".{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            self.expert(number).save_pretrained(partial, state_dict=weights, **kwargs)
+            shutil.rmtree(directory / name, ignore_errors=True)
+            os.replace(partial, directory / name)
+            self._sources.setdefault(name, (str(directory), name, {}))
         if self.centers is not None:
             partial = directory / f"{ROUTING_FILE}.partial"
             save_file({"centers": self.centers, "expert_of_center": self.expert_of_center}, partial)
@@ -281,7 +305,7 @@ class CLIPMoDEModel(PreTrainedModel):
         custom_object_save(self, directory, config=self.config)
         self.config.save_pretrained(directory)
         if push_to_hub:
-            self.push_to_hub(repo_id or directory.name, token=token)
+            self.push_to_hub(repo_id or directory.name, **hub)
 
     @property
     def device(self) -> torch.device:
@@ -308,15 +332,13 @@ class CLIPMoDEModel(PreTrainedModel):
         name, limit = self.config.experts[number], self.max_loaded_experts
         if name in self.experts and limit is None:
             return self.experts[name]
-        if name in self.experts:
-            expert = self.experts.pop(name)  # to the end: the last one used
-        else:
-            can_be_loaded_again = [other for other in self.experts if other in self._sources]
-            if limit is not None and len(self.experts) >= limit and can_be_loaded_again:
-                del self.experts[can_be_loaded_again[0]]
-            expert = self._load(name)
-        self.experts[name] = expert
-        return expert
+        # To the end: the last one used
+        expert = self.experts.pop(name) if name in self.experts else None
+        can_be_loaded_again = [other for other in self.experts if other in self._sources]
+        while limit is not None and len(self.experts) >= limit and can_be_loaded_again:
+            del self.experts[can_be_loaded_again.pop(0)]
+        self.experts[name] = self._load(name) if expert is None else expert
+        return self.experts[name]
 
     def add_expert(
         self,
@@ -340,9 +362,10 @@ class CLIPMoDEModel(PreTrainedModel):
         """
         number = self.num_experts
         name = name or f"expert_{number}"
-        self._require_fit(expert, name)
         if name in self.config.experts:
             raise ValueError(f"There is an expert {name} already: replace_expert replaces it.")
+        CLIPMoDEConfig(experts=[name])  # refuses what can be no folder
+        self._require_fit(expert, name)
         if (centers is None) != (self.centers is None):
             raise ValueError(
                 f"The model has {'no centers' if self.centers is None else 'centers'}, so that an expert added to it "
@@ -401,6 +424,7 @@ class CLIPMoDEModel(PreTrainedModel):
         self.centers, self.expert_of_center = centers.float().cpu().contiguous(), expert_of_center.long().cpu()
         self.config.metadata_encoder = metadata_encoder
         self.config.num_centers, self.config.metadata_dim = centers.shape
+        self.task_weights = None
 
     def route(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
         """
@@ -457,6 +481,14 @@ class CLIPMoDEModel(PreTrainedModel):
         probe takes them (MoDE section 5.4)."""
         return self._features("get_image_features", pixel_values=pixel_values, **kwargs)
 
+    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings (B, n * D) of texts, see `get_text_features`."""
+        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
+
+    def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Embeddings (B, n * D) of images, see `get_image_features`."""
+        return self.get_image_features(pixel_values, return_dict=True).pooler_output
+
     @can_return_tuple
     def forward(
         self,
@@ -472,17 +504,24 @@ class CLIPMoDEModel(PreTrainedModel):
             input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
             routing_weights: (n,), or (texts, n) where each text is a task of its own, as in image retrieval. None:
-                those of the task that was set.
+                those of the task that was set; in a model without centers, equal ones.
 
         Raises:
-            ValueError: if no task was set and no weights are given, or they are of another number of experts or texts.
+            ValueError: if no task was set and no weights are given, they are of another number of experts or texts, or
+                images or texts are missing.
         """
+        if input_ids is None or pixel_values is None:
+            raise ValueError("You have to specify input_ids and pixel_values.")
         weights = self.task_weights if routing_weights is None else routing_weights
+        if weights is None and self.centers is None:
+            weights = self.set_equal_weights()
         if weights is None:
             raise ValueError(
                 "There is no task to route: call set_task with embeddings of its metadata, set_equal_weights, or pass "
                 "routing_weights."
             )
+        for name in ("output_hidden_states", "output_attentions"):
+            kwargs.setdefault(name, getattr(self.config, name))
         if weights.shape not in ((self.num_experts,), (len(input_ids), self.num_experts)):
             raise ValueError(
                 f"routing_weights must be (experts,) or (texts, experts), here ({self.num_experts},) or "
@@ -524,6 +563,8 @@ class CLIPMoDEModel(PreTrainedModel):
         return BaseModelOutputWithPooling(pooler_output=torch.cat([part.to(parts[0].device) for part in parts], dim=-1))
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
+        if self.max_loaded_experts is not None:
+            raise ValueError("Experts that are given up in between cannot be trained: load without max_loaded_experts.")
         for expert in self.experts.values():
             expert._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
@@ -535,11 +576,12 @@ class CLIPMoDEModel(PreTrainedModel):
         cached_file(source, f"{folder}/config.json", **hub)  # whose error names the file
         # Its auto_map is left aside: the class is one of these
         model_type = CLIPModel.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
-        classes = {model_class.config_class.model_type: model_class for model_class in (CLIPModel, CLIPMoEModel)}
-        if model_type not in classes:
-            raise ValueError(f"{source}, {folder}: a data expert is one of {', '.join(classes)}, not {model_type}.")
+        if model_type not in EXPERT_CLASSES:
+            raise ValueError(
+                f"{source}, {folder}: a data expert is a model of type {' or '.join(EXPERT_CLASSES)}, not {model_type}."
+            )
         try:
-            expert, info = classes[model_type].from_pretrained(
+            expert, info = EXPERT_CLASSES[model_type].from_pretrained(
                 source, subfolder=folder, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
@@ -547,14 +589,21 @@ class CLIPMoDEModel(PreTrainedModel):
         missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if missing or left_over:
             raise ValueError(f"{source}, {folder}: missing weights {missing[:8]}, left over {left_over[:8]}.")
+        # Forced once, it is not again
+        self._sources[name] = (source, folder, {key: kwargs[key] for key in kwargs if key != "force_download"})
         self._require_fit(expert, name)
         if not {"device_map", "quantization_config"} & set(kwargs):
             expert.to(self.place.device, self.place.dtype)
         return expert.train(self.training)
 
     def _require_fit(self, expert: PreTrainedModel, name: str) -> None:
-        if not isinstance(expert, CLIPModel | CLIPMoEModel):
-            raise ValueError(f"{name}: a data expert is a CLIPModel or a CLIPMoEModel, not a {type(expert).__name__}.")
+        # By name: the same class from a file beside weights is another one
+        model_type = getattr(getattr(expert, "config", None), "model_type", None)
+        if model_type not in EXPERT_CLASSES:
+            raise ValueError(
+                f"{name}: a data expert is a model of type {' or '.join(EXPERT_CLASSES)}, not {model_type} "
+                f"({type(expert).__name__})."
+            )
         if expert.config.projection_dim != self.config.projection_dim:
             raise ValueError(
                 f"{name} has embeddings of size {expert.config.projection_dim}, the other experts of "

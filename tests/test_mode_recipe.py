@@ -17,9 +17,10 @@ from transformers import AutoModel, CLIPModel
 
 from conversion import assemble, average
 from conversion.upcycle import PRESETS, upcycle
-from evaluation.datasets import BENCHMARKS
-from evaluation.evaluate import evaluate_model
+from evaluation.datasets import Benchmark
+from evaluation.evaluate import concatenate, evaluate_model, measure, open_model
 from evaluation.report import best_of
+from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training import stages
@@ -125,7 +126,7 @@ def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
     fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
     clusters, metadata = load_data_clusters(out / "coarse")
     labels = load_data_labels(out / "coarse", fingerprint(rows))
-    assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"] == "tfidf"
+    assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
     random = load_data_labels(out / "random", fingerprint(rows))
@@ -192,51 +193,90 @@ def test_assembled_models(out):
     assert not (out / "equal" / assemble.ENCODER).exists()
 
 
+def test_a_killed_assembly_goes_on(run, out, monkeypatch):
+    target = copy(out, "killed_mode", "dense", "captions", "fine", "assigned", "coarse", "expert_1", "expert_2")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(assemble, "verify", killed)
+        run(target.name, only=["mode"])
+    run(target.name, only=["mode"])
+    assert load_encoder(target / "mode" / assemble.ENCODER).name == load_encoder(out / "captions" / "encoder").name
+
+
+def test_experts_keep_their_dtype(out, tmp_path):
+    for number in (1, 2):
+        model = CLIPModel.from_pretrained(out / f"expert_{number}", dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / str(number))
+        stages.AutoProcessor.from_pretrained(out / "expert_1").save_pretrained(tmp_path / str(number))
+    assemble.convert([tmp_path / "1", tmp_path / "2"], tmp_path / "mode")
+    model = AutoModel.from_pretrained(tmp_path / "mode")
+    assert model.dtype == torch.bfloat16
+    for name, tensor in CLIPModel.from_pretrained(tmp_path / "2").state_dict().items():
+        assert torch.equal(model.expert(1).state_dict()[name], tensor)
+
+
 def test_average_is_the_mean(out):
     mean, one, two = (CLIPModel.from_pretrained(out / n).state_dict() for n in ("mean", "expert_1", "expert_2"))
     for name, tensor in mean.items():
         assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
 
 
-def test_an_ensemble_is_measured_as_the_model_computes(out, tmp_path):
-    """The concatenated embeddings of the evaluation against the logits of the model, task by task."""
-    results = {result["task"]: result for result in evaluate_model(out / "mode", TASKS[:2], tmp_path)}
-    model = CLIPMoDEModel.from_pretrained(out / "mode")
-    processor = stages.AutoProcessor.from_pretrained(out / "mode")
-    encoder = load_encoder(out / "mode" / assemble.ENCODER)
+@pytest.fixture(scope="module")
+def unequal(out, tmp_path_factory):
+    """The mixture with experts whose temperatures differ."""
+    folder = shutil.copytree(out / "mode", tmp_path_factory.mktemp("unequal") / "mode")
+    model = CLIPMoDEModel.from_pretrained(folder)
+    model.expert(1).logit_scale.data += 1.0
+    model.save_pretrained(folder)
+    return folder
 
-    benchmark = BENCHMARKS["glyphs_retrieval"]
-    rows = benchmark.load()[0]
-    texts = processor.tokenizer(list(rows["caption"]), padding=True, truncation=True, return_tensors="pt")
-    images = processor.image_processor(list(rows["image"]), return_tensors="pt")
-    corpus = torch.as_tensor(encoder.encode(list(rows["caption"])))
-    with torch.no_grad():
-        per_image = model(**texts, **images, routing_weights=model.route(corpus)).logits_per_image
-        per_text = model(**texts, **images, routing_weights=model.route(corpus[:, None])).logits_per_text
-    numbers = torch.arange(len(rows))
-    for name, logits in (("image_to_text", per_image), ("text_to_image", per_text)):
-        expected = (logits.argmax(dim=1) == numbers).float().mean().item()
-        assert results["glyphs_retrieval"]["metrics"][f"{name}_recall@1"] == pytest.approx(expected, abs=2.1e-3)
-    queries = model.route(corpus[:, None]).mean(dim=0)
-    assert results["glyphs_retrieval"]["routing_weights"]["queries"] == pytest.approx(queries.tolist(), abs=0.02)
 
-    benchmark = BENCHMARKS["glyphs_digits"]
-    rows = benchmark.load()[0]
-    model.set_task(torch.as_tensor(encoder.encode(list(benchmark.classes))))
+def test_an_ensemble_is_measured_as_the_model_computes(unequal):
+    """The products of concatenated embeddings against the logits of the model, for every kind of task."""
+    model, opened = CLIPMoDEModel.from_pretrained(unequal), open_model(unequal, None, 16, torch.device("cpu"))
+    processor, encoder = stages.AutoProcessor.from_pretrained(unequal), load_encoder(unequal / assemble.ENCODER)
+    rows = load_pairs(DataArguments(**DATA)).select(range(40))
+    captions = list(rows["caption"])
+    texts = processor.tokenizer(captions, padding=True, truncation=True, return_tensors="pt")
     images = processor.image_processor(list(rows["image"]), return_tensors="pt")
-    similarity = 0
-    for number in range(2):
-        expert = model.expert(number)
-        prompts = [template.format(name) for name in benchmark.classes for template in benchmark.templates]
-        batch = processor.tokenizer(prompts, padding=True, return_tensors="pt")
+    corpus = torch.as_tensor(encoder.encode(captions))
+    image_parts, text_parts = zip(*opened.map(lambda e: (e.images(rows), e.texts(captions))), strict=True)
+    scales = torch.as_tensor(opened.scales)
+    assert scales[1] > 2 * scales[0]
+    tasks = {
+        "corpus": ([captions], model.route(corpus)),
+        "queries": ([[c] for c in captions], model.route(corpus[:, None])),
+    }
+    for metadata, weights in tasks.values():
         with torch.no_grad():
-            texts = torch.nn.functional.normalize(expert.get_text_features(**batch).pooler_output, dim=-1)
-            pictures = torch.nn.functional.normalize(expert.get_image_features(**images).pooler_output, dim=-1)
-        classes = torch.nn.functional.normalize(texts.view(len(benchmark.classes), -1, 16).mean(dim=1), dim=-1)
-        similarity = similarity + model.task_weights[number] * expert.logit_scale.exp() * pictures @ classes.T
-    labels = torch.tensor([list(benchmark.classes).index(name) for name in rows["caption"]])
-    expected = (similarity.argmax(dim=1) == labels).float().mean().item()
-    assert results["glyphs_digits"]["metrics"]["accuracy"] == pytest.approx(expected, abs=1.1e-3)
+            logits = model(**texts, **images, routing_weights=weights).logits_per_text
+        product = concatenate(text_parts, opened.weights(metadata)) @ concatenate(image_parts).T
+        # The evaluation's weights sum to 1 with the temperatures in them
+        product = torch.as_tensor(product) * (weights * scales).sum(dim=-1, keepdim=True).float()
+        torch.testing.assert_close(product, logits, atol=1e-4, rtol=1e-4)
+    assert (tasks["queries"][1].std(dim=0) > 1e-3).all()  # queries do differ in their weights
+
+
+def test_retrieval_asks_each_query_by_itself(unequal):
+    """What `measure` hands to the metrics, in each direction."""
+    opened = open_model(unequal, None, 64, torch.device("cpu"))
+    rows = load_pairs(DataArguments(**DATA)).select(range(40))
+    captions = list(rows["caption"])
+    benchmark = Benchmark("retrieval", "pairs", "40 pairs", lambda: (rows, 0))
+    result = measure(benchmark, opened)
+    images, texts = zip(*opened.map(lambda e: (e.images(rows), e.texts(captions))), strict=True)
+    expected = {
+        direction: retrieval_metrics(concatenate(images), concatenate(texts, opened.weights(tasks)), np.arange(40))
+        for direction, tasks in (("image_to_text", [captions]), ("text_to_image", [[c] for c in captions]))
+    }
+    for name, value in result["metrics"].items():
+        assert value == expected[name.split("_recall")[0]][name]
+    assert expected["image_to_text"] != expected["text_to_image"]
+    assert set(result["routing_weights"]) == {"corpus", "queries"}
+    assert not np.allclose(opened.weights([captions]), opened.weights([[c] for c in captions]).mean(axis=0), atol=1e-3)
 
 
 def test_oracle_has_the_best_score_of_each_task(out):
@@ -253,10 +293,13 @@ def test_two_processes_assign_as_one(run, out):
     folder = out.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "training.upcycle", "--config", "recipe.yaml", "--output-dir", "two"]
-    command += ["--stages", "dense,captions,fine,assigned,coarse", "--captions.batch_size", "1"]
+    command += ["--captions.batch_size", "1", "--stages"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    for part in ("dense,captions,fine,assigned", "coarse"):  # the second has read no pairs yet
+        result = subprocess.run(
+            [*command, part], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
     assert len(list((folder / "two" / "assigned" / "parts").iterdir())) == 2
     for stage, name in (("fine", "centers"), ("coarse", "labels")):
         path = f"{stage}/{name}.safetensors"
@@ -264,7 +307,7 @@ def test_two_processes_assign_as_one(run, out):
         assert all(np.array_equal(found[key], array) for key, array in expected.items())
 
 
-@pytest.mark.parametrize(("stage", "function"), [("captions", "_encode"), ("assigned", "nearest_centers")])
+@pytest.mark.parametrize(("stage", "function"), [("captions", "_texts"), ("assigned", "nearest_centers")])
 def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, function):
     """The process ends within the second of two parts."""
     target = copy(out, f"killed_{stage}", "dense")
@@ -272,10 +315,12 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     if stage == "assigned":
         run(target.name, one, only=["captions", "fine"])
     compute, calls = getattr(stages, function), []
+    fitting = stage == "captions"  # which reads all texts at first
+    at = 2 + fitting
 
     def killed(*arguments):
         calls.append(None)
-        if len(calls) == 2:
+        if len(calls) == at:
             raise KeyboardInterrupt
         return compute(*arguments)
 
@@ -285,7 +330,7 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     calls.append(None)  # from now on nothing is killed
     monkeypatch.setattr(stages, function, killed)
     run(target.name, one, only=[stage])
-    assert len(calls) == 4  # of the second run: the second part alone
+    assert len(calls) == at + 2  # of the second run: the second part alone
     name = {"captions": "embeddings", "assigned": "labels"}[stage]
     found, expected = (
         np.concatenate([part for _, part in read_parts(folder / stage, name, 160)]) for folder in (target, out)
@@ -361,15 +406,15 @@ def test_contradictions_are_refused(run):
 
 def test_centers_of_another_encoder_are_refused(run, out, tmp_path):
     target = copy(out, "encoders", "dense", "fine")
-    with pytest.raises(ValueError, match="made with tfidf, the captions with dense"):
+    with pytest.raises(ValueError, match="made with tfidf-.*, the captions with dense-"):
         run("encoders", {"captions.encoder": "dense"}, only=["captions", "assigned"])
-    assert load_encoder(target / "captions" / "encoder").name == "dense"
+    assert load_encoder(target / "captions" / "encoder").name.startswith("dense-")
 
 
 def test_experts_that_do_not_fit_are_refused(out, tmp_path):
     with pytest.raises(ValueError, match="glyph_clip has projection_dim 64, but .* has 16"):
         assemble.convert([out / "dense", "training/glyph_clip"], tmp_path / "mode")
-    with pytest.raises(ValueError, match="has other parameters than"):
+    with pytest.raises(ValueError, match="has another configuration than"):
         average.average([out / "dense", "training/glyph_clip"])
 
 

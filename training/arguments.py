@@ -243,8 +243,9 @@ class EmbedCaptionsStage:
     # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
     encoder: str
     data: DataArguments
-    # Of a text model of transformers: the mean over its tokens, or the first one (SimCSE).
-    pooling: Literal["mean", "cls"] = "mean"
+    # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
+    # pooler on the first one (supervised SimCSE).
+    pooling: Literal["mean", "cls", "pooler"] = "mean"
     # Of tfidf: size of the embeddings.
     dim: int = Field(default=64, gt=0)
     # Captions that are embedded at a time, by one process.

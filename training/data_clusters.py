@@ -52,9 +52,9 @@ def balanced_kmeans(
     """K-means whose clusters have at most ceil(n / k) of the n samples each.
 
     Every iteration of Lloyd's algorithm assigns by deferred acceptance (Gale and Shapley 1962): each sample goes to the
-    nearest center that takes it, and a center that more samples want than it may take keeps the nearest. This costs
-    about 1.1 times as much as an assignment without limits, and its memory does not depend on the number of pairs of
-    samples and centers.
+    nearest center that takes it, and a center that more samples want than it may take keeps the nearest. The rejected
+    ask again, so that this costs more than an assignment without limits the more unequal the clusters would be without;
+    distances to all centers are held for some samples at a time.
 
     Args:
         features: (samples, d).
@@ -67,7 +67,9 @@ def balanced_kmeans(
         ValueError: fewer samples than clusters, or features that are not finite.
     """
     if len(features) < num_clusters:
-        raise ValueError(f"{len(features)} samples cannot make {num_clusters} clusters")
+        raise ValueError(
+            f"{len(features)} samples cannot make {num_clusters} clusters: ask for fewer, or give more samples"
+        )
     if not np.isfinite(features).all():
         raise ValueError("the features are not finite")
     sample = np.random.default_rng(seed).permutation(len(features))[: ROWS_PER_CENTER * num_clusters]
@@ -204,9 +206,7 @@ def sample_rows(parts: Iterable[tuple[int, np.ndarray]], num_rows: int, num_samp
 
 def save_centers(directory: Path, centers: np.ndarray, encoder: str) -> None:
     """Keep fine-grained centers (m, d) and the name of the encoder that they were made with."""
-    partial = directory / f"{CENTERS}.partial"
-    save_file({"centers": centers}, partial, {"encoder": encoder})
-    os.replace(partial, directory / CENTERS)
+    save_file({"centers": centers}, directory / CENTERS, {"encoder": encoder})
 
 
 def load_centers(directory: Path) -> tuple[np.ndarray, str]:
@@ -224,9 +224,7 @@ def save_data_clusters(directory: Path, clusters: DataClusters, labels: np.ndarr
     """Keep the clusters and the expert of each pair (pairs,), -1 for none."""
     arrays = {name: np.ascontiguousarray(array) for name, array in asdict(clusters).items()}
     save_file(arrays, directory / CENTERS, metadata)
-    partial = directory / f"{LABELS}.partial"
-    save_file({"labels": labels}, partial, metadata)
-    os.replace(partial, directory / LABELS)
+    save_file({"labels": labels}, directory / LABELS, metadata)
 
 
 def load_data_clusters(directory: Path) -> tuple[DataClusters, dict[str, str]]:
@@ -258,9 +256,7 @@ def load_data_labels(directory: Path, dataset_fingerprint: str) -> np.ndarray:
 
 
 def save_index(directory: Path, index: dict) -> None:
-    partial = directory / f"{INDEX}.partial"
-    partial.write_text(json.dumps(index) + "\n", encoding="utf-8")
-    os.replace(partial, directory / INDEX)
+    (directory / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
 
 
 def load_index(directory: Path, maker: str) -> dict:

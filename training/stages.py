@@ -45,7 +45,6 @@ from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.sentence_encoders import (
-    SentenceEncoder,
     TfidfEncoder,
     encode_metadata,
     load_encoder,
@@ -117,9 +116,9 @@ from training.samplers import ClusterBatchSampler, merge_small_clusters
 
 MANIFEST = "manifest.json"
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
 # Of the pictures of data experts: pairs that samples are drawn from
 SAMPLES_DRAWN_FROM = 20_000
-NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,12 @@ def run_stage(run: Run, stage: Stage) -> None:
         _write(partial / MANIFEST, json.dumps(manifest, indent=2))
     run.accelerator.wait_for_everyone()
     set_seed(run.recipe.seed, device_specific=True)
-    STAGES[type(stage)](run, stage, partial)
+    try:
+        STAGES[type(stage)](run, stage, partial)
+    except ValueError as error:
+        if type(error) is not ValueError or str(error).startswith(f"{stage.name}"):
+            raise
+        raise ValueError(f"{stage.name}: {error}") from error
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         os.replace(partial, final)
@@ -417,7 +421,7 @@ def embed_captions(run: Run, stage: EmbedCaptionsStage, directory: Path) -> None
     encoder = load_encoder(folder, run.accelerator.device)
 
     def compute(start: int, stop: int) -> np.ndarray:
-        return _encode(encoder, rows, start, stop, stage.batch_size).astype(stage.dtype)
+        return encoder.encode(_texts(rows, start, stop), stage.batch_size).astype(stage.dtype)
 
     index = _index(rows, stage, encoder.name)
     write_parts(run.accelerator, directory, "embeddings", len(rows), index["part_size"], compute)
@@ -425,7 +429,7 @@ def embed_captions(run: Run, stage: EmbedCaptionsStage, directory: Path) -> None
     if run.accelerator.is_main_process:
         for _ in read_parts(directory, "embeddings", len(rows)):
             pass  # raises where one is missing
-        save_index(directory, index)
+        save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows)})
 
 
 def cluster_fine(run: Run, stage: ClusterFineStage, directory: Path) -> None:
@@ -460,14 +464,14 @@ def assign(run: Run, stage: AssignStage, directory: Path) -> None:
     if stage.data is None:
 
         def features(start: int, stop: int) -> np.ndarray:
-            return next(array for first, array in read_parts(captions, "embeddings", stop, start) if first == start)
+            return next(read_parts(captions, "embeddings", stop, start))[1]
 
     else:
         rows, encoder = run.pairs(stage.data), load_encoder(captions / "encoder", run.accelerator.device)
         index = _index(rows, stage, encoder.name)
 
         def features(start: int, stop: int) -> np.ndarray:
-            return _encode(encoder, rows, start, stop, stage.batch_size)
+            return encoder.encode(_texts(rows, start, stop), stage.batch_size)
 
     def compute(start: int, stop: int) -> np.ndarray:
         return nearest_centers(features(start, stop), on_device)
@@ -480,23 +484,26 @@ def assign(run: Run, stage: AssignStage, directory: Path) -> None:
     for _, labels in read_parts(directory, "labels", index["num_rows"]):
         sizes += np.bincount(labels, minlength=len(centers))
     save_centers(directory, centers, encoder_name)
-    save_index(directory, index)
+    fingerprint = index.get("dataset_fingerprint") or data_fingerprint(rows)
+    save_index(directory, {**index, "dataset_fingerprint": fingerprint})
     print(f"{stage.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
 
 def cluster_coarse(run: Run, stage: ClusterCoarseStage, directory: Path) -> None:
     """The experts that the centers and the pairs belong to."""
+    rows = _assigned_pairs(run, stage)
     if not run.accelerator.is_main_process:
         return
     centers, _ = load_centers(Path(run.folder(stage.assignment)))
     if len(centers) < stage.num_experts:
         raise ValueError(f"{stage.name}: {len(centers)} centers cannot be shared by {stage.num_experts} experts")
     expert_of_center, coarse_centers = group_centers(centers, stage.num_experts, run.recipe.seed)
-    _save_experts(run, stage, directory, DataClusters(centers, expert_of_center, coarse_centers))
+    _save_experts(run, stage, directory, rows, DataClusters(centers, expert_of_center, coarse_centers))
 
 
 def select(run: Run, stage: SelectStage, directory: Path) -> None:
     """The pairs that are nearest to the metadata of tasks."""
+    rows = _assigned_pairs(run, stage)
     if not run.accelerator.is_main_process:
         return
     centers, encoder_name = load_centers(Path(run.folder(stage.assignment)))
@@ -512,7 +519,7 @@ def select(run: Run, stage: SelectStage, directory: Path) -> None:
     nearest = distances.topk(stage.num_nearest, largest=False).indices.unique().numpy()
     expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
     mean = centers[nearest].mean(axis=0, keepdims=True)
-    _save_experts(run, stage, directory, DataClusters(centers, expert_of_center, mean))
+    _save_experts(run, stage, directory, rows, DataClusters(centers, expert_of_center, mean))
 
 
 def assemble_experts(run: Run, stage: AssembleStage, directory: Path) -> None:
@@ -816,14 +823,8 @@ def _labels(stage: TrainExpertsStage, clusters: Clusters, batch_size: int, accel
 
 def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
     """The captions of rows, of several the first."""
-    captions = rows[start:stop]["caption"]
+    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
     return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
-
-
-def _encode(encoder: SentenceEncoder, rows: datasets.Dataset, start: int, stop: int, batch_size: int) -> np.ndarray:
-    """(stop - start, d) the embeddings of captions."""
-    starts = range(start, stop, batch_size)
-    return np.concatenate([encoder.encode(_texts(rows, i, min(i + batch_size, stop))) for i in starts])
 
 
 def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
@@ -833,26 +834,42 @@ def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, enco
         "part_size": stage.batch_size * BATCHES_PER_PART,
         "encoder": encoder,
         "data": dump(stage.data),
-        "dataset_fingerprint": data_fingerprint(rows),
     }
 
 
-def _save_experts(run: Run, stage: ClusterCoarseStage | SelectStage, directory: Path, clusters: DataClusters) -> None:
-    """Keep the clusters and the expert of every pair, and draw some pairs of each."""
+def _assigned_pairs(run: Run, stage: ClusterCoarseStage | SelectStage) -> datasets.Dataset:
+    """The pairs of an assign stage; every process has to ask for them, as one reads while the others wait."""
+    index = load_index(Path(run.folder(stage.assignment)), "an assign stage")
+    return run.pairs(DataArguments(**index["data"]))
+
+
+def _save_experts(
+    run: Run,
+    stage: ClusterCoarseStage | SelectStage,
+    directory: Path,
+    rows: datasets.Dataset,
+    clusters: DataClusters,
+) -> None:
+    """Keep the clusters and the expert of every pair, and draw some pairs of each.
+
+    Raises:
+        ValueError: the pairs are not those that were assigned, or none belongs to an expert.
+    """
     assignment = Path(run.folder(stage.assignment))
     index = load_index(assignment, "an assign stage")
+    if data_fingerprint(rows) != index["dataset_fingerprint"]:
+        raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
     parts = read_parts(assignment, "labels", index["num_rows"])
     labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
     if isinstance(stage, ClusterCoarseStage) and stage.random:
         labels = np.random.default_rng(run.recipe.seed).permutation(labels)
-    metadata = {name: index[name] for name in ("encoder", "dataset_fingerprint")}
-    save_data_clusters(directory, clusters, labels, metadata)
-    data = DataArguments(**index["data"])
-    rows = run.pairs(data)
-    drawn = np.random.default_rng(run.recipe.seed).permutation(len(labels))[:SAMPLES_DRAWN_FROM]
-    drawn = np.sort(drawn[labels[drawn] >= 0])
+    if not (labels >= 0).any():
+        raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
+    save_data_clusters(directory, clusters, labels, {name: index[name] for name in ("encoder", "dataset_fingerprint")})
+    drawn = np.random.default_rng(run.recipe.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
+    drawn, root = np.sort(drawn), index["data"]["image_root"]
     titles = np.array([f"expert {label}" for label in labels[drawn]])
-    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, data.image_root, run.recipe.seed)
+    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, root, run.recipe.seed)
     sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
     ranges = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, clusters.ranges, strict=True))
     print(f"{stage.name}: {ranges}; look at {run.output_dir / stage.name / 'clusters.png'}")
@@ -885,9 +902,10 @@ def _comparable(settings: Any) -> Any:
 
 
 def _require_same(old: dict, new: dict, folder: Path) -> None:
-    if old != new:
-        old, new = _flatten(old), _flatten(new)
-        changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    old, new = _flatten(old), _flatten(new)
+    # A setting that is younger than the folder counts as its default, None
+    changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    if changed:
         raise ValueError(
             f"{folder} was made with other settings ({'; '.join(changed)}). Delete it to make it anew, or choose "
             "another --output-dir"
