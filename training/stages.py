@@ -11,8 +11,10 @@ import gc
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +27,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from huggingface_hub import HfApi
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -36,8 +37,9 @@ from transformers import (
     CLIPVisionConfig,
 )
 
-from conversion import assemble, average, long_context, unify
+from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
+from conversion.model_card import ATTEMPTS, MANIFEST
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
 from evaluation.evaluate import environment, evaluate_model
@@ -114,7 +116,6 @@ from training.hidden_states import (
 )
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 
-MANIFEST = "manifest.json"
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
 # Of the pictures of data experts: pairs that samples are drawn from
@@ -224,7 +225,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     if only is None and experts is None:
         for name, repository in recipe.push_to_hub.items():
             if run.accelerator.is_main_process:
-                push_to_hub(run.output_dir / name, repository)
+                print(f"{name} is at {publish.publish(run.output_dir / name, repository)}")
     # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
     # may wait: a deadlock at the very end.
     gc.collect()
@@ -256,6 +257,8 @@ def run_stage(run: Run, stage: Stage) -> None:
         _write(partial / MANIFEST, json.dumps(manifest, indent=2))
     run.accelerator.wait_for_everyone()
     set_seed(run.recipe.seed, device_specific=True)
+    attempts = _begin_attempt(run, partial)
+    started = time.perf_counter()
     try:
         STAGES[type(stage)](run, stage, partial)
     except ValueError as error:
@@ -264,6 +267,8 @@ def run_stage(run: Run, stage: Stage) -> None:
         raise ValueError(f"{stage.name}: {error}") from error
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
+        attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
+        _write(partial / ATTEMPTS, json.dumps(attempts, indent=2))
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
@@ -683,20 +688,24 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
 }
 
 
-def push_to_hub(folder: Path, repository: str) -> None:
-    """Upload a finished stage to the Hub, creating the repository if it is not there."""
-    api = HfApi()
-    repository = api.create_repo(repository, exist_ok=True).repo_id
-    url = api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[MANIFEST, "log.jsonl"])
-    print(f"{folder} is at {url}")
-
-
 def fingerprint(model: str) -> str:
     """What a model is: its manifest's hash for a stage's folder, else see `evaluation.evaluate.fingerprint`."""
     manifest = Path(model) / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     return model_fingerprint(model)
+
+
+def _begin_attempt(run: Run, partial: Path) -> list[dict[str, Any]]:
+    """What a stage ran on, each time that it was begun; its time is not known until it has ended."""
+    path, device = partial / ATTEMPTS, run.accelerator.device
+    attempts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+    here = {"device": name, "num_processes": run.accelerator.num_processes, **environment(), "seconds": None}
+    attempts.append(here)
+    if run.accelerator.is_main_process:
+        _write(path, json.dumps(attempts, indent=2))
+    return attempts
 
 
 def _is_expert(stage: Stage) -> bool:

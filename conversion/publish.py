@@ -1,0 +1,216 @@
+"""Publishes a model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
+
+    python -m conversion.publish runs/demo/clip_up user/clip-moe --base-model user/base --license apache-2.0
+    python -m conversion.publish runs/demo/clip_up user/clip-moe --dry-run runs/published
+
+What is published has to load in a process without this package and to compute there what it computes here; otherwise
+nothing is uploaded. The card is made of what the run that trained the model left: its recipe, its stages' manifests and
+the results of its evaluation.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import validate_repo_id
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPConfig, PreTrainedModel
+
+from conversion.checkpoints import has_file, load_clip, new_folder, one_line_errors, sample_inputs
+from conversion.model_card import Provenance, render, result_entries
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+
+# Of tokenizer_config.json: where the tokenizer was loaded from on this machine
+LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path")
+LICENSE = Path(__file__).parents[1] / "LICENSE"
+# What another process computes from the published folder alone
+CHECK = """
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+folder, inputs, outputs = sys.argv[1:]
+model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+with torch.no_grad():
+    inputs = load_file(inputs)
+    images = model.get_image_features(inputs["pixel_values"]).pooler_output
+    texts = model.get_text_features(inputs["input_ids"]).pooler_output
+save_file({"images": images.contiguous(), "texts": texts.contiguous()}, outputs)
+"""
+
+
+def build(
+    source: str | Path, folder: Path, repository: str, licence: str | None = None, base_model: str | None = None
+) -> None:
+    """Write what is published of a model into a folder, and verify it.
+
+    Args:
+        source: folder of a `CLIPMoEModel` or `CLIPMoDEModel` with its processor; of a recipe's stage, for a card that
+            tells how it was made.
+        repository: its name on the Hub, which the card's examples load.
+        licence: of the weights, as the Hub names it. None: unknown, which the card says.
+        base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
+
+    Raises:
+        FileNotFoundError: `source` has no processor.
+        ValueError: no such model, weights that do not fit, or a copy that does not compute what the source does.
+    """
+    model = _load(source)
+    if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
+        source, "processor_config.json", "preprocessor_config.json"
+    ):
+        raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
+    model.save_pretrained(folder)
+    write_processor(source, folder)
+    if isinstance(model, CLIPMoDEModel) and (Path(source) / "metadata_encoder").is_dir():
+        shutil.copytree(Path(source) / "metadata_encoder", folder / "metadata_encoder")
+    provenance = Provenance.of(Path(source))
+    for name, picture in provenance.pictures.items():
+        shutil.copy(picture, folder / name)
+    if provenance.results:
+        (folder / "results").mkdir()
+        for path in provenance.results:
+            shutil.copy(path, folder / "results" / path.name)
+        entries = result_entries(provenance)
+        (folder / ".eval_results").mkdir()
+        for name, text in entries.items():
+            (folder / ".eval_results" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    if provenance.recipe is not None:
+        shutil.copy(provenance.recipe, folder / "recipe.yaml")
+    shutil.copy(LICENSE, folder / "LICENSE-CODE")
+    render(model.config, provenance, repository, licence, base_model).save(folder / "README.md")
+    verify(model, folder)
+
+
+def write_processor(source: str | Path, folder: Path) -> None:
+    """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
+    `merges.txt`; and without what is true on this machine alone."""
+    processor = AutoProcessor.from_pretrained(source)
+    processor.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)  # preprocessor_config.json
+    processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in LOCAL_KEYS}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def verify(model: PreTrainedModel, folder: Path) -> None:
+    """Compare the features of a model with those that a process without this package computes from a folder.
+
+    Raises:
+        ValueError: the folder does not load there, or the features differ.
+    """
+    inputs = sample_inputs(model.expert(0).config if isinstance(model, CLIPMoDEModel) else model.config)
+    with torch.no_grad():
+        model = model.float().eval()
+        expected = {
+            "images": model.get_image_features(inputs["pixel_values"]).pooler_output,
+            "texts": model.get_text_features(inputs["input_ids"]).pooler_output,
+        }
+    with tempfile.TemporaryDirectory() as place:
+        save_file(inputs, f"{place}/inputs")
+        # Another folder for the code, so that none is used that was loaded before
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules"}
+        command = [sys.executable, "-c", CHECK, str(folder), f"{place}/inputs", f"{place}/outputs"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise ValueError(f"the folder does not load without this package: {result.stderr.strip().splitlines()[-1]}")
+        found = load_file(f"{place}/outputs")
+    for name, tensor in expected.items():
+        difference, largest = (found[name] - tensor).abs().max().item(), tensor.abs().max().item()
+        print(f"largest difference in features of {name}: {difference:.3g} (largest value {largest:.3g})")
+        if not difference <= 1e-5 * largest:
+            raise ValueError(f"the published folder does not compute the features of {name} that the model computes")
+
+
+def upload(
+    folder: Path,
+    repository: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    pull_request: bool = False,
+) -> str:
+    """Upload a folder in one commit, and create the repository if it is not there; returns its address.
+
+    Args:
+        revision: a branch, which is created if it is not there.
+        pull_request: propose the commit instead of making it.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses; nothing of the folder is visible then.
+        ConnectionError: it did not answer; again, nothing is visible.
+    """
+    api = HfApi()
+    try:
+        repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        info = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=revision,
+            create_pr=pull_request,
+            commit_message="Publish the model",
+        )
+    except (OSError, ValueError):  # the Hub's own answers are among them
+        raise
+    except Exception as error:  # those of the HTTP library, which is another one in other versions of huggingface_hub
+        raise ConnectionError(f"the upload to {repository} was cut off, nothing of it is visible: {error}") from error
+    return info.pr_url or info.commit_url
+
+
+def publish(source: str | Path, repository: str, licence: str | None = None, base_model: str | None = None, **options):
+    """Build, verify and upload a model; see `build` and `upload`. Returns the address."""
+    validate_repo_id(repository)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / repository.split("/")[-1]
+        folder.mkdir()
+        build(source, folder, repository, licence, base_model)
+        return upload(folder, repository, **options)
+
+
+def _load(source: str | Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(source)
+    if config.model_type == CLIPMoDEConfig.model_type:
+        return AutoModel.from_pretrained(source)
+    if config.model_type == CLIPConfig.model_type:
+        raise ValueError(f"{source} is a dense CLIPModel, which needs none of this: its push_to_hub publishes it")
+    return load_clip(source)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m conversion.publish", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="FOLDER", help="a finished stage, or any folder of a model")
+    parser.add_argument("repository", metavar="NAME", help="user/name on the Hub")
+    parser.add_argument("--dry-run", type=Path, metavar="DIR", help="write the folder to DIR and upload nothing")
+    parser.add_argument("--private", action="store_true", default=None, help="of a new repository")
+    parser.add_argument("--revision", help="branch to upload to")
+    parser.add_argument("--pull-request", action="store_true", help="propose the upload as a pull request")
+    parser.add_argument("--license", help="of the weights, as the Hub names it: mit, apache-2.0, ...")
+    parser.add_argument("--base-model", help="the dense model on the Hub (default: what the recipe starts from)")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        validate_repo_id(args.repository)
+        if args.dry_run is not None:
+            with new_folder(args.dry_run) as folder:
+                build(args.source, folder, args.repository, args.license, args.base_model)
+            print(f"wrote {args.dry_run}; nothing was uploaded")
+            return
+        options = {"private": args.private, "revision": args.revision, "pull_request": args.pull_request}
+        print(f"published at {publish(args.source, args.repository, args.license, args.base_model, **options)}")
+
+
+if __name__ == "__main__":
+    main()

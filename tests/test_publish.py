@@ -1,0 +1,222 @@
+"""Publishing: what is in the folder, that it loads without the package, and what the Hub sees."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hub_server
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoProcessor, CLIPModel
+
+from conversion import publish
+from conversion.model_card import Provenance
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoDEModel
+from training.arguments import load_recipe
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[1]
+BASE = "training/glyph_clip"
+LEGACY = {"preprocessor_config.json", "vocab.json", "merges.txt"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run: an upcycled glyph CLIP, trained for two steps and measured."""
+    folder = tmp_path_factory.mktemp("publish") / "run"
+    recipe = load_recipe(
+        ROOT / "training" / "recipes" / "demo.yaml",
+        {
+            "output_dir": str(folder),
+            "clip_up.max_steps": 2,
+            "clip_up.data.num_samples": 64,
+            "clip_up.global_batch_size": 32,
+            "clip_up.warmup_steps": 0,
+            "evaluation.models": {"dense": BASE, "CLIP-UP": "clip_up"},
+            "evaluation.tasks": ["glyphs_pairs"],
+        },
+    )
+    return run_recipe(recipe, only=["upcycled", "clip_up", "evaluation"])
+
+
+@pytest.fixture(scope="module")
+def published(run, tmp_path_factory):
+    output = tmp_path_factory.mktemp("published") / "model"
+    arguments = [str(run / "clip_up"), "user/clip-moe-glyphs", "--dry-run", str(output), "--license", "apache-2.0"]
+    publish.main([*arguments, "--base-model", "user/glyph-clip"])
+    return output
+
+
+@pytest.fixture
+def hub():
+    with hub_server.serve() as server:
+        yield server
+
+
+def command(arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "conversion.publish", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_folder_has_all_that_others_look_for(published):
+    names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
+    assert LEGACY <= names
+    assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
+    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.png", ".eval_results/glyphs_pairs.yaml"} <= names
+    assert "results/glyphs_pairs--CLIP-UP.json" in names and "results/glyphs_pairs--dense.json" not in names
+    assert not {"manifest.json", "log.jsonl"} & names
+    assert "is_local" not in (published / "tokenizer_config.json").read_text()
+    tokens = json.loads((published / "vocab.json").read_text())
+    assert tokens == AutoProcessor.from_pretrained(BASE).tokenizer.get_vocab()
+    assert (published / "merges.txt").read_text().startswith("#version")
+
+
+def test_it_computes_what_the_source_computes(run, published):
+    expected, found = (load_file(f / "model.safetensors") for f in (run / "clip_up", published))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_card_tells_what_is_so(run, published):
+    card = ModelCard.load(published / "README.md")
+    data = card.data.to_dict()
+    assert (data["license"], data["base_model"]) == ("apache-2.0", "user/glyph-clip")
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "zero-shot-image-classification")
+    result = json.loads((run / "evaluation" / "glyphs_pairs--CLIP-UP.json").read_text())
+    (score,) = card.data.eval_results
+    assert score.metric_value == round(100 * result["metrics"]["group"], 2) and score.dataset_type == "glyphs_pairs"
+    assert f"| {100 * result['metrics']['group']:.1f} |" in card.text and result["protocol"] in card.text
+    assert result["commit"] in card.text
+    entry = yaml.safe_load((published / ".eval_results" / "glyphs_pairs.yaml").read_text())
+    assert entry[0]["value"] == score.metric_value
+    assert "# clip-moe-glyphs" in card.text and "| clip_up | train |" in card.text
+    assert 'from_pretrained("user/clip-moe-glyphs", trust_remote_code=True)' in card.text
+    assert "None" not in card.text and "{{" not in card.text and "{%" not in card.text
+
+
+def test_how_long_it_took_is_recorded(run):
+    provenance = Provenance.of(run / "clip_up")
+    assert list(provenance.stages) == ["upcycled", "clip_up"] and provenance.sources == [BASE]
+    assert provenance.hours > 0 and provenance.interruptions == 0 and len(provenance.commits) == 1
+    assert provenance.hardware[0].startswith("1 x ")
+
+
+def test_published_and_loaded_by_name(run, hub, tmp_path):
+    done = command([run / "clip_up", "user/clip-moe-glyphs", "--private"], **hub_server.environment(hub))
+    assert done.returncode == 0, done.stderr
+    assert "/user/clip-moe-glyphs" in done.stdout and hub.private == {"user/clip-moe-glyphs": True}
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    save_file({"images": images}, tmp_path / "images.safetensors")
+    code = """
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoProcessor, pipeline
+name = "user/clip-moe-glyphs"
+model = AutoModel.from_pretrained(name, trust_remote_code=True)
+AutoProcessor.from_pretrained(name)
+with torch.no_grad():
+    features = model.get_image_features(load_file("images.safetensors")["images"]).pooler_output
+save_file({"features": features}, "features.safetensors")
+classify = pipeline("zero-shot-image-classification", model=name, trust_remote_code=True)
+from PIL import Image
+print(classify(Image.new("RGB", (32, 32)), candidate_labels=["star", "heart"])[0]["label"])
+"""
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, **hub_server.environment(hub), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("star", "heart")
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(run / "clip_up").get_image_features(images).pooler_output
+    assert torch.equal(load_file(tmp_path / "features.safetensors")["features"], expected)
+
+
+def test_an_interrupted_upload_is_repeated(run, hub):
+    hub.fail_commits = 1
+    first = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
+    assert first.returncode != 0 and hub.repositories["user/glyphs"]["main"] == {}
+    assert first.stderr.splitlines()[-1].startswith("error: the upload to user/glyphs was cut off")
+    second = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
+    assert second.returncode == 0, second.stderr
+    assert LEGACY < set(hub.repositories["user/glyphs"]["main"])
+
+
+def test_without_permission_nothing_is_published(run, hub):
+    for name, token in (("user/glyphs", "hf_nobody"), ("somebody/glyphs", hub_server.TOKEN)):
+        done = command([run / "clip_up", name], **hub_server.environment(hub, token))
+        assert done.returncode != 0 and ("401" in done.stderr or "403" in done.stderr)
+    assert not hub.repositories
+
+
+def test_branches_and_pull_requests(published, hub, monkeypatch):
+    program = (
+        "import sys; from pathlib import Path; from conversion.publish import upload; "
+        "print(upload(Path(sys.argv[1]), 'user/glyphs', revision='next')); "
+        "print(upload(Path(sys.argv[1]), 'user/glyphs', pull_request=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(published)],
+        cwd=ROOT,
+        env={**os.environ, **hub_server.environment(hub)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    branches = hub.repositories["user/glyphs"]
+    assert branches["main"] == {} and "README.md" in branches["next"] and "README.md" in branches["refs/pr/1"]
+    assert done.stdout.strip().endswith("/discussions/1")
+
+
+def test_a_mixture_is_published_with_its_experts(tmp_path):
+    model = CLIPMoDEModel.from_experts([CLIPModel.from_pretrained(BASE), CLIPModel.from_pretrained(BASE)])
+    model.save_pretrained(tmp_path / "mode")
+    AutoProcessor.from_pretrained(BASE).save_pretrained(tmp_path / "mode")
+    publish.main([str(tmp_path / "mode"), "user/mode", "--dry-run", str(tmp_path / "out")])
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
+    assert {"expert_0/model.safetensors", "expert_1/config.json", "modeling_clip_mode.py"} <= names
+    assert "A mixture of 2 CLIPs" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="error: .*needs none of this"):
+        publish.main([BASE, "user/x", "--dry-run", str(tmp_path / "a")])
+    with pytest.raises(SystemExit, match="error: .*Repo id"):
+        publish.main([BASE, "no name", "--dry-run", str(tmp_path / "a")])
+    upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(tmp_path / "bare")
+    with pytest.raises(SystemExit, match="error: .*has no processor"):
+        publish.main([str(tmp_path / "bare"), "user/x", "--dry-run", str(tmp_path / "a")])
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_that_computes_something_else_is_refused(published, tmp_path):
+    model = AutoModel.from_pretrained(published)
+    with torch.no_grad():
+        model.visual_projection.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="does not compute the features of images"):
+        publish.verify(model, published)
+    (tmp_path / "modeling_clip_moe.py").write_text("raise ImportError('gone')")
+    for path in published.iterdir():
+        if path.is_file() and path.name != "modeling_clip_moe.py":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="does not load without this package: .*gone"):
+        publish.verify(AutoModel.from_pretrained(published), tmp_path)
