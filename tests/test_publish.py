@@ -126,7 +126,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, pipeline
 name = "user/clip-moe-glyphs"
 model = AutoModel.from_pretrained(name, trust_remote_code=True)
-AutoProcessor.from_pretrained(name)
+AutoProcessor.from_pretrained(name, trust_remote_code=True)
 with torch.no_grad():
     features = model.get_image_features(load_file("images.safetensors")["images"]).pooler_output
 save_file({"features": features}, "features.safetensors")
