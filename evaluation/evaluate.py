@@ -349,12 +349,18 @@ def evaluate_model(
             "seed": 0,
             **environment(),
         }
-        path = output_dir / f"{task}--{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_result(result, output_dir)
         results.append(result)
     return results
+
+
+def write_result(result: dict[str, Any], output_dir: Path) -> None:
+    """Keep a result as `TASK--NAME.json`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", result["model"])
+    path = output_dir / f"{result['task']}--{name}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def require_known(tasks: Sequence[str], benchmarks: dict[str, Benchmark]) -> None:

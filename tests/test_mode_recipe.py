@@ -283,7 +283,9 @@ def test_oracle_has_the_best_score_of_each_task(out):
     report = (out / "evaluation" / "report.md").read_text()
     assert "| best " in report
     results = [json.loads(path.read_text()) for path in sorted((out / "evaluation").glob("*--*.json"))]
-    for best in best_of(results, "best", ["one", "two"]):
+    bests = [result for result in results if result["model"] == "best"]
+    assert len(bests) == len(TASKS) and bests == best_of(results, "best", ["one", "two"])
+    for best in bests:
         alone = [r["metrics"] for r in results if r["task"] == best["task"] and r["model"] in ("one", "two")]
         assert len(alone) == 2
         assert best["metrics"] == {name: max(m[name] for m in alone) for name in alone[0]}

@@ -42,7 +42,7 @@ from conversion.checkpoints import copy_processor, has_file, load_clip, load_mod
 from conversion.model_card import ATTEMPTS, MANIFEST
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
-from evaluation.evaluate import environment, evaluate_model
+from evaluation.evaluate import environment, evaluate_model, write_result
 from evaluation.evaluate import fingerprint as model_fingerprint
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
@@ -651,7 +651,10 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
         results += evaluate_model(
             run.folder(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
         )
-    results += [result for title, rows in stage.oracles.items() for result in best_of(results, title, rows)]
+    oracles = [result for title, rows in stage.oracles.items() for result in best_of(results, title, rows)]
+    for result in oracles:
+        write_result(result, directory)
+    results += oracles
     print(write_report(results, directory, baseline=stage.baseline))
     print(f"\nThe whole report is {run.output_dir / stage.name / 'report.md'}")
 
