@@ -31,6 +31,7 @@ TOLERANCE = 1e-4
 WAY_OUT = {
     "clip": " (it is dense: conversion.upcycle makes it sparse)",
     "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
+    "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
 
 

@@ -192,7 +192,7 @@ class Ensemble:
         self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
         self.options = (cache_dir, batch_size, device, dtype)
         self.router = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
-        self.scales = np.array([float(self.router.expert(i).logit_scale.exp()) for i in range(self.router.num_experts)])
+        self.scales = np.array([self.router.expert(i).logit_scale.exp().item() for i in range(self.router.num_experts)])
         self._known: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
@@ -210,7 +210,11 @@ class Ensemble:
             embeds = np.stack([[self._known[text] for text in task] for task in tasks])
             unknown = int((~embeds.any(axis=-1)).sum())
             if unknown:
-                logger.warning("%s: the encoder knows no word of %d texts, which route nothing", self.folder, unknown)
+                logger.warning(
+                    "%s: the encoder knows no word of %d texts; a task of such alone gets equal weights",
+                    self.folder,
+                    unknown,
+                )
             weights = self.router.route(torch.as_tensor(embeds), self.encoder.name).numpy()
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)

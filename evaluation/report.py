@@ -95,7 +95,9 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     for model, row in table.items():
         missing = sorted(set(first) - set(row))
         if missing:
-            raise ValueError(f"{model!r} has no result on {', '.join(missing)}")
+            raise ValueError(
+                f"{model!r} has no result on {', '.join(missing)}: measure it, or report fewer tasks or models"
+            )
     return {model: {task: row[task] for task in first} for model, row in table.items()}
 
 

@@ -169,7 +169,7 @@ def open_encoder(
     if has_file(source, "config.json"):
         return TransformersEncoder(source, pooling, name, device)
     raise FileNotFoundError(
-        f"there is no sentence encoder {source}: no folder with a model, and none that can be had from the Hub"
+        f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor tfidf"
     )
 
 
@@ -182,7 +182,8 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
     folder = Path(folder)
     if not (folder / FILE).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no sentence encoder: copy the one that the cluster centers were made with there"
+            f"{folder} holds no sentence encoder. An embed_captions stage has it in encoder/, a mixture in "
+            "metadata_encoder/: copy the one that the cluster centers were made with"
         )
     settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
     if settings["kind"] == "tfidf":

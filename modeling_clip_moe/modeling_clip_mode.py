@@ -458,8 +458,12 @@ class CLIPMoDEModel(PreTrainedModel):
 
     def set_task(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
         """Routes all that follows by the metadata (L, d) of a task; see `route`, whose weights (n,) it returns."""
-        if torch.as_tensor(metadata_embeds).dim() != 2:
-            raise ValueError(f"The metadata of one task are (L, d), not {tuple(metadata_embeds.shape)}.")
+        shape = tuple(getattr(metadata_embeds, "shape", ()))
+        if len(shape) != 2:
+            raise ValueError(
+                f"The metadata of one task are embeddings (L, d), not {shape or type(metadata_embeds).__name__}: embed "
+                "them with the encoder that the centers were made with."
+            )
         self.task_weights = self.route(metadata_embeds, metadata_encoder)
         return self.task_weights
 

@@ -395,6 +395,14 @@ def test_what_cannot_be_is_refused(run, out, overrides, part, message):
         run("refused", overrides, only=[part])
 
 
+def test_a_mistake_leaves_nothing_behind(run, out):
+    target = copy(out, "mistake", "dense", "captions", "fine", "assigned", "coarse")
+    with pytest.raises(ValueError, match="^expert_1: cluster 0 .* fewer than global_batch_size 128"):
+        run(target.name, {"expert_1.global_batch_size": 128}, only=["expert_1"])
+    run(target.name, only=["expert_1"])
+    assert (target / "expert_1" / "model.safetensors").is_file()
+
+
 def test_contradictions_are_refused(run):
     for overrides, message in (
         ({"expert_1.data.streaming": True}, "streaming"),

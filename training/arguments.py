@@ -7,7 +7,7 @@ contradictions raise a `ValueError` that names the key as it stands in the recip
 import copy
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -516,6 +516,22 @@ Stage = (
 
 
 EXPERT_STAGES = (TrainExpertsStage, TrainDataExpertStage)
+# Settings that name stages of certain types
+REFERENCES = {
+    (TrainStage, "hidden_states"): (HiddenStatesStage,),
+    (TrainExpertsStage, "clusters"): (ClusterStage,),
+    (ClusterStage, "features"): (EmbedStage,),
+    (ClusterStage, "previous"): (ClusterStage,),
+    (ClusterFineStage, "captions"): (EmbedCaptionsStage,),
+    (AssignStage, "captions"): (EmbedCaptionsStage,),
+    (AssignStage, "centers"): (ClusterFineStage,),
+    (ClusterCoarseStage, "assignment"): (AssignStage,),
+    (SelectStage, "assignment"): (AssignStage,),
+    (SelectStage, "captions"): (EmbedCaptionsStage,),
+    (TrainDataExpertStage, "clusters"): (ClusterCoarseStage, SelectStage),
+    (AssembleStage, "clusters"): (ClusterCoarseStage, SelectStage),
+    (AssembleStage, "captions"): (EmbedCaptionsStage,),
+}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -532,6 +548,11 @@ class Recipe:
     # Stage -> hub repository that its model is uploaded to once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _read_no(cls, value):
+        return "no" if value is False else value  # YAML's no
+
     @field_validator("stages")
     @classmethod
     def _check_stages(cls, stages):
@@ -541,6 +562,13 @@ class Recipe:
                 raise ValueError(f"the stage name {name!r} is used twice")
             if name in {field.name for field in fields(cls)} | {"defaults"} or Path(name).name != name:
                 raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe or no folder name")
+        kinds = {stage.name: stage for stage in stages}
+        for stage in stages:
+            for (kind, key), wanted in REFERENCES.items():
+                named = kinds.get(getattr(stage, key)) if isinstance(stage, kind) else None
+                if named is not None and not isinstance(named, wanted):
+                    types = " or ".join(get_args(other.__annotations__["stage"])[0] for other in wanted)
+                    raise ValueError(f"{stage.name}.{key}: {named.name} is a stage of type {named.stage}, not {types}")
         experts = [stage.expert for stage in stages if isinstance(stage, EXPERT_STAGES)]
         if len(set(experts)) < len(experts):
             raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
@@ -581,6 +609,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         if not isinstance(stage, dict) or "name" not in stage or "stage" not in stage:
             raise ValueError(f"{path}: a stage needs the keys name and stage, got {stage!r}")
 
+    raw = _without_aliases(raw)
     for key, value in (overrides or {}).items():
         _override(raw, key, value)
     defaults = raw.pop("defaults", {})
@@ -603,6 +632,13 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
 def dump(settings) -> dict[str, Any]:
     """The plain dictionary of a recipe or a stage, as YAML and JSON can hold it."""
     return TypeAdapter(type(settings)).dump_python(settings, mode="json")
+
+
+def _without_aliases(value: Any) -> Any:
+    """A copy in which nothing is shared: what a YAML alias stands for is overridden in one place alone."""
+    if isinstance(value, dict):
+        return {key: _without_aliases(item) for key, item in value.items()}
+    return [_without_aliases(item) for item in value] if isinstance(value, list) else value
 
 
 def _override(raw: dict, key: str, value: Any) -> None:

@@ -243,6 +243,9 @@ def run_stage(run: Run, stage: Stage) -> None:
         "inputs": {reference: fingerprint(run.folder(reference)) for reference in run.inputs(stage)},
     }
     run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process and not _has_work(partial):
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed at once, perhaps for its settings
+    run.accelerator.wait_for_everyone()
     for folder in (final, partial):
         if (folder / MANIFEST).is_file():
             _require_same(json.loads((folder / MANIFEST).read_text(encoding="utf-8")), manifest, folder)
@@ -697,6 +700,11 @@ def fingerprint(model: str) -> str:
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     return model_fingerprint(model)
+
+
+def _has_work(partial: Path) -> bool:
+    """Whether a stage that has not finished has written more than what tells how it was begun."""
+    return any(path.name not in (MANIFEST, ATTEMPTS) and path.suffix != ".partial" for path in partial.glob("*"))
 
 
 def _begin_attempt(run: Run, partial: Path) -> list[dict[str, Any]]:

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     models = [
         stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage | AssembleStage)
     ]
-    finished = [stage for stage in models if (output_dir / stage.name).is_dir()]
+    asked = {stage.name for stage in models} if only is None else set(only)
+    finished = [stage for stage in models if stage.name in asked and (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
         print(
             "\nLoad the model with\n\n"
