@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 STAMP := .venv/installed
 
-.PHONY: demo test check style bench
+.PHONY: demo test test-integrations check style bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,9 @@ demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
 
 test: $(STAMP)  ## all tests that need no GPU
 	$(BIN)/python -m pytest
+
+test-integrations: $(STAMP)  ## publishing to a server that speaks the Hub's protocol
+	$(BIN)/python -m pytest tests/integration
 
 check: $(STAMP)  ## read only: style and the recipes
 	$(BIN)/ruff check .

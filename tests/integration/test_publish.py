@@ -21,7 +21,7 @@ from modeling_clip_moe import CLIPMoDEModel
 from training.arguments import load_recipe
 from training.stages import run_recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BASE = "training/glyph_clip"
 LEGACY = {"preprocessor_config.json", "vocab.json", "merges.txt"}
 
