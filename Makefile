@@ -15,8 +15,9 @@ $(STAMP): setup.py constraints.txt
 demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 
+# Two processes, each with whole files: tests of one file share runs of a recipe.
 test: $(STAMP)  ## all tests that need no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-integrations: $(STAMP)  ## publishing to a server that speaks the Hub's protocol
 	$(BIN)/python -m pytest tests/integration

@@ -26,6 +26,7 @@ test = [
     "hypothesis>=6.100",
     "pytest>=8.3",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.15",
     "sentence-transformers>=5.0",
     "tensorboard>=2.18",

@@ -374,7 +374,7 @@ def test_two_processes_end_in_the_same_model(run, whole):
         ({"expert_1.cluster": 5}, "expert_1", r"there is no cluster 5; there are \[0, 1\]"),
         ({"expert_1.global_batch_size": 80}, "expert_1", r"none of the 2 clusters .* largest has \d+ samples"),
         ({"expert_1.trainable": r"layers\.2\.mlp"}, "expert_1", r"but text_model\.encoder\.layers\.2\.mlp.* train"),
-        ({"expert_1.hidden_states": "features"}, "expert_1", "is not the folder of a hidden_states stage"),
+        ({"expert_1.hidden_states": "features"}, "expert_1", "features is a stage of type embed, not hidden_states"),
         ({"expert_1.caption_weights": [0.5, 0.5]}, "expert_1", "hidden states in .* are of 3 captions, not of 2"),
         (
             {"expert_1.caption_weights": [0.5, 0.5], "expert_1.hidden_states": None},
