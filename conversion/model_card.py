@@ -115,7 +115,7 @@ def render(
         pipeline_tag="zero-shot-image-classification",
         base_model=base_model or (hub_sources[0] if hub_sources else None),
         datasets=[source for source in provenance.datasets if source != "glyphs" and not Path(source).exists()] or None,
-        tags=["clip", "mixture-of-experts", "custom_code"],
+        tags=["clip"] if config.model_type == "clip" else ["clip", "mixture-of-experts", "custom_code"],
         eval_results=[
             EvalResult(
                 task_type=TASK_TYPES[metric][0],

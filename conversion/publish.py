@@ -21,8 +21,9 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPConfig, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
+from conversion.assemble import ENCODER
 from conversion.checkpoints import has_file, load_clip, new_folder, one_line_errors, sample_inputs
 from conversion.model_card import Provenance, render, result_entries
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
@@ -53,8 +54,8 @@ def build(
     """Write what is published of a model into a folder, and verify it.
 
     Args:
-        source: folder of a `CLIPMoEModel` or `CLIPMoDEModel` with its processor; of a recipe's stage, for a card that
-            tells how it was made.
+        source: folder of a `CLIPMoEModel`, `CLIPMoDEModel` or dense `CLIPModel` with its processor; of a recipe's
+            stage, for a card that tells how it was made.
         repository: its name on the Hub, which the card's examples load.
         licence: of the weights, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
@@ -63,15 +64,16 @@ def build(
         FileNotFoundError: `source` has no processor.
         ValueError: no such model, weights that do not fit, or a copy that does not compute what the source does.
     """
-    model = _load(source)
+    mixture = AutoConfig.from_pretrained(source).model_type == CLIPMoDEConfig.model_type
+    model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
     if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
         source, "processor_config.json", "preprocessor_config.json"
     ):
         raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
     model.save_pretrained(folder)
     write_processor(source, folder)
-    if isinstance(model, CLIPMoDEModel) and (Path(source) / "metadata_encoder").is_dir():
-        shutil.copytree(Path(source) / "metadata_encoder", folder / "metadata_encoder")
+    if (Path(source) / ENCODER).is_dir():
+        shutil.copytree(Path(source) / ENCODER, folder / ENCODER)
     provenance = Provenance.of(Path(source))
     for name, picture in provenance.pictures.items():
         shutil.copy(picture, folder / name)
@@ -85,7 +87,8 @@ def build(
             (folder / ".eval_results" / f"{name}.yaml").write_text(text, encoding="utf-8")
     if provenance.recipe is not None:
         shutil.copy(provenance.recipe, folder / "recipe.yaml")
-    shutil.copy(LICENSE, folder / "LICENSE-CODE")
+    if list(folder.glob("*.py")):
+        shutil.copy(LICENSE, folder / "LICENSE-CODE")
     render(model.config, provenance, repository, licence, base_model).save(folder / "README.md")
     verify(model, folder)
 
@@ -177,15 +180,6 @@ def publish(source: str | Path, repository: str, licence: str | None = None, bas
         folder.mkdir()
         build(source, folder, repository, licence, base_model)
         return upload(folder, repository, **options)
-
-
-def _load(source: str | Path) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(source)
-    if config.model_type == CLIPMoDEConfig.model_type:
-        return AutoModel.from_pretrained(source)
-    if config.model_type == CLIPConfig.model_type:
-        raise ValueError(f"{source} is a dense CLIPModel, which needs none of this: its push_to_hub publishes it")
-    return load_clip(source)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -197,9 +197,14 @@ def test_a_mixture_is_published_with_its_experts(tmp_path):
     assert "A mixture of 2 CLIPs" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_dense_model_needs_no_code(tmp_path):
+    publish.main([BASE, "user/dense", "--dry-run", str(tmp_path / "out")])
+    assert not list((tmp_path / "out").glob("*.py"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A CLIP without sparse layers." in card and "trust_remote_code" not in card and "custom_code" not in card
+
+
 def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="error: .*needs none of this"):
-        publish.main([BASE, "user/x", "--dry-run", str(tmp_path / "a")])
     with pytest.raises(SystemExit, match="error: .*Repo id"):
         publish.main([BASE, "no name", "--dry-run", str(tmp_path / "a")])
     upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(tmp_path / "bare")
