@@ -4,6 +4,7 @@ BIN := .venv/bin
 # Threads that wait do not spin: on a machine that does other work too, spinning costs several times the time.
 export OMP_WAIT_POLICY := PASSIVE
 STAMP := .venv/installed
+INTEGRATIONS := .venv/installed-integrations
 
 .PHONY: demo test test-integrations check style bench
 
@@ -12,6 +13,11 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $(STAMP)
 
+$(INTEGRATIONS): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[integrations]"
+	$(BIN)/pip install --quiet --no-deps clip-benchmark==1.6.2
+	touch $(INTEGRATIONS)
+
 demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 
@@ -19,7 +25,7 @@ demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
 test: $(STAMP)  ## all tests that need no GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test-integrations: $(STAMP)  ## publishing to a server that speaks the Hub's protocol
+test-integrations: $(INTEGRATIONS)  ## publishing, and every library that takes the models
 	$(BIN)/python -m pytest tests/integration
 
 check: $(STAMP)  ## read only: style and the recipes

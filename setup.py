@@ -31,6 +31,16 @@ test = [
     "sentence-transformers>=5.0",
     "tensorboard>=2.18",
 ]
+# clip-benchmark comes without its own requirements, of which its metrics need none: see the Makefile
+integrations = [
+    *test,
+    "diffusers>=0.42",
+    "onnx>=1.23",
+    "onnxruntime>=1.31",
+    "onnxscript>=0.7",
+    "peft>=0.21",
+    "torchao>=0.18",
+]
 
 setup(
     name="clip-moe",
@@ -48,5 +58,5 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
     ],
-    extras_require={"training": training, "test": test},
+    extras_require={"training": training, "test": test, "integrations": integrations},
 )

@@ -1,0 +1,53 @@
+"""What the integrations share: the versions they run on and a published model."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoProcessor, CLIPModel
+
+from conversion import publish
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoEModel
+
+BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+PACKAGES = """accelerate clip-benchmark diffusers huggingface_hub onnxruntime peft sentence-transformers torch torchao
+transformers""".split()
+
+
+def pytest_report_header() -> str:
+    return "integrations: " + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    """Folder of an upcycled glyph CLIP, 4 experts of which 2 compute a token, whose experts and routers differ."""
+    model = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "experts" in name or "router" in name:
+                weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
+    folder = tmp_path_factory.mktemp("source") / "model"
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(BASE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repository(source, tmp_path_factory) -> Path:
+    """What is published of it."""
+    folder = tmp_path_factory.mktemp("repository") / "clip-moe-glyphs"
+    publish.main([str(source), "user/clip-moe-glyphs", "--dry-run", str(folder), "--license", "apache-2.0"])
+    return folder
+
+
+@pytest.fixture
+def model(repository) -> CLIPMoEModel:
+    return CLIPMoEModel.from_pretrained(repository).eval()
+
+
+@pytest.fixture(scope="session")
+def processor(repository):
+    return AutoProcessor.from_pretrained(repository)
