@@ -55,6 +55,9 @@ from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVis
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
+# In files, an empty tensor of this name stands in every sparse layer: CLIP's own classes look for their FFN there
+NO_DENSE_FFN = r"\.mlp\.fc1\.weight$"
+
 
 def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Router logits of the L layers, each (B, S, E) or (T, E), as one float32 tensor (L, T, E)."""
@@ -407,6 +410,12 @@ class CLIPMoESparseMoeBlock(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         _, weights, ids = self.router(hidden_states, mask)
+        num_experts = self.router.config.num_experts
+        if self.experts.num_experts < num_experts:
+            # Expert parallelism sends every choice to some process and knows no id E. What is dropped has weight 0, so
+            # any expert will do: a different one for each
+            anywhere = torch.arange(ids.numel(), device=ids.device).view_as(ids) % num_experts
+            ids = torch.where(ids < num_experts, ids, anywhere)
         output = self.experts(hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
         output = output.view_as(hidden_states)
         if self.fusion_gate is not None:
@@ -475,6 +484,8 @@ class Reshape(ConversionOps):
 
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
         (tensors,) = input_dict.values()
+        if isinstance(tensors, list) and not tensors:  # FSDP2: a single number is on the first process alone
+            return {target_patterns[0]: torch.empty(0, dtype=kwargs["model"].dtype)}
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         return {target_patterns[0]: tensor.reshape(self.shape)}
 
@@ -538,6 +549,22 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
                 f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
             )
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, state_dict=None, **kwargs):
+        """
+        Saves a model as `PreTrainedModel.save_pretrained` does, such that CLIP's own classes refuse it. They find no
+        FFN in sparse layers, would take random ones, and at most warn: an empty tensor of that name is an error.
+        """
+        state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+        for name, module in self.named_modules():
+            if isinstance(module, CLIPMoESparseMoeBlock):
+                state_dict[f"{name}.fc1.weight"] = torch.empty(0, dtype=self.dtype)  # NO_DENSE_FFN
+        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
+
+    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
+        gathered = super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
+        # FSDP2 gathers the parameters and nothing else
+        return gathered | {name: tensor for name, tensor in state_dict.items() if tensor.numel() == 0}
 
     @contextmanager
     def force_expert(self, expert: int):
@@ -617,7 +644,8 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
     _input_embed_layer = "token_embedding"
     _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
     _keys_to_ignore_on_load_unexpected = [
-        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)"
+        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)",
+        NO_DENSE_FFN,
     ]
 
     def __init__(self, config: CLIPMoETextConfig):
@@ -681,7 +709,8 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
     _input_embed_layer = "patch_embedding"
     _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
     _keys_to_ignore_on_load_unexpected = [
-        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)"
+        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)",
+        NO_DENSE_FFN,
     ]
 
     def __init__(self, config: CLIPMoEVisionConfig):
@@ -726,7 +755,10 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     config: CLIPMoETextConfig
     base_model_prefix = "text_model"
     input_modalities = ("text",)
-    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)"]
+    _keys_to_ignore_on_load_unexpected = [
+        r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)",
+        NO_DENSE_FFN,
+    ]
 
     def __init__(self, config: CLIPMoETextConfig):
         super().__init__(config)
@@ -767,7 +799,7 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)"]
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)", NO_DENSE_FFN]
 
     def __init__(self, config: CLIPMoEVisionConfig):
         super().__init__(config)
@@ -815,6 +847,7 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
     """Both towers and their projections into one space."""
 
     config: CLIPMoEConfig
+    _keys_to_ignore_on_load_unexpected = [NO_DENSE_FFN]
     _checkpoint_conversions = [WeightConverter("logit_scale", "logit_scale", [Reshape(shape=(1,), saved_shape=())])]
 
     def __init__(self, config: CLIPMoEConfig):
@@ -942,7 +975,10 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _auto_class = "AutoModelForImageClassification"
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)"]
+    _keys_to_ignore_on_load_unexpected = [
+        r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)",
+        NO_DENSE_FFN,
+    ]
     _optional_weights = ("classifier.",)
 
     def __init__(self, config: CLIPMoEConfig):

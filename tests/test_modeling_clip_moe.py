@@ -14,9 +14,10 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     CLIPConfig,
     CLIPModel,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
     PreTrainedModel,
 )
 from transformers.integrations import moe as transformers_moe
@@ -701,28 +702,6 @@ def test_hidden_states_and_interpolation():
     torch.testing.assert_close(output.hidden_states[-1], output.last_hidden_state, rtol=0, atol=0)
 
 
-def test_llava_takes_the_vision_tower():
-    # LLaVA selects hidden states by number
-    vision = tiny_config().vision_config
-    text = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    ).to_dict()
-    for layer in (-2, [-1, -2]):
-        config = LlavaConfig(
-            vision_config=vision.to_dict(), text_config=text, image_token_index=39, vision_feature_layer=layer
-        )
-        model = LlavaForConditionalGeneration(config).eval()
-        assert type(model.model.vision_tower) is CLIPMoEVisionModel
-        input_ids = torch.tensor([[1, 39, 39, 39, 39, 2]])
-        pixel_values = torch.randn(1, 3, 16, 16)
-        hidden_states = model.model.vision_tower(pixel_values, output_hidden_states=True).hidden_states
-        selected = [hidden_states[i][:, 1:] for i in ([layer] if isinstance(layer, int) else layer)]
-        features = model.get_image_features(pixel_values, vision_feature_select_strategy="default").pooler_output
-        expected = model.model.multi_modal_projector(torch.cat(selected, dim=-1))
-        torch.testing.assert_close(torch.stack(list(features)).view_as(expected), expected)
-        assert model(input_ids=input_ids, pixel_values=pixel_values).logits.isfinite().all()
-
-
 def test_input_embeddings():
     model = tiny_model()
     embeddings = model.text_model.embeddings.token_embedding
@@ -1017,6 +996,30 @@ def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
         CLIPMoEModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "dense_class",
+    [CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModel, CLIPVisionModelWithProjection],
+)
+def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class):
+    model, folder = saved
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        dense_class.from_pretrained(folder)
+    if dense_class in (CLIPTextModel, CLIPVisionModel):
+        getattr(model, "text_model" if dense_class is CLIPTextModel else "vision_model").save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            dense_class.from_pretrained(tmp_path)
+
+
+def test_checkpoints_without_what_makes_clip_refuse_them_load(saved, tmp_path):
+    model, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
+    model.config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = CLIPMoEModel.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_the_module_holds_what_diffusers_looks_up():
     assert modeling.PreTrainedModel is PreTrainedModel
     assert CLIPMoEModel._no_split_modules == ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
@@ -1030,6 +1033,7 @@ ATTENTION_KEYS = [
 NORM_KEYS = [f"layer_norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
 DENSE_KEYS = [f"mlp.{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
 SPARSE_KEYS = [
+    "mlp.fc1.weight",  # empty: CLIP's own classes refuse it
     "mlp.router.weight",
     "mlp.experts.up_proj",
     "mlp.experts.up_proj_bias",

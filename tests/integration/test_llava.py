@@ -1,0 +1,187 @@
+"""The vision tower in transformers' LLaVA, swapped into an existing LLaVA, and in the original LLaVA's code."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from llava.model import llava_arch
+from llava.model.multimodal_encoder import builder
+from llava.model.multimodal_encoder.clip_encoder import CLIPVisionTower
+from PIL import Image
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+
+from conversion import llava as conversion
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+
+BASE = "training/glyph_clip"
+IMAGE_TOKEN = "<image>"
+
+
+def tiny_llava(vision_config, vocab_size, image_token, **fields):
+    text_config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = LlavaConfig(
+        vision_config=vision_config.to_dict(),
+        text_config=text_config.to_dict(),
+        image_token_index=image_token,
+        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
+        **fields,
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+@pytest.fixture
+def tower(repository):
+    return CLIPMoEVisionModel.from_pretrained(repository).eval()
+
+
+@pytest.fixture
+def inputs(tower):
+    num_patches = (tower.config.image_size // tower.config.patch_size) ** 2
+    pixel_values = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.tensor([[1] + [39] * num_patches + [2, 3]]), "pixel_values": pixel_values}
+
+
+@pytest.fixture(scope="module")
+def dense_llava(tmp_path_factory):
+    """Folder of a LLaVA with the dense glyph CLIP's tower, and its processor."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    base = CLIPModel.from_pretrained(BASE)
+    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
+    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
+    folder = tmp_path_factory.mktemp("llava") / "dense"
+    model.save_pretrained(folder)
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
+        tokenizer=tokenizer,
+        patch_size=base.config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layer, strategy", [(-2, "default"), (-1, "full"), ([-1, -2], "default")])
+def test_it_sees_the_hidden_states_that_it_selects(tower, inputs, layer, strategy):
+    model = tiny_llava(tower.config, 40, 39, vision_feature_layer=layer, vision_feature_select_strategy=strategy)
+    model.model.vision_tower.load_state_dict(tower.state_dict())
+    hidden_states = tower(inputs["pixel_values"], output_hidden_states=True).hidden_states
+    selected = [hidden_states[i] for i in ([layer] if isinstance(layer, int) else layer)]
+    selected = torch.cat([states[:, 1:] if strategy == "default" else states for states in selected], dim=-1)
+    expected = model.model.multi_modal_projector(selected)
+    torch.testing.assert_close(conversion.image_features(model, inputs["pixel_values"]), expected)
+
+
+def test_it_generates_and_trains_and_loads_again(tower, inputs, tmp_path):
+    model = tiny_llava(tower.config, 40, 39)
+    model.model.vision_tower.load_state_dict(tower.state_dict())
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    generated = model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    assert generated[0].tolist() == [*inputs["input_ids"][0].tolist(), expected[0, -1].argmax().item()]
+
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    router = model.model.vision_tower.encoder.layers[1].mlp.router
+    assert router.weight.grad.abs().max() > 0
+
+    model.save_pretrained(tmp_path)
+    loaded, info = LlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert type(loaded.model.vision_tower) is CLIPMoEVisionModel
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits, expected, rtol=0, atol=0)
+
+
+def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(dense_llava, repository, tmp_path):
+    base = CLIPModel.from_pretrained(BASE)
+    upcycle(base, PRESETS["clip_moe"], seed=0).vision_model.save_pretrained(tmp_path / "tower")
+    conversion.main([str(dense_llava), str(tmp_path / "tower"), str(tmp_path / "upcycled")])
+    conversion.main([str(dense_llava), str(repository), str(tmp_path / "trained")])
+
+    processor = AutoProcessor.from_pretrained(tmp_path / "trained")
+    image = Image.effect_noise((40, 32), 80).convert("RGB")
+    inputs = processor(text=f"{IMAGE_TOKEN} a red star", images=image, return_tensors="pt")
+    with torch.no_grad():
+        dense, upcycled, trained = (
+            LlavaForConditionalGeneration.from_pretrained(folder)(**inputs).logits
+            for folder in (dense_llava, tmp_path / "upcycled", tmp_path / "trained")
+        )
+    torch.testing.assert_close(upcycled, dense)
+    assert (trained - dense).abs().max() > 100 * (upcycled - dense).abs().max()
+
+
+def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_path):
+    CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=96, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 128, the tower's have 96"):
+        conversion.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="error: .*has no vision tower of a CLIP-MoE: it is of type 'clip'"):
+        conversion.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="error: .*a model of type 'llava' is needed"):
+        conversion.main([str(BASE), str(tmp_path / "narrow"), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def settings(folder, **fields):
+    """Of the original LLaVA: what its builder reads."""
+    return SimpleNamespace(mm_vision_tower=str(folder), mm_vision_select_layer=-2, **fields)
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    from modeling_clip_moe.llava_vision_tower import patch_llava
+
+    monkeypatch.setattr(builder, "build_vision_tower", builder.build_vision_tower)  # restored after the test
+    monkeypatch.setattr(llava_arch, "build_vision_tower", llava_arch.build_vision_tower)
+    patch_llava()
+
+
+def test_the_original_builder_refuses_what_it_would_load_without_experts(repository, tower, tmp_path):
+    tower.save_pretrained(tmp_path)
+    CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(tmp_path)
+    for folder in (repository, tmp_path):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            builder.build_vision_tower(settings(folder))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_original_code_with_our_tower(patched, repository, tower, tmp_path, alone):
+    folder = repository
+    if alone:
+        folder = tmp_path
+        tower.save_pretrained(folder)
+        CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(folder)
+    built = llava_arch.build_vision_tower(settings(folder), delay_load=True)
+    assert not built.is_loaded and built.hidden_size == tower.config.hidden_size
+    built.load_model()
+    assert not any(parameter.requires_grad for parameter in built.parameters())
+    images = built.image_processor(Image.effect_noise((40, 32), 80).convert("RGB"), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        expected = tower(images, output_hidden_states=True).hidden_states[-2][:, 1:]
+    torch.testing.assert_close(built(images), expected, rtol=0, atol=0)
+    torch.testing.assert_close(built(list(images))[0], expected, rtol=0, atol=0)
+    assert built.num_patches == expected.shape[1] and built.dummy_feature.shape == (1, expected.shape[2])
+
+
+def test_the_original_code_builds_other_towers_as_before(patched, tmp_path):
+    CLIPModel.from_pretrained(BASE).vision_model.save_pretrained(tmp_path)
+    CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(tmp_path)
+    assert type(builder.build_vision_tower(settings(tmp_path))) is CLIPVisionTower
+
+
+def test_several_scales_are_refused(patched, repository):
+    with pytest.raises(ValueError, match="s2=True"):
+        builder.build_vision_tower(settings(repository, s2=True))
