@@ -1,0 +1,93 @@
+"""CLIP-MoE with the calls of open_clip (https://github.com/mlfoundations/open_clip), for programs made for those.
+
+from modeling_clip_moe.open_clip_adapter import create_model_and_transforms
+
+model, transform, tokenizer = create_model_and_transforms("user/clip-moe")
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
+
+from .configuration_clip_mode import CLIPMoDEConfig
+from .modeling_clip_moe import CLIPMoEModel
+
+
+class OpenCLIPAdapter(nn.Module):
+    """
+    Args:
+        model: a `CLIPMoEModel`, or a dense `CLIPModel` to compare with.
+        eos_token_id: of its tokenizer. What follows it in a text is padding.
+    """
+
+    def __init__(self, model: CLIPMoEModel | CLIPModel, eos_token_id: int):
+        super().__init__()
+        self.model = model
+        self.eos_token_id = eos_token_id
+
+    @property
+    def logit_scale(self) -> torch.Tensor:
+        """Scalar: the logarithm of the scale of similarities."""
+        return self.model.logit_scale.squeeze()
+
+    def encode_image(self, image: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+        """Embeddings (B, projection_dim) of images (B, channels, height, width)."""
+        features = self.model.get_image_features(image, return_dict=True).pooler_output
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(self, text: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+        """Embeddings (B, projection_dim) of token ids (B, S)."""
+        is_end = (text == self.eos_token_id).long()
+        mask = is_end.cumsum(dim=-1) - is_end == 0  # up to the first end
+        features = self.model.get_text_features(text, attention_mask=mask.long(), return_dict=True).pooler_output
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def forward(
+        self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """Normalized embeddings of both, None for what is not given, and the scale of similarities."""
+        image_features = None if image is None else self.encode_image(image, normalize=True)
+        text_features = None if text is None else self.encode_text(text, normalize=True)
+        return image_features, text_features, self.logit_scale.exp()
+
+
+def get_tokenizer(processor: CLIPProcessor, context_length: int):
+    """A function of texts, one or several, to token ids (B, context_length), padded and cut."""
+
+    def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        encoding = processor.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=context_length, return_tensors="pt"
+        )
+        return encoding.input_ids
+
+    return tokenize
+
+
+def create_model_and_transforms(name: str, device: str | torch.device = "cpu", **kwargs):
+    """
+    Args:
+        name: folder or hub name of a `CLIPMoEModel` or `CLIPModel` with its processor.
+        kwargs: of `AutoModel.from_pretrained`.
+
+    Returns:
+        the model in evaluation mode, a function of one image of PIL to a tensor (channels, height, width), and a
+        function of texts to token ids: what CLIP_benchmark's `load_clip` returns.
+
+    Raises:
+        ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings.
+    """
+    model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
+    if model.config.model_type == CLIPMoDEConfig.model_type:
+        raise ValueError(f"{name} is a mixture of CLIPs: take one of its experts, such as {name}/expert_0")
+    processor = AutoProcessor.from_pretrained(name)
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        return processor.image_processor(image.convert("RGB"), return_tensors="pt").pixel_values[0]
+
+    tokenizer = get_tokenizer(processor, model.config.text_config.max_position_embeddings)
+    return OpenCLIPAdapter(model, processor.tokenizer.eos_token_id), transform, tokenizer
