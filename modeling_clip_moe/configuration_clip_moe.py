@@ -4,6 +4,15 @@ from dataclasses import field
 
 from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.distributed import DistributedConfig
+
+_LAYERS = "encoder.layers.*"
+# How experts are split over processes. Before transformers 5.19 it is the router that leaves out those of the others
+_EP_STYLES = (
+    {"experts": "ep_dispatch_experts"}
+    if hasattr(DistributedConfig, "ep_size")
+    else {"router": "ep_router", "experts": "moe_tp_experts"}
+)
 
 
 def _auto_map(config: str, **models: str) -> dict[str, str]:
@@ -36,6 +45,24 @@ class CLIPMoETowerConfig(PreTrainedConfig):
     """
 
     _auto_class = "AutoConfig"
+    # What transformers' `DistributedConfig` splits over processes: the heads of the attention and the width of dense
+    # FFNs (TP), the experts (EP), or every layer (FSDP2)
+    base_model_tp_plan = {
+        **{f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        f"{_LAYERS}.self_attn.out_proj": "rowwise",
+        f"{_LAYERS}.mlp.fc1": "colwise",
+        f"{_LAYERS}.mlp.fc2": "rowwise",
+        f"{_LAYERS}.mlp.base.fc1": "colwise",
+        f"{_LAYERS}.mlp.base.fc2": "rowwise",
+    }
+    base_model_ep_plan = {
+        f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
+        **{f"{_LAYERS}.mlp.{name}": style for name, style in _EP_STYLES.items()},
+    }
+    base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
 
     num_experts: int = 8
     num_experts_per_tok: int = 2
@@ -120,6 +147,7 @@ class CLIPMoEConfig(PreTrainedConfig):
     model_type = "clip_moe"
     sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
     _auto_class = "AutoConfig"
+    base_model_fsdp_plan = {}  # the towers have theirs; the default is a language model's
 
     text_config: dict | PreTrainedConfig | None = None
     vision_config: dict | PreTrainedConfig | None = None

@@ -17,7 +17,7 @@ Papers:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -319,6 +319,17 @@ class CLIPMoERouter(nn.Module):
         return logits, weights, ids
 
 
+def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
+    """
+    A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor, where indexing would
+    build one of full size for each expert.
+    """
+    try:
+        return stacked.unbind()
+    except NotImplementedError:  # torchao's quantized tensors, which are not trained
+        return [stacked[i] for i in range(stacked.shape[0])]
+
+
 @use_experts_implementation(has_gate=False, has_bias=True)
 class CLIPMoEExperts(nn.Module):
     """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
@@ -343,8 +354,6 @@ class CLIPMoEExperts(nn.Module):
         Returns:
             (T, D), the weighted sum of each token's experts.
         """
-        # Unbinding the parameters once makes their gradient one stacked tensor. Indexing them expert by expert would
-        # build a gradient of full size for each
         expert_ids, order = top_k_index.flatten().sort(stable=True)
         token_counts = torch.bincount(expert_ids, minlength=self.num_experts)[: self.num_experts].tolist()
         order = order[: sum(token_counts)]  # the id E is sorted to the end
@@ -353,10 +362,10 @@ class CLIPMoEExperts(nn.Module):
         outputs = []
         for expert_input, up_proj, up_proj_bias, down_proj, down_proj_bias in zip(
             hidden_states.index_select(0, token_ids).split(token_counts),
-            self.up_proj.unbind(),
-            self.up_proj_bias.unbind(),
-            self.down_proj.unbind(),
-            self.down_proj_bias.unbind(),
+            _each_expert(self.up_proj),
+            _each_expert(self.up_proj_bias),
+            _each_expert(self.down_proj),
+            _each_expert(self.down_proj_bias),
             strict=True,
         ):
             intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
@@ -372,9 +381,10 @@ def experts_forward_by_device(
     """
     The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
     loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast always the loop: `grouped_mm` would
-    compute in the precision of the parameters. It follows the input, so a model may move at any time.
+    compute in the precision of the parameters. It follows the input, so a model may move at any time. An exported
+    program has `grouped_mm`, since ONNX cannot express the loop's data-dependent sizes.
     """
-    if hidden_states.is_cuda and not torch.is_autocast_enabled("cuda"):
+    if torch.compiler.is_exporting() or (hidden_states.is_cuda and not torch.is_autocast_enabled("cuda")):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)
@@ -509,7 +519,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
     # Otherwise looked up in the class that is built first, and remembered for its subclasses
     _can_set_experts_implementation_cached_value = True
     _can_record_outputs = {
-        "hidden_states": CLIPMoEEncoderLayer,
+        # CLIP's class, not ours: diffusers runs remote code once a text encoder, and of classes of one name
+        # transformers remembers the last
+        "hidden_states": CLIPEncoderLayer,
         "attentions": CLIPAttention,
         "router_logits": OutputRecorder(CLIPMoERouter, index=0),
         "expert_ids": OutputRecorder(CLIPMoERouter, index=2),
@@ -519,10 +531,11 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
     # Weights that a checkpoint may lack
     _optional_weights = ()
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        # transformers looks conversions up by class name: without this, a subclass would load random weights
-        register_checkpoint_conversion_mapping(cls.__name__, cls._checkpoint_conversions, overwrite=True)
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        # transformers looks conversions up by class name: without this, a subclass would load random weights. Here and
+        # not at import, since the first registration builds the table of all models
+        register_checkpoint_conversion_mapping(type(self).__name__, self._checkpoint_conversions, overwrite=True)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
@@ -696,7 +709,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         # with the highest id
         is_end = input_ids if self.config.eos_token_id == 2 else input_ids == self.config.eos_token_id
         end = is_end.to(hidden_states.device, torch.int).argmax(dim=-1)
-        pooled = hidden_states[torch.arange(len(end), device=hidden_states.device), end]
+        pooled = hidden_states[torch.arange(end.shape[0], device=hidden_states.device), end]
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
@@ -859,6 +872,13 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
         self.post_init()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # transformers' Trainer loads the files of its checkpoints as they are, with a scalar
+        name = f"{prefix}logit_scale"
+        if name in state_dict and state_dict[name].ndim == 0:
+            state_dict[name] = state_dict[name].reshape(1)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.text_model.get_input_embeddings()
