@@ -162,15 +162,21 @@ def new_folder(output: str | Path) -> Iterator[Path]:
 
 
 def sample_inputs(config, seed: int = 0) -> dict[str, Tensor]:
-    """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at."""
+    """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at.
+
+    For the config of a text tower, token ids alone.
+    """
     generator = torch.Generator().manual_seed(seed)
-    text, vision = config.text_config, config.vision_config
-    pixel_values = torch.randn(2, vision.num_channels, vision.image_size, vision.image_size, generator=generator)
+    text, inputs = config.get_text_config(), {}
+    if text is not config:
+        vision = config.vision_config
+        shape = (2, vision.num_channels, vision.image_size, vision.image_size)
+        inputs["pixel_values"] = torch.randn(shape, generator=generator)
     last = text.vocab_size - 1
     input_ids = torch.randint(last, (2, text.max_position_embeddings), generator=generator)
     # transformers pools at the highest token id where eos_token_id is 2, else at the first eos_token_id
     input_ids[:, -1] = last if text.eos_token_id == 2 else min(text.eos_token_id, last)
-    return {"pixel_values": pixel_values, "input_ids": input_ids}
+    return inputs | {"input_ids": input_ids}
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
     python -m conversion.long_context openai/clip-vit-large-patch14 clip-l14-248 --length 248
 
+A folder may also hold a text tower alone, with or without its projection, such as Stable Diffusion's text encoders.
 The first 20 rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
 later row and the next one, new rows are interpolated. Before OUTPUT appears, the saved model is loaded again and
 compared with the source on short texts, which it must embed alike.
@@ -13,21 +14,23 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, CLIPModel
+from transformers import AutoConfig, AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
 from conversion.checkpoints import (
     check_equal,
     copy_processor,
     has_file,
     load_clip,
+    load_model,
     new_folder,
     one_line_errors,
     sample_inputs,
 )
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEEP = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"
+TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 
 
 def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
@@ -62,38 +65,53 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
     return torch.cat([table[:keep], new.flatten(0, 1).to(table.dtype)])
 
 
-def lengthen(model: CLIPModel | CLIPMoEModel, length: int, keep: int = KEEP) -> CLIPModel | CLIPMoEModel:
-    """The same model with `length` text positions, in evaluation mode and the same dtype.
+def load(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a CLIP or a text tower alone, dense or sparse, see `load_model`."""
+    try:
+        names = AutoConfig.from_pretrained(source).architectures or []
+    except (OSError, ValueError):
+        names = []  # `load_clip` says what is wrong
+    for tower in TOWERS:
+        if tower.__name__ in names:
+            return load_model(tower, source, **kwargs)
+    return load_clip(source, **kwargs)
+
+
+def lengthen(model: PreTrainedModel, length: int, keep: int = KEEP) -> PreTrainedModel:
+    """The same model with `length` text positions, in evaluation mode, of the same dtype and on the same device.
+
+    Args:
+        model: a CLIP or a text tower alone, dense or sparse.
 
     Raises:
         ValueError: see `stretch_positions`.
     """
     state = model.state_dict()
-    state[POSITIONS] = stretch_positions(state[POSITIONS], length, keep)
+    name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")
+    state[name] = stretch_positions(state[name], length, keep)
     config = copy.deepcopy(model.config)
-    config.text_config.max_position_embeddings = length
+    config.get_text_config().max_position_embeddings = length
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced
-        longer = type(model)(config).to(model.dtype)
+        longer = type(model)(config).to(model.device, model.dtype)
     longer.load_state_dict(state)
     return longer.eval()
 
 
 @torch.no_grad()
 def verify(source: str | Path, folder: Path, keep: int = KEEP) -> dict[str, float]:
-    """Compares the embeddings of images, and of texts that end within the first `keep` tokens, in float32.
+    """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32.
 
     Raises:
         ValueError: they differ.
     """
-    before, after = (load_clip(place, dtype=torch.float32) for place in (source, folder))
+    before, after = (load(place, dtype=torch.float32) for place in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
     inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
     expected, found = (model(**inputs) for model in (before, after))
-    return check_equal(
-        {"text embeddings": expected.text_embeds, "image embeddings": expected.image_embeds},
-        {"text embeddings": found.text_embeds, "image embeddings": found.image_embeds},
-    )
+    # A whole model has the first two, a text tower the last, with its projection also the first
+    names = [name for name in ("text_embeds", "image_embeds", "last_hidden_state") if name in expected]
+    return check_equal({name: expected[name] for name in names}, {name: found[name] for name in names})
 
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> None:
@@ -102,7 +120,7 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> 
     Raises:
         ValueError: no CLIP, or see `stretch_positions`.
     """
-    lengthen(load_clip(source), length, keep).save_pretrained(folder)
+    lengthen(load(source), length, keep).save_pretrained(folder)
     copy_processor(source, folder)
     set_text_length(folder, length)
     verify(source, folder, keep)
@@ -125,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPModel or CLIPMoEModel")
+    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIP or its text tower")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the longer model")
     parser.add_argument("--length", type=int, required=True, help="text positions, such as 248 for a model of 77")
     parser.add_argument("--keep", type=int, default=KEEP, help=f"first positions that stay (default: {KEEP})")

@@ -11,7 +11,7 @@ import torch
 from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.long_context import POSITIONS, lengthen, main, stretch_positions
+from conversion.long_context import POSITIONS, TOWERS, lengthen, main, stretch_positions
 from conversion.upcycle import PRESETS, upcycle
 
 
@@ -98,6 +98,27 @@ def test_command(sparse, tmp_path, capsys):
         short = [m.get_text_features(torch.tensor([[38, 7, 39]])).pooler_output for m in (longer, model)]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*short)
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_a_text_tower_alone(tower, tmp_path, capsys):
+    """A folder of an image generator's text encoder: it says which of the classes it is, and stays of that class."""
+    upcycle(tiny_clip(), PRESETS["clip_moe"]).save_pretrained(tmp_path / "sparse")
+    tiny_clip().save_pretrained(tmp_path / "dense")
+    model = tower.from_pretrained(tmp_path / ("sparse" if "MoE" in tower.__name__ else "dense")).eval()
+    model.save_pretrained(tmp_path / "short")
+    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    projection = "WithProjection" in tower.__name__
+    assert capsys.readouterr().out.count("largest difference") == 1 + projection
+    longer, info = tower.from_pretrained(tmp_path / "long", output_loading_info=True)
+    assert longer.config.architectures == [tower.__name__] and longer.config.max_position_embeddings == 36
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    before, after = model.state_dict(), longer.state_dict()
+    (table,) = (name for name in before if not torch.equal(before[name], after[name]))
+    torch.testing.assert_close(after[table], plain_stretch(before[table], 4, 4))
+    ids = torch.tensor([[38, *range(30), 39]])
+    with torch.no_grad():
+        torch.testing.assert_close(longer(ids)[0], lengthen(model, 36, keep=4)(ids)[0])
 
 
 @pytest.mark.parametrize("padding", ["max_length", True])

@@ -1,0 +1,288 @@
+"""Diffusers: our text towers in Stable Diffusion and SDXL, with the usual 77 tokens and with 248."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
+
+from conversion import long_context
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
+
+BASE = "training/glyph_clip"
+SHORT, LONG = 77, 248
+PROMPT = "a large red star in the top left corner on a plain blue background"
+FIRST = {"dense": CLIPTextModel, "sparse": CLIPMoETextModel}
+SECOND = {"dense": CLIPTextModelWithProjection, "sparse": CLIPMoETextModelWithProjection}
+PLACES = [("sparse", "dense"), ("dense", "sparse"), ("sparse", "sparse")]
+PROGRAM = """
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+
+pipeline = DiffusionPipeline.from_pretrained("pipeline", **arguments)
+pipeline.set_progress_bar_config(disable=True)
+options = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
+images = pipeline(prompt, generator=torch.Generator().manual_seed(0), **options).images
+save_file({"images": images}, "images.safetensors")
+print(type(pipeline.text_encoder).__module__)
+"""
+
+
+@pytest.fixture(scope="module")
+def towers(repository, tmp_path_factory):
+    """Folders of text encoders: dense and sparse, with and without a projection, of 77 positions and of 248."""
+    place = tmp_path_factory.mktemp("towers")
+    models = {"dense": CLIPModel.from_pretrained(BASE), "sparse": CLIPMoEModel.from_pretrained(repository)}
+    for kind, model in models.items():
+        with_77_positions(model).save_pretrained(place / kind)
+        for number, tower in ((1, FIRST[kind]), (2, SECOND[kind])):
+            folder = place / f"{kind}_{number}_{SHORT}"
+            tower.from_pretrained(place / kind).save_pretrained(folder)
+            long_context.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
+    return place
+
+
+def with_77_positions(model):
+    """The glyph CLIP has 64: repeats the last ones."""
+    state = model.state_dict()
+    table = state[long_context.POSITIONS]
+    state[long_context.POSITIONS] = torch.cat([table, table[len(table) - SHORT :]])
+    model.config.text_config.max_position_embeddings = SHORT
+    longer = type(model)(model.config)
+    longer.load_state_dict(state)
+    return longer
+
+
+def first_encoder(towers, kind, length=SHORT):
+    return FIRST[kind].from_pretrained(towers / f"{kind}_1_{length}")
+
+
+def second_encoder(towers, kind, length=SHORT):
+    return SECOND[kind].from_pretrained(towers / f"{kind}_2_{length}")
+
+
+def tokenizer(length):
+    return AutoTokenizer.from_pretrained(BASE, model_max_length=length)
+
+
+def other_parts(**unet_options):
+    """What a pipeline has beside its text encoders, tiny and with random weights."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=4,
+        **unet_options,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    return {"unet": unet.eval(), "vae": vae.eval(), "scheduler": EulerDiscreteScheduler(steps_offset=1)}
+
+
+def stable_diffusion(text_encoder, length=SHORT):
+    return StableDiffusionPipeline(
+        text_encoder=text_encoder,
+        tokenizer=tokenizer(length),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+        **other_parts(cross_attention_dim=64),
+    )
+
+
+def sdxl(text_encoder, text_encoder_2, length=SHORT):
+    return StableDiffusionXLPipeline(
+        text_encoder=text_encoder,
+        text_encoder_2=text_encoder_2,
+        tokenizer=tokenizer(length),
+        tokenizer_2=tokenizer(length),
+        add_watermarker=False,
+        **other_parts(
+            cross_attention_dim=2 * 64,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 64,
+        ),
+    )
+
+
+def draw(pipeline, prompt=PROMPT, **options):
+    pipeline.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"} | options
+    images = pipeline(prompt, generator=torch.Generator().manual_seed(0), **options).images
+    assert images.shape == (1, 3, 32, 32)
+    return images
+
+
+def tokens(prompt, length=SHORT):
+    return tokenizer(length)(prompt, padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+def test_an_upcycled_tower_draws_what_the_dense_one_does(towers):
+    upcycled = upcycle(CLIPModel.from_pretrained(towers / "dense"), PRESETS["clip_moe"])
+    upcycled.save_pretrained(towers / "upcycled")
+    dense, sparse = first_encoder(towers, "dense"), CLIPMoETextModel.from_pretrained(towers / "upcycled")
+    expected = draw(stable_diffusion(dense))
+    torch.testing.assert_close(draw(stable_diffusion(sparse)), expected, rtol=0, atol=1e-4)
+    assert (draw(stable_diffusion(dense), "a small green circle") - expected).abs().max() > 1e-2
+
+
+def test_stable_diffusion_draws_what_our_tower_says(towers):
+    encoder = first_encoder(towers, "sparse")
+    pipeline = stable_diffusion(encoder)
+    with torch.no_grad():
+        prompt, nothing = (encoder(tokens(text)).last_hidden_state for text in (PROMPT, ""))
+    expected = draw(pipeline, None, prompt_embeds=prompt, negative_prompt_embeds=nothing)
+    assert torch.equal(draw(pipeline), expected)
+
+
+@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
+    encoders = first_encoder(towers, places[0], length), second_encoder(towers, places[1], length)
+    pipeline = sdxl(*encoders, length)
+
+    def embed(text):
+        with torch.no_grad():
+            outputs = [encoder(tokens(text, length), output_hidden_states=True) for encoder in encoders]
+        return torch.cat([output.hidden_states[-2] for output in outputs], dim=-1), outputs[1].text_embeds
+
+    (prompt, pooled), (nothing, pooled_nothing) = embed(PROMPT), embed("")
+    assert prompt.shape == (1, length, 128)
+    expected = draw(
+        pipeline,
+        None,
+        prompt_embeds=prompt,
+        pooled_prompt_embeds=pooled,
+        negative_prompt_embeds=nothing,
+        negative_pooled_prompt_embeds=pooled_nothing,
+    )
+    assert torch.equal(draw(pipeline, negative_prompt=""), expected)
+    assert (draw(pipeline, "a small green circle", negative_prompt="") - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_words_after_token_77_count_with_a_longer_context(places, towers):
+    start = "a large red star in the top left corner. " * 12
+    prompts = [start + end for end in ("a small green circle", "a big blue square")]
+    assert SHORT < len(tokenizer(LONG)(start).input_ids) < LONG
+    encoders = first_encoder(towers, places[0], LONG), second_encoder(towers, places[1], LONG)
+    assert torch.equal(*(draw(sdxl(*encoders, SHORT), prompt) for prompt in prompts))
+    assert not torch.equal(*(draw(sdxl(*encoders, LONG), prompt) for prompt in prompts))
+    assert torch.equal(*(draw(stable_diffusion(encoders[0], SHORT), prompt) for prompt in prompts))
+    assert not torch.equal(*(draw(stable_diffusion(encoders[0], LONG), prompt) for prompt in prompts))
+
+
+def test_encoders_of_different_length_are_refused(towers):
+    first, second = first_encoder(towers, "sparse"), second_encoder(towers, "dense", LONG)
+    pipeline = sdxl(first, second)
+    pipeline.tokenizer_2.model_max_length = LONG
+    with pytest.raises(RuntimeError, match="Expected size 77 but got size 248"):
+        draw(pipeline)
+    with pytest.raises(ValueError, match="`sequence length`: 248 and max_position_embeddings: 77"):
+        draw(sdxl(first, second, LONG))
+
+
+def test_encoders_are_stretched_inside_a_pipeline(towers, tmp_path):
+    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "dense"))
+    pipeline.text_encoder = long_context.lengthen(pipeline.text_encoder, LONG)
+    pipeline.text_encoder_2 = long_context.lengthen(pipeline.text_encoder_2, LONG)
+    pipeline.tokenizer.model_max_length = pipeline.tokenizer_2.model_max_length = LONG
+    expected = draw(sdxl(first_encoder(towers, "sparse", LONG), second_encoder(towers, "dense", LONG), LONG))
+    assert torch.equal(draw(pipeline), expected)
+    pipeline.save_pretrained(tmp_path)
+    again = DiffusionPipeline.from_pretrained(tmp_path)
+    assert again.tokenizer.model_max_length == again.tokenizer_2.model_max_length == LONG
+    assert torch.equal(draw(again), expected)
+
+
+def test_a_folder_of_a_dense_pipeline_loads_with_our_encoders(towers, tmp_path):
+    sdxl(first_encoder(towers, "dense"), second_encoder(towers, "dense")).save_pretrained(tmp_path)
+    first, second = first_encoder(towers, "sparse"), second_encoder(towers, "sparse")
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, text_encoder=first, text_encoder_2=second)
+    assert torch.equal(draw(pipeline), draw(sdxl(first, second)))
+
+
+def run(start, folder, **arguments):
+    """Draws in another process with the pipeline that is saved in a folder."""
+    return subprocess.run(
+        [sys.executable, "-c", f"{start}\nprompt, arguments = {PROMPT!r}, {arguments!r}\n{PROGRAM}"],
+        cwd=folder,
+        env={**os.environ, "HF_MODULES_CACHE": str(folder / "modules")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_saved_pipeline_loads_where_the_package_is_imported(towers, tmp_path, monkeypatch):
+    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    done = run("import modeling_clip_moe", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+    monkeypatch.delitem(sys.modules, "modeling_clip_moe.modeling_clip_moe")
+    with pytest.raises(ValueError, match="import modeling_clip_moe.modeling_clip_moe before calling"):
+        DiffusionPipeline.from_pretrained(tmp_path / "pipeline")
+
+
+def test_a_saved_pipeline_loads_without_the_package(towers, tmp_path):
+    """Diffusers looks for the code beside the weights by the name that the index has for the package."""
+    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    index = tmp_path / "pipeline" / "model_index.json"
+    index.write_text(index.read_text().replace("modeling_clip_moe.modeling_clip_moe", "modeling_clip_moe"))
+    without_package = 'import sys; sys.modules["modeling_clip_moe"] = None'
+    done = run(without_package, tmp_path, trust_remote_code=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("diffusers_modules.")
+    assert torch.equal(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+
+
+def test_lora_of_our_encoders(towers, tmp_path):
+    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    plain, weights = draw(pipeline), {}
+    for name in ("text_encoder", "text_encoder_2"):
+        encoder = getattr(pipeline, name)
+        # The file says nothing of alpha: where it is r, the scale is 1
+        targets = ["q_proj", "k_proj", "v_proj", "out_proj"]
+        lora = LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+        encoder.add_adapter(lora, "style")
+        weights[f"{name}_lora_layers"] = get_peft_model_state_dict(encoder, adapter_name="style")
+    expected = draw(pipeline)
+    assert (expected - plain).abs().max() > 1e-2
+    pipeline.save_lora_weights(tmp_path, **weights)
+
+    other = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    other.load_lora_weights(tmp_path, adapter_name="style")
+    torch.testing.assert_close(draw(other), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(draw(other, cross_attention_kwargs={"scale": 0.0}), plain, rtol=0, atol=1e-5)
+    other.fuse_lora(components=["text_encoder", "text_encoder_2"])
+    torch.testing.assert_close(draw(other), expected, rtol=0, atol=1e-4)
+    other.unfuse_lora(components=["text_encoder", "text_encoder_2"])
+    other.unload_lora_weights()
+    torch.testing.assert_close(draw(other), plain, rtol=0, atol=1e-4)
