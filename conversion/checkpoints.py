@@ -21,6 +21,7 @@ from transformers import (
     CLIPModel,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file, logging
 
@@ -28,6 +29,8 @@ from conversion.rules import cut
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 TOLERANCE = 1e-4
+# Of a tokenizer's settings: how it was last called
+LAST_USE = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 WAY_OUT = {
     "clip": " (it is dense: conversion.upcycle makes it sparse)",
     "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
@@ -103,6 +106,14 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
     return {name: value for name, value in config.to_diff_dict().items() if name in known}
 
 
+def forget_last_use(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes a tokenizer forget what it last cut and padded texts to, which it would save and do from then on."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    for key in LAST_USE:
+        tokenizer.init_kwargs.pop(key, None)
+
+
 def copy_processor(source: str | Path, folder: Path, required: bool = False) -> None:
     """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
 
@@ -115,9 +126,13 @@ def copy_processor(source: str | Path, folder: Path, required: bool = False) -> 
     has_tokenizer = has_file(source, "tokenizer.json", "vocab.json")
     has_image_processor = has_file(source, "processor_config.json", "preprocessor_config.json")
     if has_tokenizer and has_image_processor:
-        AutoProcessor.from_pretrained(source).save_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(source)
+        forget_last_use(processor.tokenizer)
+        processor.save_pretrained(folder)
     elif has_tokenizer:
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        forget_last_use(tokenizer)
+        tokenizer.save_pretrained(folder)
         print(f"warning: {source} has no image processor: only its tokenizer was copied", file=sys.stderr)
     elif has_image_processor:
         AutoImageProcessor.from_pretrained(source).save_pretrained(folder)

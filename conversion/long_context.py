@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, CLIPTextModel, CLIPTextModel
 from conversion.checkpoints import (
     check_equal,
     copy_processor,
+    forget_last_use,
     has_file,
     load_clip,
     load_model,
@@ -130,10 +131,7 @@ def set_text_length(folder: str | Path, length: int) -> None:
     """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
     if has_file(folder, "tokenizer.json", "vocab.json"):
         tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=length)
-        # The old length, where it was the last one that the source's tokenizer was used with: to cut or to pad
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        tokenizer.init_kwargs.pop("max_length", None)
+        forget_last_use(tokenizer)  # it may have been the old length
         tokenizer.save_pretrained(folder)
 
 

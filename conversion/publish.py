@@ -24,12 +24,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import has_file, load_clip, new_folder, one_line_errors, sample_inputs
+from conversion.checkpoints import (
+    forget_last_use,
+    has_file,
+    load_clip,
+    new_folder,
+    one_line_errors,
+    sample_inputs,
+)
 from conversion.model_card import Provenance, render, result_entries
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
 # Of tokenizer_config.json: where the tokenizer was loaded from on this machine
 LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path")
+SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 # What another process computes from the published folder alone
 CHECK = """
@@ -70,7 +78,7 @@ def build(
         source, "processor_config.json", "preprocessor_config.json"
     ):
         raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=SHARD)
     write_processor(source, folder)
     if (Path(source) / ENCODER).is_dir():
         shutil.copytree(Path(source) / ENCODER, folder / ENCODER)
@@ -97,6 +105,7 @@ def write_processor(source: str | Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
     `merges.txt`; and without what is true on this machine alone."""
     processor = AutoProcessor.from_pretrained(source)
+    forget_last_use(processor.tokenizer)
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)  # preprocessor_config.json
     processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt

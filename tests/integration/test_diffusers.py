@@ -7,24 +7,20 @@ import sys
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     DiffusionPipeline,
-    EulerDiscreteScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
 )
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
+from tiny_models import SHORT, sdxl, stable_diffusion, tokenizer
+from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from conversion import long_context
 from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 BASE = "training/glyph_clip"
-SHORT, LONG = 77, 248
+LONG = 248
 PROMPT = "a large red star in the top left corner on a plain blue background"
 FIRST = {"dense": CLIPTextModel, "sparse": CLIPMoETextModel}
 SECOND = {"dense": CLIPTextModelWithProjection, "sparse": CLIPMoETextModelWithProjection}
@@ -74,60 +70,6 @@ def first_encoder(towers, kind, length=SHORT):
 
 def second_encoder(towers, kind, length=SHORT):
     return SECOND[kind].from_pretrained(towers / f"{kind}_2_{length}")
-
-
-def tokenizer(length):
-    return AutoTokenizer.from_pretrained(BASE, model_max_length=length)
-
-
-def other_parts(**unet_options):
-    """What a pipeline has beside its text encoders, tiny and with random weights."""
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-        norm_num_groups=4,
-        **unet_options,
-    )
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=4,
-    )
-    return {"unet": unet.eval(), "vae": vae.eval(), "scheduler": EulerDiscreteScheduler(steps_offset=1)}
-
-
-def stable_diffusion(text_encoder, length=SHORT):
-    return StableDiffusionPipeline(
-        text_encoder=text_encoder,
-        tokenizer=tokenizer(length),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        **other_parts(cross_attention_dim=64),
-    )
-
-
-def sdxl(text_encoder, text_encoder_2, length=SHORT):
-    return StableDiffusionXLPipeline(
-        text_encoder=text_encoder,
-        text_encoder_2=text_encoder_2,
-        tokenizer=tokenizer(length),
-        tokenizer_2=tokenizer(length),
-        add_watermarker=False,
-        **other_parts(
-            cross_attention_dim=2 * 64,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 64,
-        ),
-    )
 
 
 def draw(pipeline, prompt=PROMPT, **options):

@@ -8,15 +8,12 @@ from llava.model import llava_arch
 from llava.model.multimodal_encoder import builder
 from llava.model.multimodal_encoder.clip_encoder import CLIPVisionTower
 from PIL import Image
+from tiny_models import IMAGE_TOKEN, save_dense_llava, tiny_llava
 from transformers import (
     AutoProcessor,
-    AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPModel,
-    LlamaConfig,
-    LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
 )
 
 from conversion import llava as conversion
@@ -24,22 +21,13 @@ from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 BASE = "training/glyph_clip"
-IMAGE_TOKEN = "<image>"
 
 
-def tiny_llava(vision_config, vocab_size, image_token, **fields):
-    text_config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    config = LlavaConfig(
-        vision_config=vision_config.to_dict(),
-        text_config=text_config.to_dict(),
-        image_token_index=image_token,
-        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
-        **fields,
-    )
-    torch.manual_seed(0)
-    return LlavaForConditionalGeneration(config).eval()
+@pytest.fixture(scope="module")
+def dense_llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava") / "dense"
+    save_dense_llava(folder)
+    return folder
 
 
 @pytest.fixture
@@ -52,27 +40,6 @@ def inputs(tower):
     num_patches = (tower.config.image_size // tower.config.patch_size) ** 2
     pixel_values = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return {"input_ids": torch.tensor([[1] + [39] * num_patches + [2, 3]]), "pixel_values": pixel_values}
-
-
-@pytest.fixture(scope="module")
-def dense_llava(tmp_path_factory):
-    """Folder of a LLaVA with the dense glyph CLIP's tower, and its processor."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    base = CLIPModel.from_pretrained(BASE)
-    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
-    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
-    folder = tmp_path_factory.mktemp("llava") / "dense"
-    model.save_pretrained(folder)
-    LlavaProcessor(
-        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
-        tokenizer=tokenizer,
-        patch_size=base.config.vision_config.patch_size,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("layer, strategy", [(-2, "default"), (-1, "full"), ([-1, -2], "default")])

@@ -1,0 +1,73 @@
+"""The examples of a published card, run as they stand but for names."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from PIL import Image
+from tiny_models import save_dense_llava, stable_diffusion
+from transformers import AutoProcessor, CLIPModel, CLIPTextModel
+
+from conversion import publish
+from modeling_clip_moe import CLIPMoDEModel
+
+ROOT = Path(__file__).parents[2]
+BASE = "training/glyph_clip"
+NAME = "user/clip-moe-glyphs"
+
+
+def examples(folder, language):
+    text = ModelCard.load(folder / "README.md").text
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def place(repository, tmp_path_factory):
+    """Where the examples run: what they name is there."""
+    place = tmp_path_factory.mktemp("card")
+    Image.effect_noise((40, 32), 80).convert("RGB").save(place / "image.png")
+    pipeline = stable_diffusion(CLIPTextModel.from_pretrained(BASE), 64)
+    pipeline.save_pretrained(place / "STABLE-DIFFUSION")
+    save_dense_llava(place / "LLAVA")
+    (place / "user").mkdir()
+    (place / NAME).symlink_to(repository)
+    return place
+
+
+def run(command, place):
+    environment = {**os.environ, "HF_MODULES_CACHE": str(place / "modules"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_examples_run(repository, place, number):
+    found = examples(repository, "python")
+    assert len(found) == 5
+    # Where a card does not ask for the package, it is not needed
+    without = 'import sys; sys.modules["modeling_clip_moe"] = None\n' if "trust_remote_code" in found[number] else ""
+    shows = "\nfrom PIL import Image; Image.open('cat.png')" if "cat.png" in found[number] else ""
+    run([sys.executable, "-c", without + found[number] + shows], place)
+
+
+def test_the_command_runs(repository, place):
+    (command,) = examples(repository, "bash")
+    run([sys.executable, *command.split()[1:]], place)
+    assert (place / "OUTPUT" / "config.json").is_file()
+
+
+def test_examples_of_other_models_run(tmp_path):
+    dense = CLIPModel.from_pretrained(BASE)
+    sources = {"dense": BASE, "mode": tmp_path / "mode"}
+    CLIPMoDEModel.from_experts([dense, dense]).save_pretrained(sources["mode"])
+    AutoProcessor.from_pretrained(BASE).save_pretrained(sources["mode"])
+    Image.effect_noise((40, 32), 80).convert("RGB").save(tmp_path / "image.png")
+    for name, number in (("dense", 3), ("mode", 1)):
+        publish.main([str(sources[name]), f"user/{name}", "--dry-run", str(tmp_path / "user" / name)])
+        found = examples(tmp_path / "user" / name, "python")
+        assert len(found) == number and not examples(tmp_path / "user" / name, "bash")
+        run([sys.executable, "-c", "\n".join(found)], tmp_path)

@@ -1,0 +1,110 @@
+"""Models of other programs, tiny and with random weights, around the towers of the glyph CLIP."""
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+
+BASE = "training/glyph_clip"
+SHORT = 77
+IMAGE_TOKEN = "<image>"
+
+
+def tiny_llava(vision_config, vocab_size, image_token, **fields):
+    text_config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = LlavaConfig(
+        vision_config=vision_config.to_dict(),
+        text_config=text_config.to_dict(),
+        image_token_index=image_token,
+        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
+        **fields,
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def save_dense_llava(folder):
+    """A LLaVA with the dense glyph CLIP's tower, and its processor."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    base = CLIPModel.from_pretrained(BASE)
+    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
+    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
+    model.save_pretrained(folder)
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
+        tokenizer=tokenizer,
+        patch_size=base.config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+
+
+def tokenizer(length):
+    return AutoTokenizer.from_pretrained(BASE, model_max_length=length)
+
+
+def other_parts(**unet_options):
+    """What a pipeline has beside its text encoders, tiny and with random weights."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=4,
+        **unet_options,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    return {"unet": unet.eval(), "vae": vae.eval(), "scheduler": EulerDiscreteScheduler(steps_offset=1)}
+
+
+def stable_diffusion(text_encoder, length=SHORT):
+    return StableDiffusionPipeline(
+        text_encoder=text_encoder,
+        tokenizer=tokenizer(length),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+        **other_parts(cross_attention_dim=64),
+    )
+
+
+def sdxl(text_encoder, text_encoder_2, length=SHORT):
+    return StableDiffusionXLPipeline(
+        text_encoder=text_encoder,
+        text_encoder_2=text_encoder_2,
+        tokenizer=tokenizer(length),
+        tokenizer_2=tokenizer(length),
+        add_watermarker=False,
+        **other_parts(
+            cross_attention_dim=2 * 64,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 64,
+        ),
+    )
