@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
     CLIPModel,
@@ -23,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file, logging
 
 from conversion.rules import cut

@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoConfig, AutoProcessor, LlavaForConditionalGeneration
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from conversion.checkpoints import check_equal, has_file, load_model, new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel

@@ -12,7 +12,8 @@ from llava.model import llava_arch
 from llava.model.multimodal_encoder import builder
 from llava.model.multimodal_encoder.clip_encoder import CLIPVisionTower
 from torch import nn
-from transformers import AutoImageProcessor, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from .modeling_clip_moe import CLIPMoEVisionModel

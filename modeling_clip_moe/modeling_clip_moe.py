@@ -563,21 +563,18 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             )
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, *args, state_dict=None, **kwargs):
-        """
-        Saves a model as `PreTrainedModel.save_pretrained` does, such that CLIP's own classes refuse it. They find no
-        FFN in sparse layers, would take random ones, and at most warn: an empty tensor of that name is an error.
-        """
-        state_dict = dict(self.state_dict() if state_dict is None else state_dict)
-        for name, module in self.named_modules():
-            if isinstance(module, CLIPMoESparseMoeBlock):
-                state_dict[f"{name}.fc1.weight"] = torch.empty(0, dtype=self.dtype)  # NO_DENSE_FFN
-        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
-
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
-        gathered = super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
-        # FSDP2 gathers the parameters and nothing else
-        return gathered | {name: tensor for name, tensor in state_dict.items() if tensor.numel() == 0}
+        """
+        Part of `save_pretrained`: adds an empty tensor of the name of CLIP's FFN to every sparse layer. CLIP's own
+        classes, which would find no FFN there, take a random one and at most warn, then refuse the checkpoint.
+        """
+        state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
+        only_adapters = getattr(self, "_hf_peft_config_loaded", False)
+        if state_dict and not only_adapters:  # empty: another process saves
+            for name, module in model_to_save.named_modules():
+                if isinstance(module, CLIPMoESparseMoeBlock):
+                    state_dict[f"{name}.fc1.weight"] = torch.empty(0, dtype=self.dtype)  # NO_DENSE_FFN
+        return state_dict
 
     @contextmanager
     def force_expert(self, expert: int):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, AutoModel, CLIPImageProcessorPil, CLIPTokenizer, pipeline
+from transformers import AutoModel, CLIPImageProcessorPil, CLIPTokenizer, pipeline
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoEVisionModel
 
@@ -25,8 +26,9 @@ else:
     trust = {"trust_remote_code": True}
 from PIL import Image
 from safetensors.torch import save_file
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers import (
-    AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, AutoModelForZeroShotImageClassification,
+    AutoConfig, AutoModel, AutoModelForImageClassification, AutoModelForZeroShotImageClassification,
     AutoProcessor, AutoTokenizer, pipeline
 )
 image = Image.open(image)

@@ -1,0 +1,107 @@
+"""Export: programs of torch and ONNX that compute what the model does, for any batch, and compiled training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPModel
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
+from training import glyphs
+
+BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}
+BATCH = torch.export.Dim("batch", min=1, max=64)
+
+
+@pytest.fixture(scope="module")
+def fused() -> CLIPMoEModel:
+    """A model with fusion gates, whose experts differ."""
+    model = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_fmoe"], seed=0).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "experts" in name or "gate" in name:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def batch(processor):
+    """Makes the inputs of a part of the model, with captions of different lengths."""
+
+    def make(size, part="whole"):
+        rows = glyphs.load("test", "web", size, seed=size)
+        arguments = {
+            "text": {"text": list(rows["caption"])},
+            "vision": {"images": list(rows["image"])},
+            "whole": {"text": list(rows["caption"]), "images": list(rows["image"])},
+        }[part]
+        padding = {} if part == "vision" else {"padding": "max_length", "max_length": 24, "truncation": True}
+        return dict(processor(**arguments, **padding, return_tensors="pt"))
+
+    return make
+
+
+def any_batch(inputs):
+    return {name: {0: BATCH} for name in inputs}
+
+
+def assert_same(actual, expected, tolerance):
+    compared = 0
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(torch.as_tensor(actual[name]), value, rtol=tolerance, atol=tolerance)
+            compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("name", ["by_device", "eager"])
+def test_a_saved_program_takes_any_batch(fused, batch, tmp_path, name):
+    fused.set_experts_implementation(name)
+    example = batch(3)
+    with torch.no_grad():
+        program = torch.export.export(fused, (), example, dynamic_shapes=any_batch(example))
+        torch.export.save(program, tmp_path / "model.pt2")
+        loaded = torch.export.load(tmp_path / "model.pt2").module()
+        for size in (1, 7):
+            assert_same(loaded(**batch(size)), fused(**batch(size)), 1e-5)
+
+
+@pytest.mark.parametrize("part", ["text", "vision"])
+def test_onnx_of_a_tower(repository, batch, tmp_path, part):
+    check_onnx(TOWERS[part].from_pretrained(repository).eval(), batch, part, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["by_device", "grouped_mm", "batched_mm"])
+def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
+    fused.set_experts_implementation(name)
+    check_onnx(fused, batch, "whole", tmp_path)
+
+
+def check_onnx(model, batch, part, folder):
+    example = batch(3, part)
+    exported = OnnxExporter().export(model, example, OnnxConfig(dynamic_shapes=any_batch(example)))
+    exported.save_pretrained(folder)
+    assert (folder / "model.onnx").exists()
+    for size in (1, 7):
+        inputs = batch(size, part)
+        with torch.no_grad():
+            assert_same(exported(**inputs), model(**inputs), 1e-4)
+
+
+def test_compiled_training_has_the_same_gradients(fused, batch):
+    fused.set_experts_implementation("by_device")
+    # `aot_eager` traces the backward pass, too, and needs no C++ compiler
+    torch.compiler.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    inputs, results = batch(4), []
+    for candidate in (fused, compiled):
+        fused.zero_grad()
+        output = candidate(**inputs, return_loss=True, output_router_logits=True)
+        output.loss.backward()
+        results.append((output.loss, {name: p.grad.clone() for name, p in fused.named_parameters()}))
+    torch.testing.assert_close(results[1], results[0])
+    assert results[0][1]["vision_model.encoder.layers.3.mlp.router.weight"].abs().max() > 0

@@ -1,0 +1,116 @@
+"""PEFT: LoRA on attention and on the experts, with the routers trained whole."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from modeling_clip_moe import CLIPMoEModel
+from training import glyphs
+
+EXPERTS = ["experts.up_proj", "experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def batch(processor):
+    rows = glyphs.load("train", "detailed", 16)
+    inputs = processor(
+        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
+    )
+    return dict(inputs)
+
+
+def adapted(model, **fields):
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, **fields)
+    return get_peft_model(model, config)
+
+
+def train(model, batch, steps=6):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch, return_loss=True, output_router_logits=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def logits(model, batch):
+    return model.eval()(**batch).logits_per_image
+
+
+@pytest.fixture(scope="module")
+def trained(repository, batch):
+    """The model, adapted and trained."""
+    torch.manual_seed(0)
+    model = adapted(CLIPMoEModel.from_pretrained(repository), modules_to_save=["router"])
+    model.losses = train(model, batch)
+    return model
+
+
+def test_adapters_learn_and_nothing_else_does(trained, repository):
+    assert trained.losses[-1] < 0.8 * trained.losses[0]
+    original = CLIPMoEModel.from_pretrained(repository).state_dict()
+    parts = {"self_attn": 0, "experts": 0, "router": 0}
+    for name, parameter in trained.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.abs().max() > 0, name
+            assert "lora_" in name or "router" in name
+            parts[next(part for part in parts if part in name)] += parameter.numel()
+        else:
+            assert parameter.grad is None
+            name = name.removeprefix("base_model.model.")
+            for wrapper in ("base_layer.", "original_module."):
+                name = name.replace(wrapper, "")
+            assert torch.equal(parameter, original[name])
+    assert all(parts.values())
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
+def test_adapted_experts_are_those_of_every_implementation(trained, batch, name):
+    expected = logits(trained, batch)
+    model = trained.get_base_model()
+    model.set_experts_implementation(name)
+    try:
+        torch.testing.assert_close(logits(trained, batch), expected, rtol=1e-4, atol=1e-4)
+    finally:
+        model.set_experts_implementation("by_device")
+
+
+def test_adapters_are_saved_alone_and_load_onto_the_model(trained, repository, batch, tmp_path):
+    trained.save_pretrained(tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    base = CLIPMoEModel.from_pretrained(repository)
+    before = logits(base, batch)
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(logits(loaded, batch), logits(trained, batch))
+    assert (logits(trained, batch) - before).abs().max() > 0.1
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded, batch), before)
+
+
+def test_merged_it_is_an_ordinary_model(trained, repository, batch, tmp_path):
+    trained.save_pretrained(tmp_path / "adapter")
+    merged = PeftModel.from_pretrained(CLIPMoEModel.from_pretrained(repository), tmp_path / "adapter")
+    merged = merged.merge_and_unload()
+    assert type(merged) is CLIPMoEModel
+    torch.testing.assert_close(logits(merged, batch), logits(trained, batch), rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    again = CLIPMoEModel.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(again, batch), logits(merged, batch))
+
+
+def test_the_adapted_experts_can_be_forced(trained, batch):
+    with trained.get_base_model().force_expert(1):
+        one = logits(trained, batch)
+    assert (one - logits(trained, batch)).abs().max() > 1e-3
+
+
+def test_all_linear_leaves_the_experts_out(model):
+    # Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`
+    adapters = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    names = [name for name, parameter in adapters.named_parameters() if parameter.requires_grad]
+    assert any("self_attn.out_proj" in name for name in names)
+    assert not any("experts" in name for name in names)

@@ -1,0 +1,116 @@
+"""Precision: int8 weights by torchao, and half precision from the published folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
+from transformers import CLIPVisionModelWithProjection, TorchAoConfig
+
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
+from training import glyphs
+
+BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+# torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
+# transformers would quantize the biases, too
+EXPERTS_TOO = {
+    r"re:.*\.experts\.(up|down)_proj": Int8WeightOnlyConfig(),
+    r"re:.*\.self_attn\.\w+\.weight": Int8WeightOnlyConfig(),
+}
+
+
+@pytest.fixture(scope="module")
+def batch(processor):
+    rows = glyphs.load("test", "detailed", 32)
+    inputs = processor(
+        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
+    )
+    return dict(inputs)
+
+
+@torch.no_grad()
+def embeds(model, batch):
+    return model.eval()(batch["pixel_values"]).image_embeds
+
+
+def error(actual, expected):
+    """The largest relative error of an embedding."""
+    return ((actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+
+
+def quantized(model):
+    return {name for name, parameter in model.named_parameters() if isinstance(parameter, Int8Tensor)}
+
+
+def quantize(cls, folder, config=None):
+    return cls.from_pretrained(folder, quantization_config=TorchAoConfig(config or Int8WeightOnlyConfig()))
+
+
+def test_int8_attention_errs_as_in_a_dense_tower(repository, batch):
+    tower = quantize(CLIPMoEVisionModelWithProjection, repository)
+    assert quantized(tower) == {
+        f"vision_model.encoder.layers.{layer}.self_attn.{name}_proj.weight"
+        for layer in range(4)
+        for name in ("q", "k", "v", "out")
+    }
+    actual = error(embeds(tower, batch), embeds(CLIPMoEVisionModelWithProjection.from_pretrained(repository), batch))
+    dense = quantize(CLIPVisionModelWithProjection, BASE)
+    expected = error(embeds(dense, batch), embeds(CLIPVisionModelWithProjection.from_pretrained(BASE), batch))
+    assert 0 < actual < 2 * expected and expected < 0.02
+
+
+def test_int8_experts(repository, batch):
+    tower = CLIPMoEVisionModelWithProjection.from_pretrained(repository)
+    small = quantize(CLIPMoEVisionModelWithProjection, repository, FqnToConfig(EXPERTS_TOO))
+    experts = small.vision_model.encoder.layers[0].mlp.experts
+    assert isinstance(experts.up_proj, Int8Tensor) and isinstance(experts.down_proj, Int8Tensor)
+    assert not any("bias" in name or "router" in name for name in quantized(small))
+    # One scale for each output channel of each expert
+    assert experts.up_proj.scale.shape == (4, 512, 1)
+    assert 0 < error(embeds(small, batch), embeds(tower, batch)) < 0.05
+    # Quantized experts compute what their dequantized weights do
+    exact = CLIPMoEVisionModelWithProjection.from_pretrained(repository)
+    weights = dict(small.named_parameters())
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            if isinstance(weights[name], Int8Tensor):
+                parameter.copy_(weights[name].dequantize())
+    torch.testing.assert_close(embeds(small, batch), embeds(exact, batch), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [Int8WeightOnlyConfig(), FqnToConfig(EXPERTS_TOO)], ids=["attention", "experts"])
+def test_a_quantized_tower_saves_and_loads(repository, batch, tmp_path, config):
+    tower = quantize(CLIPMoEVisionModelWithProjection, repository, config)
+    tower.save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size < 1.1 * sum(p.numel() * (1 if isinstance(p, Int8Tensor) else 4) for p in tower.parameters())
+    loaded = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
+    assert quantized(loaded) == quantized(tower)
+    assert torch.equal(embeds(loaded, batch), embeds(tower, batch))
+
+
+@torch.no_grad()
+def test_int8_of_the_whole_model(repository, batch):
+    # Quantize it as it loads: torchao cannot read a saved one, since `logit_scale` has no dot in its name
+    model, small = CLIPMoEModel.from_pretrained(repository), quantize(CLIPMoEModel, repository)
+    expected, actual = model.eval()(**batch), small.eval()(**batch)
+    assert len(quantized(small)) == 33  # four of each attention, and the text projection
+    assert error(actual.image_embeds, expected.image_embeds) < 0.02
+    assert error(actual.text_embeds, expected.text_embeds) < 0.02
+    torch.testing.assert_close(actual.logits_per_image, expected.logits_per_image, rtol=0, atol=1.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_half_precision_from_the_published_folder(repository, batch, dtype, limit):
+    model = CLIPMoEModel.from_pretrained(repository).eval()
+    half = CLIPMoEModel.from_pretrained(repository, dtype=dtype).eval()
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    expected = model(**batch, output_router_logits=True)
+    actual = half(**{**batch, "pixel_values": batch["pixel_values"].to(dtype)}, output_router_logits=True)
+    for found, logits in zip(actual.vision_router_logits, expected.vision_router_logits, strict=True):
+        assert found.dtype == torch.float32
+        # Experts change only where two are as good as equal
+        assert (found.argmax(dim=-1) == logits.argmax(dim=-1)).float().mean() > 0.97
+    assert error(actual.image_embeds, expected.image_embeds) < limit
+    assert error(actual.text_embeds, expected.text_embeds) < limit

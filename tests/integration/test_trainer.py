@@ -1,0 +1,156 @@
+"""transformers' Trainer: contrastive training and classification, checkpoints, and exact resumption."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel
+from training import glyphs
+
+
+@pytest.fixture(scope="module")
+def data():
+    return glyphs.load("train", "detailed", 96), glyphs.load("test", "detailed", 32)
+
+
+@pytest.fixture(scope="module")
+def collate(processor):
+    def collate(rows):
+        text, images = [row["caption"] for row in rows], [row["image"] for row in rows]
+        batch = processor(text=text, images=images, padding=True, truncation=True, return_tensors="pt")
+        return {**batch, "return_loss": True}
+
+    return collate
+
+
+def new_model(repository):
+    model = CLIPMoEModel.from_pretrained(repository, output_router_logits=True)
+    model.config.vision_config.router_jitter_noise = 0.1  # random numbers that resumption has to restore
+    return model
+
+
+def arguments(folder, **changes):
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "max_steps": 6,
+            "per_device_train_batch_size": 16,
+            "per_device_eval_batch_size": 16,
+            "learning_rate": 1e-3,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "save_steps": 3,
+            "logging_steps": 1,
+            "remove_unused_columns": False,
+            "use_cpu": True,
+            "report_to": "none",
+            "seed": 1,
+            **changes,
+        }
+    )
+
+
+def make_trainer(model, folder, data, collate, **changes):
+    train, test = data
+    settings = arguments(folder, **changes)
+    return Trainer(model=model, args=settings, train_dataset=train, eval_dataset=test, data_collator=collate)
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def assert_same_weights(actual, expected):
+    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(repository, data, collate, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainer")
+    trainer = make_trainer(new_model(repository), folder, data, collate)
+    trainer.train()
+    return trainer, folder
+
+
+def test_it_learns_and_evaluates(uninterrupted, repository, data, collate, tmp_path):
+    trainer, _ = uninterrupted
+    losses, evaluations = logged(trainer, "loss"), logged(trainer, "eval_loss")
+    assert len(losses) == 6 and len(evaluations) == 2
+    before = make_trainer(new_model(repository), tmp_path, data, collate).evaluate()["eval_loss"]
+    assert evaluations[-1] < 0.9 * before
+
+    # The evaluation is the mean of the batches' losses, router losses included
+    model = trainer.model.eval()
+    rows = list(data[1])
+    with torch.no_grad():
+        outputs = [model(**collate(rows[:16])), model(**collate(rows[16:]))]
+    assert all(output.aux_loss > 0 for output in outputs)
+    torch.testing.assert_close(evaluations[-1], sum(output.loss.item() for output in outputs) / 2)
+
+
+def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, collate, tmp_path):
+    expected, folder = uninterrupted
+    model = new_model(repository)
+    with torch.no_grad():  # all of it has to come from the checkpoint
+        for parameter in model.parameters():
+            parameter.add_(1)
+    resumed = make_trainer(model, tmp_path, data, collate)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    assert_same_weights(resumed.model, expected.model)
+    assert logged(resumed, "loss")[3:] == logged(expected, "loss")[3:]
+
+
+def test_checkpoints_are_models(uninterrupted, data, collate):
+    trainer, folder = uninterrupted
+    assert load_file(folder / "checkpoint-6" / "model.safetensors")["logit_scale"].shape == ()
+    assert_same_weights(CLIPMoEModel.from_pretrained(folder / "checkpoint-6"), trainer.model)
+
+
+def test_the_best_model_is_loaded_at_the_end(repository, data, collate, tmp_path):
+    # One good step, then larger and larger ones
+    settings = {"max_steps": 4, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1, "warmup_steps": 50}
+    trainer = make_trainer(new_model(repository), tmp_path, data, collate, load_best_model_at_end=True, **settings)
+    trainer.train()
+    evaluations = logged(trainer, "eval_loss")
+    best = evaluations.index(min(evaluations)) + 1
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert best < 4
+    assert_same_weights(trainer.model, CLIPMoEModel.from_pretrained(tmp_path / f"checkpoint-{best}"))
+
+
+def test_gradient_checkpointing_changes_nothing(uninterrupted, repository, data, collate, tmp_path):
+    trainer = make_trainer(new_model(repository), tmp_path, data, collate, gradient_checkpointing=True)
+    trainer.train()
+    assert trainer.model.is_gradient_checkpointing
+    assert_same_weights(trainer.model, uninterrupted[0].model)
+
+
+def test_classification(repository, data, processor, tmp_path):
+    kinds = sorted(set(data[0]["kind"]))
+
+    def collate(rows):
+        batch = processor(images=[row["image"] for row in rows], return_tensors="pt")
+        return {**batch, "labels": torch.tensor([kinds.index(row["kind"]) for row in rows])}
+
+    def accuracy(prediction):
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    model = CLIPMoEForImageClassification.from_pretrained(repository, num_labels=len(kinds))
+    train, test = data
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=30, eval_steps=30, save_steps=30),
+        train_dataset=train,
+        eval_dataset=test,
+        data_collator=collate,
+        compute_metrics=accuracy,
+    )
+    trainer.train()
+    trained = trainer.evaluate()
+    assert trained["eval_accuracy"] > 3 / len(kinds)
+    loaded = CLIPMoEForImageClassification.from_pretrained(tmp_path / "checkpoint-30").eval()
+    with torch.no_grad():
+        logits = torch.cat([loaded(**collate([row])).logits for row in test])
+    found = (logits.argmax(-1) == collate(list(test))["labels"]).float().mean().item()
+    assert found == pytest.approx(trained["eval_accuracy"])
