@@ -105,6 +105,24 @@ def test_the_card_tells_what_is_so(run, published):
     assert "None" not in card.text and "{{" not in card.text and "{%" not in card.text
 
 
+def test_the_card_validates(published, hub, tmp_path):
+    program = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
+
+    def validate(card):
+        command = [sys.executable, "-c", program, str(card)]
+        environment = {**os.environ, **hub_server.environment(hub)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = validate(published / "README.md")
+    assert done.returncode == 0, done.stderr
+    wrong = tmp_path / "README.md"
+    text = (published / "README.md").read_text()
+    wrong.write_text(text.replace("pipeline_tag: zero-shot-image-classification", "pipeline_tag: guessing"))
+    assert "guessing is no task" in validate(wrong).stderr
+    wrong.write_text(text.replace("task:", "tusk:", 1))
+    assert validate(wrong).returncode != 0
+
+
 def test_how_long_it_took_is_recorded(run):
     provenance = Provenance.of(run / "clip_up")
     assert list(provenance.stages) == ["upcycled", "clip_up"] and provenance.sources == [BASE]
