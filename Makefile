@@ -5,8 +5,13 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 STAMP := .venv/installed
 INTEGRATIONS := .venv/installed-integrations
+# They require much that the parts we use do not, or old versions of it.
+WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
+# Of test-transformers.
+TRANSFORMERS ?= 5.17.0
+OTHER := .venv-transformers-$(TRANSFORMERS)
 
-.PHONY: demo test test-integrations check style bench
+.PHONY: demo test test-integrations test-transformers check style bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,7 +20,7 @@ $(STAMP): setup.py constraints.txt
 
 $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[integrations]"
-	$(BIN)/pip install --quiet --no-deps clip-benchmark==1.6.2
+	$(BIN)/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
 	touch $(INTEGRATIONS)
 
 demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
@@ -26,7 +31,17 @@ test: $(STAMP)  ## all tests that need no GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-integrations: $(INTEGRATIONS)  ## publishing, and every library that takes the models
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
+
+$(OTHER)/installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep --invert-match --regexp '^transformers=' --regexp '^tokenizers=' --regexp '^huggingface_hub=' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet --constraint $(OTHER)/constraints.txt --editable ".[integrations]" transformers==$(TRANSFORMERS)
+	$(OTHER)/bin/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
+	touch $@
+
+test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile tests tests/integration
 
 check: $(STAMP)  ## read only: style and the recipes
 	$(BIN)/ruff check .
@@ -41,3 +56,4 @@ bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.training_time
 	$(BIN)/python -m benchmarks.assign
 	$(BIN)/python -m benchmarks.balanced_kmeans
+	$(BIN)/python -m benchmarks.import_time

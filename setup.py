@@ -28,10 +28,10 @@ test = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.15",
-    "sentence-transformers>=5.0",
+    "sentence-transformers>=6.2",
     "tensorboard>=2.18",
 ]
-# clip-benchmark comes without its own requirements, of which its metrics need none: see the Makefile
+# clip-benchmark and llava-torch come without their own requirements: see the Makefile
 integrations = [
     *test,
     "diffusers>=0.42",

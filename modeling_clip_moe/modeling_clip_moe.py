@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
+from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -544,8 +545,15 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
 
         Raises:
             ValueError: if the checkpoint lacks weights of this model, holds weights that are no part of a CLIP, or is
-                not a complete safetensors file.
+                not a complete safetensors file; if it is split in a way that this transformers gets wrong.
         """
+        split = kwargs.get("distributed_config")
+        splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
+        if splits_experts and [int(part) for part in transformers_version.split(".")[:2]] < [5, 23]:
+            raise ValueError(
+                f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
+                f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
+            )
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs

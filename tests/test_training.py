@@ -97,7 +97,7 @@ def test_a_recipe_makes_models_that_load(run):
     assert processor.tokenizer.model_max_length == 16
     assert not (output / "tuned" / "checkpoints").exists()
     before, after = weights(output / "sparse"), weights(output / "tuned")
-    still = [name for name in before if torch.equal(before[name], after[name])]
+    still = [name for name in before if before[name].numel() > 0 and torch.equal(before[name], after[name])]
     assert not still
     log = [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
@@ -34,6 +34,7 @@ class ContrastiveTask(nn.Module):
         super().__init__()
         self.model = model
         self.settings = settings
+        self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The global loss and what is logged of it.
@@ -124,6 +125,9 @@ def train(
     checkpoints = directory / CHECKPOINTS
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
+    scale = model.logit_scale
+    # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
+    model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = ContrastiveTask(model, settings).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(task, settings.weight_decay),
@@ -134,6 +138,11 @@ def train(
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps)
     progress = Progress()
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        # It clips by itself, and wants to know the batch, which it does not use
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["gradient_clipping"] = settings.max_grad_norm
     task, optimizer = accelerator.prepare(task, optimizer)
     # Not prepared: Accelerate would step the schedule once for every process.
     accelerator.register_for_checkpointing(scheduler, progress)
@@ -153,13 +162,13 @@ def train(
         place = f"stage {settings.name}, step {progress.step + 1}"
         for micro_step in range(accumulation):
             batch = send_to_device(next(stream), accelerator.device)
-            last = micro_step == accumulation - 1
+            last = accelerator.sync_gradients = micro_step == accumulation - 1
             # Gradients are averaged over the processes once a step.
             with nullcontext() if last else accelerator.no_sync(task):
                 loss, metrics = task(batch)
                 _require_finite(loss, f"{place}: the loss", latest)
                 accelerator.backward(loss / accumulation)
-        grad_norm = accelerator.clip_grad_norm_(parameters, settings.max_grad_norm)
+        grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm))
         if accelerator.scaler is None:
             # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
             _require_finite(grad_norm, f"{place}: the gradient", latest)
@@ -168,8 +177,7 @@ def train(
         scheduler.step()
         optimizer.zero_grad()
         if model.logit_scale.requires_grad:
-            with torch.no_grad():
-                model.logit_scale.clamp_(max=torch.tensor(settings.max_logit_scale).log().item())
+            clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
         progress.step += 1
         bar.update()
 
@@ -183,7 +191,20 @@ def train(
         if settings.save_steps and progress.step % settings.save_steps == 0 and progress.step < total_steps:
             latest = save_checkpoint(accelerator, checkpoints, progress.step, settings.save_total_limit)
     bar.close()
-    return {name.removeprefix("model."): value for name, value in accelerator.get_state_dict(task).items()}
+    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
+    return state_dict | {name: value.view(scale.shape) for name, value in state_dict.items() if name == "logit_scale"}
+
+
+@torch.no_grad()
+def clamp_(parameter: nn.Parameter, maximum: float) -> None:
+    """Clamp a parameter, or what this process has of it."""
+    parameter.clamp_(max=maximum)
+    if hasattr(parameter, "ds_id"):  # ZeRO-3 splits it, and trains a copy in float32
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+        parameter.ds_tensor.clamp_(max=maximum)
+        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
 
 
 def save_checkpoint(accelerator: Accelerator, checkpoints: Path, step: int, limit: int) -> Path:

@@ -36,6 +36,7 @@ from transformers import (
     CLIPTextConfig,
     CLIPVisionConfig,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
@@ -181,7 +182,7 @@ class Run:
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """An `Accelerator` as the recipe wants it, on the CPU where there is nothing else."""
-    return Accelerator(
+    accelerator = Accelerator(
         # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
         cpu=not torch.accelerator.is_available(),
         mixed_precision=recipe.mixed_precision,
@@ -190,6 +191,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         # The other processes wait while the first one evaluates or writes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
     )
+    # With ZeRO-3, transformers would split every model as it is built, also one that a single process builds
+    unset_hf_deepspeed_config()
+    return accelerator
 
 
 def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> Path:

@@ -12,8 +12,10 @@ from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
-PACKAGES = """accelerate clip-benchmark diffusers huggingface_hub onnxruntime peft sentence-transformers torch torchao
-transformers""".split()
+PACKAGES = """
+accelerate clip-benchmark diffusers huggingface_hub llava-torch numpy onnxruntime peft sentence-transformers torch torchao
+transformers
+""".split()
 
 
 def pytest_report_header() -> str:

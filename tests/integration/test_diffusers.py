@@ -12,7 +12,7 @@ from diffusers import (
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from tiny_models import SHORT, sdxl, stable_diffusion, tokenizer
+from tiny_models import SHORT, sdxl, stable_diffusion, tokenizer, with_77_positions
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from conversion import long_context
@@ -51,17 +51,6 @@ def towers(repository, tmp_path_factory):
             tower.from_pretrained(place / kind).save_pretrained(folder)
             long_context.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
     return place
-
-
-def with_77_positions(model):
-    """The glyph CLIP has 64: repeats the last ones."""
-    state = model.state_dict()
-    table = state[long_context.POSITIONS]
-    state[long_context.POSITIONS] = torch.cat([table, table[len(table) - SHORT :]])
-    model.config.text_config.max_position_embeddings = SHORT
-    longer = type(model)(model.config)
-    longer.load_state_dict(state)
-    return longer
 
 
 def first_encoder(towers, kind, length=SHORT):

@@ -18,9 +18,22 @@ from transformers import (
     LlavaProcessor,
 )
 
+from conversion.long_context import POSITIONS
+
 BASE = "training/glyph_clip"
 SHORT = 77
 IMAGE_TOKEN = "<image>"
+
+
+def with_77_positions(model):
+    """The glyph CLIP has 64: repeats the last ones."""
+    state = model.state_dict()
+    table = state[POSITIONS]
+    state[POSITIONS] = torch.cat([table, table[len(table) - SHORT :]])
+    model.config.text_config.max_position_embeddings = SHORT
+    longer = type(model)(model.config)
+    longer.load_state_dict(state)
+    return longer
 
 
 def tiny_llava(vision_config, vocab_size, image_token, **fields):

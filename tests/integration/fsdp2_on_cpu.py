@@ -1,0 +1,34 @@
+"""`training/upcycle.py`, with the FSDP2 that Accelerate (1.15) leaves out where processes have no GPU."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from training import engine, stages, upcycle
+
+make_accelerator, save_checkpoint = stages.make_accelerator, engine.save_checkpoint
+
+
+def with_fsdp2(recipe) -> Accelerator:
+    accelerator = make_accelerator(recipe)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # as the configuration file has it
+    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    assert accelerator.is_fsdp2 and accelerator.num_processes == 2
+    return accelerator
+
+
+def save_and_fail(*arguments):
+    save_checkpoint(*arguments)
+    raise OSError("interrupted")
+
+
+stages.make_accelerator = with_fsdp2
+if "--interrupt" in sys.argv:
+    sys.argv.remove("--interrupt")
+    engine.save_checkpoint = save_and_fail
+upcycle.main(sys.argv[1:])

@@ -1,0 +1,262 @@
+"""One model on two processes, by transformers' own plans, and on devices with too little memory for it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from packaging import version
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, CLIPModel
+from transformers.distributed import DistributedConfig
+
+from conversion.upcycle import PRESETS, upcycle
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
+from modeling_clip_moe import modeling_clip_moe as modeling
+from training import glyphs
+from training.arguments import load_recipe
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "training" / "glyph_clip"
+ACCELERATE = ROOT / "training" / "accelerate"
+PRESET = {
+    "clip_fmoe": PRESETS["clip_fmoe"],
+    # So little room that training drops many choices: their id E is one that no process has an expert for
+    "clip_up": replace(PRESETS["clip_up"], num_experts=4, capacity_factor=1.0),
+}
+# Preset, class, what is split over the two processes
+CASES = {
+    "tp": ("clip_fmoe", CLIPMoEModel, {"tp_size": 2}),
+    "tp_tower": ("clip_fmoe", CLIPMoEVisionModelWithProjection, {"tp_size": 2, "ep_size": 2}),
+    "ep": ("clip_up", CLIPMoEModel, {"tp_size": 2, "ep_size": 2}),
+    "ep_all_reduce": ("clip_up", CLIPMoEModel, {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}),
+    "fsdp": ("clip_fmoe", CLIPMoEModel, {"fsdp_size": 2}),
+    "fsdp_tower": ("clip_fmoe", CLIPMoEVisionModelWithProjection, {"fsdp_size": 2}),
+    "fsdp_ep": ("clip_up", CLIPMoEModel, {"fsdp_size": 2, "ep_size": 2}),
+}
+
+
+NEW = version.parse(transformers.__version__) >= version.parse("5.23")
+needs_new = pytest.mark.skipif(not NEW, reason="transformers splits these models right from 5.23 on: see the README")
+
+
+def shares_of(case: str, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What each process gets: the whole batch, or its half of it."""
+    if "fsdp_size" not in CASES[case][2]:
+        return [batch, batch]
+    return [{name: tensor.chunk(2)[rank] for name, tensor in batch.items()} for rank in range(2)]
+
+
+def evaluate_and_train(model, inputs):
+    """Outputs in evaluation, outputs in training, and the gradients of the latter's loss."""
+    if isinstance(model, CLIPMoEModel):
+        inputs, output = {**inputs, "return_loss": True, "output_router_logits": True}, "logits_per_image"
+    else:
+        inputs, output = {"pixel_values": inputs["pixel_values"]}, "image_embeds"
+    with torch.no_grad():
+        evaluated = getattr(model.eval()(**inputs), output)
+    outputs = model.train()(**inputs)
+    loss = outputs.loss if "return_loss" in inputs else outputs.image_embeds.square().sum(dim=-1).mean()
+    loss.backward()
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return evaluated.clone(), getattr(outputs, output).detach().clone(), gradients
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def worker(rank, folder, port):
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    batch = load_file(folder / "batch.safetensors")
+    for case, (preset, model_class, sizes) in CASES.items():
+        model = model_class.from_pretrained(folder / preset, distributed_config=DistributedConfig(**sizes))
+        local = {
+            name: (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel() / parameter.numel()
+            for name, parameter in model.named_parameters()
+        }
+        results = evaluate_and_train(model, shares_of(case, batch)[rank])
+        model.save_pretrained(folder / f"{case}_saved")
+        torch.save((local, *results), folder / f"{case}_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, a batch, and what two processes made of both."""
+    folder = tmp_path_factory.mktemp("distributed")
+    generator = torch.Generator().manual_seed(0)
+    for name, preset in PRESET.items():
+        model = upcycle(CLIPModel.from_pretrained(BASE), preset, seed=0)
+        with torch.no_grad():
+            for parameter_name, weight in model.named_parameters():
+                if "mlp" in parameter_name:  # no bias is zero, no two experts are the same
+                    weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
+        model.save_pretrained(folder / name)
+    rows = glyphs.load("test", "detailed", 8)
+    processor = AutoProcessor.from_pretrained(BASE)
+    captions, images = [row["caption"] for row in rows], [row["image"] for row in rows]
+    batch = processor(text=captions, images=images, padding=True, return_tensors="pt")
+    assert batch["attention_mask"].min() == 0
+    save_file(dict(batch), folder / "batch.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    if NEW:
+        mp.spawn(worker, (folder, port), nprocs=2)
+    return folder
+
+
+@needs_new
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_compute_and_train_as_one(case, folder):
+    preset, model_class, _ = CASES[case]
+    shares = shares_of(case, load_file(folder / "batch.safetensors"))
+    model = model_class.from_pretrained(folder / preset)
+    expected, sums = [], {}
+    for share in shares:
+        model.zero_grad()
+        *outputs, gradients = evaluate_and_train(model, share)
+        expected.append(outputs)
+        sums = {name: sums.get(name, 0) + gradient for name, gradient in gradients.items()}
+    # The processes' gradients are those of the mean loss
+    gradients = {name: gradient / 2 for name, gradient in sums.items()}
+    assert all(gradient.abs().max() > 1e-6 for name, gradient in gradients.items() if "k_proj.bias" not in name)
+    for rank in range(2):
+        _, evaluated, trained, found = torch.load(folder / f"{case}_{rank}.pt")
+        torch.testing.assert_close((evaluated, trained), tuple(expected[rank]), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
+    if preset == "clip_up":
+        assert (expected[0][0] - expected[0][1]).abs().max() > 0.1  # training did drop choices
+
+
+@needs_new
+@pytest.mark.parametrize("case", CASES)
+def test_each_process_holds_its_part(case, folder):
+    *_, sizes = CASES[case]
+    split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"] * ("tp_size" in sizes)
+    split += [".experts."] * ("ep_size" in sizes)
+    if "fsdp_size" in sizes:
+        split = [""]
+    for rank in range(2):
+        parts, *_ = torch.load(folder / f"{case}_{rank}.pt")
+        if "fsdp_size" in sizes:
+            assert parts.pop("logit_scale", 1 - rank) == 1 - rank  # one number
+        for name, part in parts.items():
+            # Of an odd number of rows, one process has one more
+            expected = 0.5 if any(key in name for key in split) else 1
+            assert part == pytest.approx(expected, abs=0.05), name
+
+
+@needs_new
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_save_what_one_does(case, folder):
+    preset, model_class, _ = CASES[case]
+    model_class.from_pretrained(folder / preset).save_pretrained(folder / f"{case}_expected")
+    expected, found = (load_file(folder / f"{case}_{kind}" / "model.safetensors") for kind in ("expected", "saved"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    model_class.from_pretrained(folder / f"{case}_saved")
+
+
+def test_what_old_versions_get_wrong_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(modeling, "transformers_version", "5.22.2")
+    sizes = SimpleNamespace(fsdp_size=2, ep_size=2)
+    with pytest.raises(ValueError, match="5.22.2 computes wrong gradients .* fsdp_size=2 meets ep_size=2"):
+        CLIPMoEModel.from_pretrained(folder / "clip_up", distributed_config=sizes)
+
+
+def test_parts_on_the_disk_compute_the_same(folder, tmp_path):
+    rows, path = load_file(folder / "batch.safetensors"), folder / "clip_fmoe"
+    whole, sizes = CLIPMoEModel.from_pretrained(path), {"cpu": "6MB"}
+    split = CLIPMoEModel.from_pretrained(path, device_map="auto", max_memory=sizes, offload_folder=tmp_path)
+    assert {"cpu", "disk"} == set(split.hf_device_map.values())
+    for key in ("text_model.encoder.layers", "vision_model.encoder.layers"):
+        placed = [name for name in split.hf_device_map if name.startswith(key)]
+        assert all(len(name.split(".")) <= 4 for name in placed)  # no layer is taken apart
+    with torch.no_grad():
+        expected, found = whole(**rows), split(**rows)
+    torch.testing.assert_close(found.logits_per_image, expected.logits_per_image, atol=0, rtol=0)
+    torch.testing.assert_close(found.image_embeds, expected.image_embeds, atol=0, rtol=0)
+
+
+def launch(*arguments, script="training/upcycle.py"):
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", *map(str, arguments)]
+    at = next(i for i, part in enumerate(command) if part == "--config")
+    command[at:at] = [script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("training")
+    data = {"source": "glyphs", "num_samples": 64, "in_memory": True, "captions": "detailed"}
+    train = {"data": data, "global_batch_size": 16, "gradient_accumulation_steps": 2, "max_steps": 4}
+    train |= {"learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1, "save_steps": 2, "max_logit_scale": 20.0}
+    group = {"capacity_group_size": 4}
+    upcycled = {"name": "sparse", "stage": "upcycle", "model": str(BASE), "preset": "clip_up"}
+    upcycled |= {"changes": {"num_experts": 4}, "text_config": group, "vision_config": group}
+    trained = {"name": "trained", "stage": "train", "model": "sparse"}
+    recipe = {"output_dir": str(folder / "one"), "defaults": {"train": train}, "stages": [upcycled, trained]}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    run_recipe(load_recipe(path))
+    return path
+
+
+def assert_same_run(folder, expected):
+    logs = []
+    for run in (folder, expected):
+        records = [json.loads(line) for line in (run / "trained" / "log.jsonl").read_text().splitlines()]
+        logs.append([(r["step"], r["loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records])
+    assert len(logs[1]) == 4 and logs[1][-1][3] == pytest.approx(20)  # the scale is at its limit
+    torch.testing.assert_close(logs[0], logs[1], atol=1e-4, rtol=1e-4)
+    found, expected = (load_file(run / "trained" / "model.safetensors") for run in (folder, expected))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert CLIPMoEModel.from_pretrained(folder / "trained").logit_scale.item() == pytest.approx(
+        torch.tensor(20.0).log()
+    )
+
+
+def test_ddp(recipe, tmp_path):
+    file = ["--config_file", ACCELERATE / "ddp.yaml", "--cpu", "--num_processes", "2"]
+    done = launch(*file, "--config", recipe, "--output-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stdout
+    assert_same_run(tmp_path, recipe.parent / "one")
+
+
+def test_fsdp2(recipe, tmp_path):
+    file = ["--config_file", ACCELERATE / "fsdp2.yaml", "--num_processes", "2"]
+    arguments = [*file, "--config", recipe, "--output-dir", tmp_path]
+    script = "tests/integration/fsdp2_on_cpu.py"
+    interrupted = launch(*arguments, "--interrupt", script=script)
+    assert interrupted.returncode != 0 and "error: interrupted" in interrupted.stderr
+    assert list(tmp_path.glob("*/checkpoints/step-00000002"))
+    done = launch(*arguments, script=script)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, recipe.parent / "one")
+
+
+@pytest.mark.parametrize("path", sorted(ACCELERATE.iterdir()), ids=lambda path: path.name)
+def test_configuration_files(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 8 and not config.use_cpu
+    kinds = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed_zero3": "DEEPSPEED"}
+    assert config.distributed_type.value == kinds[path.stem]
