@@ -13,8 +13,8 @@ from modeling_clip_moe import CLIPMoEModel
 
 BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
 PACKAGES = """
-accelerate clip-benchmark diffusers huggingface_hub llava-torch numpy onnxruntime peft sentence-transformers torch torchao
-transformers
+accelerate clip-benchmark diffusers huggingface_hub llava-torch numpy onnxruntime peft sentence-transformers torch
+torchao transformers
 """.split()
 
 
