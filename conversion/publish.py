@@ -69,9 +69,11 @@ def build(
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
 
     Raises:
-        FileNotFoundError: `source` has no processor.
+        FileNotFoundError: `source` is no folder, or has no processor.
         ValueError: no such model, weights that do not fit, or a copy that does not compute what the source does.
     """
+    if not Path(source).is_dir():
+        raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
     mixture = AutoConfig.from_pretrained(source).model_type == CLIPMoDEConfig.model_type
     model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
     if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(

@@ -168,6 +168,36 @@ print(classify(Image.new("RGB", (32, 32)), candidate_labels=["star", "heart"])[0
     assert torch.equal(load_file(tmp_path / "features.safetensors")["features"], expected)
 
 
+def test_a_recipe_publishes_at_its_end(hub, tmp_path):
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "stages": [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}],
+        "push_to_hub": {"sparse": "user/from-a-recipe"},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = subprocess.run(
+        [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")],
+        cwd=ROOT,
+        env={**os.environ, **hub_server.environment(hub)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/user/from-a-recipe" in done.stdout
+    files = hub.repositories["user/from-a-recipe"]["main"]
+    assert files["model.safetensors"] == (tmp_path / "run" / "sparse" / "model.safetensors").read_bytes()
+    assert b"| sparse | upcycle |" in files["README.md"]
+
+
+def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "SHARD", "2MB")
+    publish.main([str(run / "clip_up"), "user/large", "--dry-run", str(tmp_path / "out")])
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_an_interrupted_upload_is_repeated(run, hub):
     hub.fail_commits = 1
     first = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
@@ -225,6 +255,8 @@ def test_a_dense_model_needs_no_code(tmp_path):
 def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
     with pytest.raises(SystemExit, match="error: .*Repo id"):
         publish.main([BASE, "no name", "--dry-run", str(tmp_path / "a")])
+    with pytest.raises(SystemExit, match="error: runs/nothing is no folder"):
+        publish.main(["runs/nothing", "user/x", "--dry-run", str(tmp_path / "a")])
     upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(tmp_path / "bare")
     with pytest.raises(SystemExit, match="error: .*has no processor"):
         publish.main([str(tmp_path / "bare"), "user/x", "--dry-run", str(tmp_path / "a")])
