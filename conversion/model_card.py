@@ -21,6 +21,43 @@ TASK_TYPES = {
     "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
 }
 
+# By the preset of conversion.upcycle, or the type of the model
+CITATIONS = {
+    "clip_up": """@article{wang2025clipup,
+  title = {{CLIP-UP}: A Simple and Efficient Mixture-of-Experts {CLIP} Training Recipe with Sparse Upcycling},
+  author = {Wang, Xinze and Chen, Chen and Yang, Yinfei and Chen, Hong-You and Zhang, Bowen and Pal, Aditya and
+            Zhu, Xiangxin and Du, Xianzhi},
+  journal = {arXiv preprint arXiv:2502.00965},
+  year = {2025}
+}""",
+    "clip_moe": """@article{zhang2024clipmoe,
+  title = {{CLIP-MoE}: Towards Building Mixture of Experts for {CLIP} with Diversified Multiplet Upcycling},
+  author = {Zhang, Jihai and Qu, Xiaoye and Zhu, Tong and Cheng, Yu},
+  journal = {arXiv preprint arXiv:2409.19291},
+  year = {2024}
+}""",
+    "clip_fmoe": """@misc{tranclipfmoe,
+  title = {{CLIP-FMoE}: Scalable {CLIP} via Fused Mixture-of-Experts with Enforced Specialization},
+  author = {Tran, Luong and Nguyen, Lan-Cuong and Nguyen, Huynh Dang and Dat, Nguyen Cong and Le, Dung D. and
+            Nguyen, Van}
+}""",
+    "clip_mode": """@inproceedings{ma2024mode,
+  title = {{MoDE}: {CLIP} Data Experts via Clustering},
+  author = {Ma, Jiawei and Huang, Po-Yao and Xie, Saining and Li, Shang-Wen and Zettlemoyer, Luke and
+            Chang, Shih-Fu and Yih, Wen-Tau and Xu, Hu},
+  booktitle = {Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+  year = {2024}
+}""",
+    "clip": """@inproceedings{radford2021clip,
+  title = {Learning Transferable Visual Models From Natural Language Supervision},
+  author = {Radford, Alec and Kim, Jong Wook and Hallacy, Chris and Ramesh, Aditya and Goh, Gabriel and
+            Agarwal, Sandhini and Sastry, Girish and Askell, Amanda and Mishkin, Pamela and Clark, Jack and
+            Krueger, Gretchen and Sutskever, Ilya},
+  booktitle = {International Conference on Machine Learning},
+  year = {2021}
+}""",
+}
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -71,6 +108,11 @@ class Provenance:
         """The data of all stages that have some."""
         found = {(manifest["stage"].get("data") or {}).get("source") for manifest in self.stages.values()}
         return sorted(source for source in found if source and source not in self.stages)
+
+    @property
+    def presets(self) -> list[str]:
+        """The systems of the papers that its stages follow."""
+        return sorted({preset for m in self.stages.values() if (preset := m["stage"].get("preset")) in CITATIONS})
 
     @property
     def hours(self) -> float:
@@ -142,7 +184,16 @@ def render(
         scores=list(_scores(results)),
         pictures={name: PICTURES[name] for name in provenance.pictures},
         base=base_model or ", ".join(provenance.sources),
+        licence=licence,
+        citations=[CITATIONS[key] for key in dict.fromkeys([*_systems(config, provenance), "clip"])],
     )
+
+
+def _systems(config: PreTrainedConfig, provenance: Provenance) -> list[str]:
+    """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
+    if config.model_type != "clip_moe":
+        return [config.model_type]
+    return provenance.presets or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
 def result_entries(provenance: Provenance) -> dict[str, str]:
