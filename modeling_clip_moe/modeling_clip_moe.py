@@ -17,6 +17,7 @@ Papers:
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVis
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-# In files, an empty tensor of this name stands in every sparse layer: CLIP's own classes look for their FFN there
-NO_DENSE_FFN = r"\.mlp\.fc1\.weight$"
+# In files, every sparse layer has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
+# would take a random one and at most warn if there was nothing; this is an error
+MARK = "mlp.fc1.weight"
 
 
 def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -531,11 +533,22 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
     _checkpoint_conversions = []
     # Weights that a checkpoint may lack
     _optional_weights = ()
+    # What the names of a tower's weights start with in files of a whole model
+    _tower_prefix = ""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        # transformers looks conversions up by class name: without this, a subclass would load random weights. Here and
-        # not at import, since the first registration builds the table of all models
+        self._register_conversions()
+
+    def post_init(self):
+        super().post_init()
+        # Not those of its towers, which transformers adds: each ignores the other one
+        ignored = type(self)._keys_to_ignore_on_load_unexpected or []
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{re.escape(MARK)}$"}
+
+    def _register_conversions(self):
+        # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
+        # a class is made, since the first registration builds the table of all models
         register_checkpoint_conversion_mapping(type(self).__name__, self._checkpoint_conversions, overwrite=True)
 
     @classmethod
@@ -572,17 +585,25 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
-        """
-        Part of `save_pretrained`: adds an empty tensor of the name of CLIP's FFN to every sparse layer. CLIP's own
-        classes, which would find no FFN there, take a random one and at most warn, then refuse the checkpoint.
-        """
+        """Part of `save_pretrained`: adds the marks that make CLIP's own classes refuse the checkpoint."""
+        self._register_conversions()  # of a model that came out of a pickle
         state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves
+            # The names of CLIP's files, which have the tower's. If it was there at loading, it is added again below
+            used = getattr(self, "_weight_conversions", None) or []
+            added = any(isinstance(conversion, PrefixChange) for conversion in used)
+            prefix = "" if added else self._tower_prefix
             for name, module in model_to_save.named_modules():
-                if isinstance(module, CLIPMoESparseMoeBlock):
-                    state_dict[f"{name}.fc1.weight"] = torch.empty(0, dtype=self.dtype)  # NO_DENSE_FFN
+                if isinstance(module, CLIPMoEEncoderLayer) and module.is_sparse:
+                    state_dict[f"{prefix}{name}.{MARK}"] = torch.empty(0, dtype=self.dtype)
         return state_dict
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # transformers' Trainer loads the files of its checkpoints as they are
+        for name in [name for name in state_dict if name.endswith(MARK) and state_dict[name].numel() == 0]:
+            del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @contextmanager
     def force_expert(self, expert: int):
@@ -660,10 +681,10 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
     config: CLIPMoETextConfig
     input_modalities = ("text",)
     _input_embed_layer = "token_embedding"
+    _tower_prefix = "text_model."
     _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
     _keys_to_ignore_on_load_unexpected = [
-        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)",
-        NO_DENSE_FFN,
+        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)"
     ]
 
     def __init__(self, config: CLIPMoETextConfig):
@@ -725,10 +746,10 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _input_embed_layer = "patch_embedding"
+    _tower_prefix = "vision_model."
     _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
     _keys_to_ignore_on_load_unexpected = [
-        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)",
-        NO_DENSE_FFN,
+        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)"
     ]
 
     def __init__(self, config: CLIPMoEVisionConfig):
@@ -773,10 +794,7 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     config: CLIPMoETextConfig
     base_model_prefix = "text_model"
     input_modalities = ("text",)
-    _keys_to_ignore_on_load_unexpected = [
-        r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)",
-        NO_DENSE_FFN,
-    ]
+    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)"]
 
     def __init__(self, config: CLIPMoETextConfig):
         super().__init__(config)
@@ -817,7 +835,7 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)", NO_DENSE_FFN]
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)"]
 
     def __init__(self, config: CLIPMoEVisionConfig):
         super().__init__(config)
@@ -865,7 +883,6 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
     """Both towers and their projections into one space."""
 
     config: CLIPMoEConfig
-    _keys_to_ignore_on_load_unexpected = [NO_DENSE_FFN]
     _checkpoint_conversions = [WeightConverter("logit_scale", "logit_scale", [Reshape(shape=(1,), saved_shape=())])]
 
     def __init__(self, config: CLIPMoEConfig):
@@ -879,7 +896,7 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         self.post_init()
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # transformers' Trainer loads the files of its checkpoints as they are, with a scalar
+        # See above: there, it is a scalar
         name = f"{prefix}logit_scale"
         if name in state_dict and state_dict[name].ndim == 0:
             state_dict[name] = state_dict[name].reshape(1)
@@ -1000,10 +1017,7 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _auto_class = "AutoModelForImageClassification"
-    _keys_to_ignore_on_load_unexpected = [
-        r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)",
-        NO_DENSE_FFN,
-    ]
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)"]
     _optional_weights = ("classifier.",)
 
     def __init__(self, config: CLIPMoEConfig):

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -1008,6 +1010,50 @@ def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class)
         getattr(model, "text_model" if dense_class is CLIPTextModel else "vision_model").save_pretrained(tmp_path)
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             dense_class.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("tower", [CLIPMoEVisionModel, CLIPMoETextModel])
+def test_marks_have_the_names_that_transformers_4_looks_for(saved, tmp_path, tower):
+    # Of the weights themselves, it finds none where a tower was never part of a whole file
+    model, folder = saved
+    prefix = tower._tower_prefix
+    towers = [getattr(model, prefix[:-1]), tower.from_pretrained(folder)]
+    towers[0].save_pretrained(tmp_path / "0")
+    towers.append(tower.from_pretrained(tmp_path / "0"))
+    for number, source in enumerate(towers):
+        source.save_pretrained(tmp_path / str(number))
+        weights = load_file(tmp_path / str(number) / "model.safetensors")
+        marks = {name for name, tensor in weights.items() if tensor.numel() == 0}
+        assert marks == {f"{prefix}encoder.layers.{layer}.mlp.fc1.weight" for layer in (1, 2)}
+        again = tower.from_pretrained(tmp_path / str(number))
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in towers[0].state_dict().items())
+
+
+def test_a_file_loads_into_a_model_that_is_there(saved):
+    model, folder = saved
+    other = CLIPMoEModel(model.config)
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_dense_ffn_beside_the_experts_is_refused(saved, tmp_path):
+    model, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    weights |= {f"vision_model.encoder.layers.1.mlp.fc1.{kind}": torch.ones(3) for kind in ("weight", "bias")}
+    model.config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="Left over: vision_model.encoder.layers.1.mlp.fc1.bias"):
+        CLIPMoEModel.from_pretrained(tmp_path)
+
+
+def test_a_model_out_of_a_pickle_saves_as_any_other(saved, tmp_path):
+    model, folder = saved
+    torch.save(model, tmp_path / "model.pt")
+    code = "import sys, torch; torch.load(sys.argv[1], weights_only=False).save_pretrained(sys.argv[2])"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt", tmp_path / "saved"], check=True)
+    expected, found = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "saved"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_checkpoints_without_what_makes_clip_refuse_them_load(saved, tmp_path):
