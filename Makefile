@@ -41,7 +41,7 @@ $(OTHER)/installed: setup.py constraints.txt
 	touch $@
 
 test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile tests tests/integration
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile --override-ini norecursedirs='.*'
 
 check: $(STAMP)  ## read only: style and the recipes
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from conversion.rules import cut
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 TOLERANCE = 1e-4
-# Of a tokenizer's settings: how it was last called
+# Of a tokenizer's settings, what its last call left there
 LAST_USE = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 WAY_OUT = {
     "clip": " (it is dense: conversion.upcycle makes it sparse)",
@@ -108,6 +108,8 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 
 def forget_last_use(tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes a tokenizer forget what it last cut and padded texts to, which it would save and do from then on."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return  # one without the tokenizers library saves no such thing
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     for key in LAST_USE:

@@ -6,14 +6,17 @@ LLAVA is a folder or hub name of a `LlavaForConditionalGeneration`, TOWER one of
 `CLIPMoEVisionModel`. The language model and the projector stay as they are: a tower upcycled from the CLIP that the
 LLaVA was trained with fits at once, any other one of the same width needs the projector trained again. Before OUTPUT
 appears, the saved model is loaded again: its image features must be the projected hidden states of the tower, and its
-language model must compute what it computed. To load it, `import modeling_clip_moe` first.
+language model must compute what it computed. No two LLaVAs are in memory at a time. To load the result,
+`import modeling_clip_moe` first.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoProcessor, LlavaForConditionalGeneration
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from conversion.checkpoints import check_equal, has_file, load_model, new_folder, one_line_errors
@@ -33,7 +36,7 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> None:
-    """Replaces the vision tower of a LLaVA, in place, and takes its dtype.
+    """Replaces the vision tower of a LLaVA, in place; the tower takes its dtype.
 
     Raises:
         ValueError: the projector takes another width, or the tower lacks a hidden state that LLaVA looks at.
@@ -44,52 +47,92 @@ def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> Non
             f"the projector takes hidden states of width {old.hidden_size}, the tower's have {new.hidden_size}: choose "
             "a tower made from the CLIP that this LLaVA was trained with"
         )
-    layers = config.vision_feature_layer
-    for layer in [layers] if isinstance(layers, int) else layers:
+    for layer in feature_layers(config):
         if not -new.num_hidden_layers - 1 <= layer <= new.num_hidden_layers:
             raise ValueError(f"vision_feature_layer {layer} is not there in a tower of {new.num_hidden_layers} layers")
     config.vision_config = new
-    config.image_seq_length = (new.image_size // new.patch_size) ** 2
+    with_class_token = config.vision_feature_select_strategy == "full"
+    config.image_seq_length = (new.image_size // new.patch_size) ** 2 + with_class_token
     llava.model.vision_tower = tower.to(llava.dtype)
 
 
+def feature_layers(config: LlavaConfig) -> list[int]:
+    """The hidden states of the vision tower that the projector sees."""
+    layers = config.vision_feature_layer
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
+def sample_llava_inputs(vision_config: CLIPMoEVisionConfig, text_config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Random images (2, channels, height, width) and token ids (1, at most 16)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, vision_config.num_channels, vision_config.image_size, vision_config.image_size)
+    input_ids = torch.arange(min(16, text_config.vocab_size - 1))[None]
+    return {"pixel_values": torch.randn(shape, generator=generator), "input_ids": input_ids}
+
+
 @torch.no_grad()
-def image_features(llava: LlavaForConditionalGeneration, pixel_values: torch.Tensor) -> torch.Tensor:
+def expected_outputs(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> dict[str, Tensor]:
+    """What a LLaVA with this tower has to compute: the tower's hidden states, projected, and text as before."""
+    config, tower = llava.config, tower.to(llava.dtype)
+    inputs = sample_llava_inputs(tower.config, config.text_config)
+    hidden_states = tower(inputs["pixel_values"].to(llava.dtype), output_hidden_states=True).hidden_states
+    first = 1 if config.vision_feature_select_strategy == "default" else 0
+    selected = torch.cat([hidden_states[layer][:, first:] for layer in feature_layers(config)], dim=-1)
+    projected = llava.model.multi_modal_projector(selected)
+    return {"image features": projected, "text logits": llava(inputs["input_ids"]).logits}
+
+
+@torch.no_grad()
+def image_features(llava: LlavaForConditionalGeneration, pixel_values: Tensor) -> Tensor:
     """Features (images, patches, width) that the language model gets."""
     return torch.stack(list(llava.model.get_image_features(pixel_values).pooler_output))
 
 
 @torch.no_grad()
-def verify(source: str | Path, tower_source: str | Path, folder: Path) -> dict[str, float]:
-    """Compares the saved LLaVA with what it was made of, in float32.
+def verify(folder: Path, expected: dict[str, Tensor]) -> dict[str, float]:
+    """Compares a saved LLaVA with `expected_outputs`.
 
     Raises:
-        ValueError: its image features are not the tower's, projected, or its language model differs.
+        ValueError: it does not compute them.
     """
-    found = load_model(LlavaForConditionalGeneration, folder, dtype=torch.float32)
-    old = load_model(LlavaForConditionalGeneration, source, dtype=torch.float32)
-    tower = load_tower(tower_source, dtype=torch.float32)
-    config = tower.config
-    generator = torch.Generator().manual_seed(0)
-    pixel_values = torch.randn(2, config.num_channels, config.image_size, config.image_size, generator=generator)
-    hidden_states = tower(pixel_values, output_hidden_states=True).hidden_states
-    layers, strategy = old.config.vision_feature_layer, old.config.vision_feature_select_strategy
-    selected = [hidden_states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-    selected = torch.cat([states[:, 1:] if strategy == "default" else states for states in selected], dim=-1)
-    input_ids = torch.arange(min(16, old.config.text_config.vocab_size - 1))[None]
-    return check_equal(
-        {"image features": old.model.multi_modal_projector(selected), "text logits": old(input_ids).logits},
-        {"image features": image_features(found, pixel_values), "text logits": found(input_ids).logits},
-    )
+    llava = load_model(LlavaForConditionalGeneration, folder)
+    inputs = sample_llava_inputs(llava.config.vision_config, llava.config.text_config)
+    features = image_features(llava, inputs["pixel_values"].to(llava.dtype))
+    return check_equal(expected, {"image features": features, "text logits": llava(inputs["input_ids"]).logits})
 
 
 def write_processor(source: str | Path, tower_source: str | Path, folder: Path) -> None:
-    """Saves LLaVA's processor with the tower's way to prepare images, if it has one."""
-    processor = AutoProcessor.from_pretrained(source)
+    """Saves LLaVA's processor with the tower's way to prepare images, if it has one.
+
+    Raises:
+        ValueError: its images have not the size that the tower takes.
+    """
+    processor, config = AutoProcessor.from_pretrained(source), AutoConfig.from_pretrained(folder).vision_config
     if has_file(tower_source, "processor_config.json", "preprocessor_config.json"):
         processor.image_processor = AutoImageProcessor.from_pretrained(tower_source)
-    processor.patch_size = AutoConfig.from_pretrained(folder).vision_config.patch_size
+    size = processor.image_processor(Image.new("RGB", (64, 64)), return_tensors="pt").pixel_values.shape[-1]
+    if size != config.image_size:
+        raise ValueError(
+            f"images are prepared with {size} pixels a side, but the tower takes {config.image_size}: save the image "
+            f"processor that belongs to the tower into {tower_source}"
+        )
+    processor.patch_size = config.patch_size
     processor.save_pretrained(folder)
+
+
+def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
+    """Saves the LLaVA of `source` with another tower into `folder`, and its processor.
+
+    Raises:
+        ValueError: see `load_tower`, `swap` and `write_processor`.
+    """
+    llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
+    swap(llava, tower)
+    llava.save_pretrained(folder)
+    write_processor(source, tower_source, folder)
+    expected = expected_outputs(llava, tower)
+    del llava, tower
+    verify(folder, expected)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -101,11 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the LLaVA")
     args = parser.parse_args(argv)
     with one_line_errors(), new_folder(args.output) as folder:
-        llava = load_model(LlavaForConditionalGeneration, args.llava)
-        swap(llava, load_tower(args.tower))
-        llava.save_pretrained(folder)
-        write_processor(args.llava, args.tower, folder)
-        verify(args.llava, args.tower, folder)
+        convert(args.llava, args.tower, folder)
     print(f"wrote {args.output}")
 
 

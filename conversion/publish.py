@@ -137,7 +137,8 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
         command = [sys.executable, "-c", CHECK, str(folder), f"{place}/inputs", f"{place}/outputs"]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
         if result.returncode != 0:
-            raise ValueError(f"the folder does not load without this package: {result.stderr.strip().splitlines()[-1]}")
+            reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+            raise ValueError(f"the folder does not load without this package: {reason[-1]}")
         found = load_file(f"{place}/outputs")
     for name, tensor in expected.items():
         difference, largest = (found[name] - tensor).abs().max().item(), tensor.abs().max().item()

@@ -46,7 +46,7 @@ class CLIPMoETowerConfig(PreTrainedConfig):
 
     _auto_class = "AutoConfig"
     # What transformers' `DistributedConfig` splits over processes: the heads of the attention and the width of dense
-    # FFNs (TP), the experts (EP), or every layer (FSDP2)
+    # FFNs (TP; not of experts, for whose stacked biases it has no style), the experts (EP), or every layer (FSDP2)
     base_model_tp_plan = {
         **{f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"},
         f"{_LAYERS}.self_attn.out_proj": "rowwise",

@@ -33,6 +33,8 @@ class CLIPMoEVisionTower(CLIPVisionTower):
         self.cfg_only = CLIPMoEVisionConfig.from_pretrained(vision_tower)
 
     def load_model(self, device_map=None):
+        if self.is_loaded:  # LLaVA asks again; what was trained since must stay
+            return
         self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
         self.vision_tower = CLIPMoEVisionModel.from_pretrained(self.vision_tower_name, device_map=device_map)
         self.vision_tower.requires_grad_(False)

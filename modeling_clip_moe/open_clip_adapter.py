@@ -1,17 +1,17 @@
 """CLIP-MoE with the calls of open_clip (https://github.com/mlfoundations/open_clip), for programs made for those.
 
-from modeling_clip_moe.open_clip_adapter import create_model_and_transforms
+from modeling_clip_moe.open_clip_adapter import load_clip
 
-model, transform, tokenizer = create_model_and_transforms("user/clip-moe")
+model, transform, tokenizer = load_clip("user/clip-moe")
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
+from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 
 from .configuration_clip_mode import CLIPMoDEConfig
 from .modeling_clip_moe import CLIPMoEModel
@@ -19,6 +19,8 @@ from .modeling_clip_moe import CLIPMoEModel
 
 class OpenCLIPAdapter(nn.Module):
     """
+    A CLIP of transformers with the calls of open_clip's models.
+
     Args:
         model: a `CLIPMoEModel`, or a dense `CLIPModel` to compare with.
         eos_token_id: of its tokenizer. What follows it in a text is padding.
@@ -55,7 +57,7 @@ class OpenCLIPAdapter(nn.Module):
         return image_features, text_features, self.logit_scale.exp()
 
 
-def get_tokenizer(processor: CLIPProcessor, context_length: int):
+def get_tokenizer(processor: CLIPProcessor, context_length: int) -> Callable[[str | Sequence[str]], torch.Tensor]:
     """A function of texts, one or several, to token ids (B, context_length), padded and cut."""
 
     def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
@@ -68,22 +70,26 @@ def get_tokenizer(processor: CLIPProcessor, context_length: int):
     return tokenize
 
 
-def create_model_and_transforms(name: str, device: str | torch.device = "cpu", **kwargs):
+def load_clip(
+    name: str, device: str | torch.device = "cpu", **kwargs
+) -> tuple[OpenCLIPAdapter, Callable[[Image.Image], torch.Tensor], Callable[[str | Sequence[str]], torch.Tensor]]:
     """
+    What CLIP_benchmark's function of this name returns.
+
     Args:
         name: folder or hub name of a `CLIPMoEModel` or `CLIPModel` with its processor.
         kwargs: of `AutoModel.from_pretrained`.
 
     Returns:
-        the model in evaluation mode, a function of one image of PIL to a tensor (channels, height, width), and a
-        function of texts to token ids: what CLIP_benchmark's `load_clip` returns.
+        the model in evaluation mode, a function of one image to a tensor (channels, height, width), and a function of
+        texts to token ids (B, S).
 
     Raises:
         ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings.
     """
-    model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
-    if model.config.model_type == CLIPMoDEConfig.model_type:
+    if AutoConfig.from_pretrained(name).model_type == CLIPMoDEConfig.model_type:
         raise ValueError(f"{name} is a mixture of CLIPs: take one of its experts, such as {name}/expert_0")
+    model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
     processor = AutoProcessor.from_pretrained(name)
 
     def transform(image: Image.Image) -> torch.Tensor:

@@ -116,7 +116,7 @@ def train(
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
 
     Returns:
-        The trained model's state dict, gathered from all processes.
+        The trained model's state dict, gathered from all processes; empty on those that do not save it.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite. The checkpoints stay.
@@ -139,6 +139,8 @@ def train(
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps)
     progress = Progress()
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        if accelerator.mixed_precision == "fp16":
+            raise ValueError("DeepSpeed scales losses by itself: take mixed_precision bf16 instead of fp16")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
@@ -162,6 +164,7 @@ def train(
         place = f"stage {settings.name}, step {progress.step + 1}"
         for micro_step in range(accumulation):
             batch = send_to_device(next(stream), accelerator.device)
+            # DeepSpeed takes its step within `backward`, when this is set
             last = accelerator.sync_gradients = micro_step == accumulation - 1
             # Gradients are averaged over the processes once a step.
             with nullcontext() if last else accelerator.no_sync(task):
@@ -193,7 +196,9 @@ def train(
     bar.close()
     state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
     state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
-    return state_dict | {name: value.view(scale.shape) for name, value in state_dict.items() if name == "logit_scale"}
+    if "logit_scale" in state_dict:
+        state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
+    return state_dict
 
 
 @torch.no_grad()

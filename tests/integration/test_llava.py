@@ -58,8 +58,13 @@ def test_it_generates_and_trains_and_loads_again(tower, inputs, tmp_path):
     model.model.vision_tower.load_state_dict(tower.state_dict())
     with torch.no_grad():
         expected = model(**inputs).logits
-    generated = model.generate(**inputs, max_new_tokens=1, do_sample=False)
-    assert generated[0].tolist() == [*inputs["input_ids"][0].tolist(), expected[0, -1].argmax().item()]
+    generated = model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=True)
+    input_ids = inputs["input_ids"]
+    for _ in range(4):
+        with torch.no_grad():
+            logits = model(input_ids=input_ids, pixel_values=inputs["pixel_values"]).logits
+        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(generated, input_ids)
 
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     router = model.model.vision_tower.encoder.layers[1].mlp.router
@@ -95,6 +100,12 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
     CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=96, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
     with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 128, the tower's have 96"):
         conversion.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
+    config = CLIPMoEVisionConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8
+    )
+    CLIPMoEVisionModel(config).save_pretrained(tmp_path / "large")
+    with pytest.raises(SystemExit, match="error: images are prepared with 32 pixels a side, but the tower takes 64"):
+        conversion.main([str(dense_llava), str(tmp_path / "large"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: .*has no vision tower of a CLIP-MoE: it is of type 'clip'"):
         conversion.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: .*a model of type 'llava' is needed"):
@@ -134,6 +145,9 @@ def test_the_original_code_with_our_tower(patched, repository, tower, tmp_path, 
     built = llava_arch.build_vision_tower(settings(folder), delay_load=True)
     assert not built.is_loaded and built.hidden_size == tower.config.hidden_size
     built.load_model()
+    loaded = built.vision_tower
+    built.load_model()
+    assert built.vision_tower is loaded
     assert not any(parameter.requires_grad for parameter in built.parameters())
     images = built.image_processor(Image.effect_noise((40, 32), 80).convert("RGB"), return_tensors="pt").pixel_values
     with torch.no_grad():

@@ -10,7 +10,7 @@ from transformers import CLIPModel
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEModel
-from modeling_clip_moe.open_clip_adapter import create_model_and_transforms
+from modeling_clip_moe.open_clip_adapter import load_clip
 from training import glyphs
 
 BASE = "training/glyph_clip"
@@ -19,7 +19,7 @@ TEMPLATES = ["a picture of a {c}", "a small {c}"]
 
 @pytest.fixture(scope="module")
 def adapted(repository):
-    return create_model_and_transforms(str(repository))
+    return load_clip(str(repository))
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,8 @@ def test_retrieval_of_clip_benchmark(adapted, images):
 
 
 def test_a_dense_clip_is_taken_and_a_mixture_refused(tmp_path):
-    adapter, _, tokenize = create_model_and_transforms(BASE)
+    adapter, _, tokenize = load_clip(BASE)
     assert isinstance(adapter.model, CLIPModel) and adapter.encode_text(tokenize("a star")).ndim == 2
     CLIPMoDEModel.from_experts([adapter.model, adapter.model]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expert_0"):
-        create_model_and_transforms(str(tmp_path))
+        load_clip(str(tmp_path))
