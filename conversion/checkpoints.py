@@ -47,6 +47,32 @@ def one_line_errors() -> Iterator[None]:
         sys.exit("error: " + " ".join(str(error).split()))
 
 
+def load_config(source: str | Path) -> PreTrainedConfig:
+    """The configuration of a model in a folder or on the Hub.
+
+    Raises:
+        FileNotFoundError: `source` is neither a folder nor a hub name.
+        OSError: there is no model, or the hub cannot be reached.
+        ValueError: a damaged configuration, or one of an unknown model.
+    """
+    if not Path(source).is_dir():
+        try:
+            validate_repo_id(str(source))
+        except HFValidationError:
+            raise FileNotFoundError(f"{source} is neither a folder nor a hub name") from None
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        raise _unreachable(source, error) from error
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"cannot load {source}: {error}") from error
+
+
+def _unreachable(source: str | Path, error: OSError) -> OSError:
+    place = "" if Path(source).is_dir() else "there is no such folder, and from the Hub: "
+    return OSError(f"cannot load {source}: {place}{error}")
+
+
 def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype.
 
@@ -55,24 +81,18 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
         OSError: there is no model, or the hub cannot be reached.
         ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors (named).
     """
-    if not Path(source).is_dir():
-        try:
-            validate_repo_id(str(source))
-        except HFValidationError:
-            raise FileNotFoundError(f"{source} is neither a folder nor a hub name") from None
-    expected = model_class.config_class.model_type
+    model_type, expected = load_config(source).model_type, model_class.config_class.model_type
+    if model_type != expected:
+        way_out = WAY_OUT.get(model_type, "") if expected in WAY_OUT else ""
+        raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{way_out}")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
     try:
-        model_type = AutoConfig.from_pretrained(source).model_type
-        if model_type != expected:
-            raise ValueError(f"a model of type {expected!r} is needed, not {model_type!r}{WAY_OUT.get(model_type, '')}")
         model, info = model_class.from_pretrained(
             source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except OSError as error:
-        place = "" if Path(source).is_dir() else "there is no such folder, and from the Hub: "
-        raise OSError(f"cannot load {source}: {place}{error}") from error
+        raise _unreachable(source, error) from error
     except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ValueError(f"cannot load {source}: {error}") from error
     finally:
@@ -90,10 +110,7 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
 
 def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
     """Loads a dense or a sparse CLIP, see `load_model`."""
-    try:
-        sparse = AutoConfig.from_pretrained(source).model_type == CLIPMoEConfig.model_type
-    except (OSError, ValueError):
-        sparse = False  # `load_model` says what is wrong
+    sparse = load_config(source).model_type == CLIPMoEConfig.model_type
     return load_model(CLIPMoEModel if sparse else CLIPModel, source, **kwargs)
 
 

@@ -19,7 +19,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from conversion.checkpoints import check_equal, has_file, load_model, new_folder, one_line_errors
+from conversion.checkpoints import (
+    WAY_OUT,
+    check_equal,
+    has_file,
+    load_config,
+    load_model,
+    new_folder,
+    one_line_errors,
+)
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 
@@ -29,9 +37,10 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
     Raises:
         ValueError: another kind of model.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = load_config(source)
     if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
-        raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}")
+        way_out = WAY_OUT.get(config.model_type, "")
+        raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{way_out}")
     return CLIPMoEVisionModel.from_pretrained(source, **{"dtype": "auto"} | kwargs).eval()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
 from conversion.checkpoints import (
     check_equal,
@@ -22,6 +22,7 @@ from conversion.checkpoints import (
     forget_last_use,
     has_file,
     load_clip,
+    load_config,
     load_model,
     new_folder,
     one_line_errors,
@@ -68,10 +69,7 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
 
 def load(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a CLIP or a text tower alone, dense or sparse, see `load_model`."""
-    try:
-        names = AutoConfig.from_pretrained(source).architectures or []
-    except (OSError, ValueError):
-        names = []  # `load_clip` says what is wrong
+    names = load_config(source).architectures or []
     for tower in TOWERS:
         if tower.__name__ in names:
             return load_model(tower, source, **kwargs)

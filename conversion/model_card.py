@@ -181,6 +181,7 @@ def render(
         towers={name: getattr(config, f"{name}_config", None) for name in ("vision", "text")},
         provenance=provenance,
         results=results,
+        measured=sorted({f"commit {result['commit']}, {result['dtype']}" for result in results}),
         scores=list(_scores(results)),
         pictures={name: PICTURES[name] for name in provenance.pictures},
         base=base_model or ", ".join(provenance.sources),
@@ -199,13 +200,14 @@ def _systems(config: PreTrainedConfig, provenance: Provenance) -> list[str]:
 def result_entries(provenance: Provenance) -> dict[str, str]:
     """File name -> YAML of the Hub's newer format of results, one file a task."""
     files = {}
-    for result in map(_read, provenance.results):
+    for path in provenance.results:
+        result, measured = _read(path), date.fromtimestamp(path.stat().st_mtime)
         entries = [
             EvalResultEntry(
                 dataset_id=result["task"],
                 task_id=metric,
                 value=round(100 * result["metrics"][metric], 2),
-                date=date.today().isoformat(),
+                date=measured.isoformat(),
                 notes=result["protocol"],
             )
             for metric in result["primary"]

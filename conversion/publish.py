@@ -21,22 +21,24 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from transformers import AutoProcessor, CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import (
     forget_last_use,
     has_file,
     load_clip,
+    load_config,
     new_folder,
     one_line_errors,
     sample_inputs,
 )
 from conversion.model_card import Provenance, render, result_entries
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
 # Of tokenizer_config.json: where the tokenizer was loaded from on this machine
 LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path")
+PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 # What another process computes from the published folder alone
@@ -74,7 +76,13 @@ def build(
     """
     if not Path(source).is_dir():
         raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
-    mixture = AutoConfig.from_pretrained(source).model_type == CLIPMoDEConfig.model_type
+    stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
+    if stages and not has_file(source, "config.json"):
+        raise ValueError(f"{source} holds several models; publish one of {', '.join(stages)} in it")
+    model_type = load_config(source).model_type
+    if model_type not in PUBLISHED:
+        raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
+    mixture = model_type == CLIPMoDEConfig.model_type
     model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
     if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
         source, "processor_config.json", "preprocessor_config.json"
@@ -85,6 +93,8 @@ def build(
     if (Path(source) / ENCODER).is_dir():
         shutil.copytree(Path(source) / ENCODER, folder / ENCODER)
     provenance = Provenance.of(Path(source))
+    if not provenance.results:
+        print(f"warning: no scores of {source} were found; the card says so", file=sys.stderr)
     for name, picture in provenance.pictures.items():
         shutil.copy(picture, folder / name)
     if provenance.results:

@@ -264,7 +264,13 @@ def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
         publish.main([BASE, "no name", "--dry-run", str(tmp_path / "a")])
     with pytest.raises(SystemExit, match="error: runs/nothing is no folder"):
         publish.main(["runs/nothing", "user/x", "--dry-run", str(tmp_path / "a")])
-    upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(tmp_path / "bare")
+    sparse = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0)
+    sparse.save_pretrained(tmp_path / "bare")
+    sparse.vision_model.save_pretrained(tmp_path / "tower")
+    with pytest.raises(SystemExit, match="error: .* holds several models; publish one of bare, tower in it"):
+        publish.main([str(tmp_path), "user/x", "--dry-run", str(tmp_path / "a")])
+    with pytest.raises(SystemExit, match="error: .* is of type 'clip_moe_vision_model'; whole CLIPs are published"):
+        publish.main([str(tmp_path / "tower"), "user/x", "--dry-run", str(tmp_path / "a")])
     with pytest.raises(SystemExit, match="error: .*has no processor"):
         publish.main([str(tmp_path / "bare"), "user/x", "--dry-run", str(tmp_path / "a")])
     assert not (tmp_path / "a").exists()
