@@ -249,6 +249,14 @@ def test_fsdp2(recipe, tmp_path):
     assert_same_run(tmp_path, recipe.parent / "one")
 
 
+def test_zero3(recipe, tmp_path):
+    pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
+    file = ["--config_file", ACCELERATE / "deepspeed_zero3.yaml", "--num_processes", "2"]
+    done = launch(*file, "--config", recipe, "--output-dir", tmp_path, script="tests/integration/zero3_on_cpu.py")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, recipe.parent / "one")
+
+
 @pytest.mark.parametrize("path", sorted(ACCELERATE.iterdir()), ids=lambda path: path.name)
 def test_configuration_files(path):
     config = load_config_from_file(str(path))
