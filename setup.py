@@ -35,6 +35,7 @@ test = [
 integrations = [
     *test,
     "diffusers>=0.42",
+    "markdown-it-py>=4.0",
     "onnx>=1.23",
     "onnxruntime>=1.31",
     "onnxscript>=0.7",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
@@ -106,6 +108,14 @@ def test_the_card_tells_what_is_so(run, published):
     assert "The weights: apache-2.0; they come from user/glyph-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2024clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
+
+
+def test_the_card_renders(published):
+    html = MarkdownIt("gfm-like", {"linkify": False}).render(ModelCard.load(published / "README.md").text)
+    assert html.count("<table>") == 3 and "|" not in html  # towers, stages and scores; no row was left as text
+    pictures = re.findall(r'<img src="(.*?)"', html)
+    assert pictures == ["report.png"] and (published / "report.png").is_file()
+    assert html.count("<pre>") == 8
 
 
 def test_the_card_validates(published, hub, tmp_path):
