@@ -144,8 +144,10 @@ def test_two_processes_compute_and_train_as_one(case, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_each_process_holds_its_part(case, folder):
     *_, sizes = CASES[case]
-    split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"] * ("tp_size" in sizes)
-    split += [".experts."] * (not {"ep_size", "enable_expert_parallel"}.isdisjoint(sizes))
+    experts_alone = "enable_expert_parallel" in sizes  # the tp_size of which is the experts'
+    split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"]
+    split *= "tp_size" in sizes and not experts_alone
+    split += [".experts."] * (experts_alone or "ep_size" in sizes)
     if "fsdp_size" in sizes:
         split = [""]
     for rank in range(2):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -84,12 +85,16 @@ def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
 def check_onnx(model, batch, part, folder):
     example = batch(3, part)
     exported = OnnxExporter().export(model, example, OnnxConfig(dynamic_shapes=any_batch(example)))
-    exported.save_pretrained(folder)
+    # transformers 5.17 returns torch's program
+    exported.save_pretrained(folder) if hasattr(exported, "save_pretrained") else exported.save(folder / "model.onnx")
     assert (folder / "model.onnx").exists()
     for size in (1, 7):
         inputs = batch(size, part)
         with torch.no_grad():
-            assert_same(exported(**inputs), model(**inputs), 1e-4)
+            found, expected = tree_leaves(exported(**inputs)), tree_leaves(model(**inputs))
+        assert len(found) == len(expected) >= 2
+        for actual, value in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_training_has_the_same_gradients(fused, batch):
