@@ -384,10 +384,10 @@ def experts_forward_by_device(
     """
     The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
     loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast always the loop: `grouped_mm` would
-    compute in the precision of the parameters. It follows the input, so a model may move at any time. An exported
-    program has `grouped_mm`, since ONNX cannot express the loop's data-dependent sizes.
+    compute in the precision of the parameters. It follows the input, so a model may move at any time. Compiled and
+    exported programs have `grouped_mm`, since neither inductor nor ONNX takes the loop's data-dependent sizes.
     """
-    if torch.compiler.is_exporting() or (hidden_states.is_cuda and not torch.is_autocast_enabled("cuda")):
+    if torch.compiler.is_compiling() or (hidden_states.is_cuda and not torch.is_autocast_enabled("cuda")):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)
