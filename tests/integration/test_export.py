@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch.utils._pytree import tree_leaves
 from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -99,6 +100,8 @@ def check_onnx(model, batch, part, folder):
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_training_has_the_same_gradients(fused, batch, backend):
+    if backend == "inductor" and [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 23]:
+        pytest.skip("the backward of grouped_mm in transformers 5.17 has data-dependent sizes: see the README")
     fused.set_experts_implementation("by_device")
     torch.compiler.reset()
     compiled = torch.compile(fused, fullgraph=True, backend=backend)
