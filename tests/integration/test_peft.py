@@ -3,20 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import glyph_inputs
 
 from modeling_clip_moe import CLIPMoEModel
-from training import glyphs
 
 EXPERTS = ["experts.up_proj", "experts.down_proj"]
 
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    rows = glyphs.load("train", "detailed", 16)
-    inputs = processor(
-        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
-    )
-    return dict(inputs)
+    return glyph_inputs(processor, "train", 16)
 
 
 def adapted(model, **fields):

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import glyph_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import CLIPVisionModelWithProjection, TorchAoConfig
 
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
-from training import glyphs
 
 BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
@@ -21,11 +21,7 @@ EXPERTS_TOO = {
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    rows = glyphs.load("test", "detailed", 32)
-    inputs = processor(
-        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
-    )
-    return dict(inputs)
+    return glyph_inputs(processor, "test", 32)
 
 
 @torch.no_grad()

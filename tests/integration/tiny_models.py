@@ -1,4 +1,4 @@
-"""Models of other programs, tiny and with random weights, around the towers of the glyph CLIP."""
+"""Models of other programs, tiny and with random weights, around the towers of the glyph CLIP; and inputs for all."""
 
 import torch
 from diffusers import (
@@ -19,10 +19,19 @@ from transformers import (
 )
 
 from conversion.long_context import POSITIONS
+from training import glyphs
 
 BASE = "training/glyph_clip"
 SHORT = 77
 IMAGE_TOKEN = "<image>"
+
+
+def glyph_inputs(processor, split, number):
+    rows = glyphs.load(split, "detailed", number)
+    inputs = processor(
+        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
+    )
+    return dict(inputs)
 
 
 def with_77_positions(model):
