@@ -383,9 +383,9 @@ def experts_forward_by_device(
 ) -> torch.Tensor:
     """
     The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
-    loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast always the loop: `grouped_mm` would
+    loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast the loop, since `grouped_mm` would
     compute in the precision of the parameters. It follows the input, so a model may move at any time. Compiled and
-    exported programs have `grouped_mm`, since neither inductor nor ONNX takes the loop's data-dependent sizes.
+    exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's data-dependent sizes.
     """
     if torch.compiler.is_compiling() or (hidden_states.is_cuda and not torch.is_autocast_enabled("cuda")):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
