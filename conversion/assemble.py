@@ -13,14 +13,8 @@ from pathlib import Path
 
 import torch
 
-from conversion.checkpoints import (
-    check_equal,
-    copy_processor,
-    load_clip,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import check_equal, copy_processor, load_clip, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
 # Where the repository keeps the encoder of the metadata

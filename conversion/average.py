@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel
 
-from conversion.checkpoints import architecture, copy_processor, load_clip, load_model, new_folder, one_line_errors
+from conversion.checkpoints import architecture, copy_processor, load_clip, load_model
+from conversion.files import new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoEModel
 
 

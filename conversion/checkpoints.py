@@ -1,10 +1,7 @@
-"""What every converter needs: loading whole models, saving whole folders, comparing two models."""
+"""What every converter needs: loading whole models, copying processors, comparing two models."""
 
-import contextlib
-import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -36,15 +33,6 @@ WAY_OUT = {
     "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Ends the program with exit status 1 and one line on stderr for an error the user can cause."""
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 def load_config(source: str | Path) -> PreTrainedConfig:
@@ -170,29 +158,6 @@ def has_file(source: str | Path, *names: str) -> bool:
         "_raise_exceptions_for_connection_errors": False,
     }
     return any(cached_file(source, name, **quiet) is not None for name in names)
-
-
-@contextlib.contextmanager
-def new_folder(output: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
-
-    So a full disk, a kill or a failed check leaves no half-written `output`.
-
-    Raises:
-        ValueError: `output` exists and is not an empty folder.
-    """
-    output = Path(output).resolve()
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sample_inputs(config, seed: int = 0) -> dict[str, Tensor]:

@@ -14,16 +14,8 @@ from pathlib import Path
 import torch
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from conversion.checkpoints import (
-    architecture,
-    check_equal,
-    copy_processor,
-    load_model,
-    model_outputs,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import EXPERT_TENSORS, kept_rules, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel

@@ -19,15 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from conversion.checkpoints import (
-    WAY_OUT,
-    check_equal,
-    has_file,
-    load_config,
-    load_model,
-    new_folder,
-    one_line_errors,
-)
+from conversion.checkpoints import WAY_OUT, check_equal, has_file, load_config, load_model
+from conversion.files import new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 

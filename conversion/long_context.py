@@ -24,10 +24,9 @@ from conversion.checkpoints import (
     load_clip,
     load_config,
     load_model,
-    new_folder,
-    one_line_errors,
     sample_inputs,
 )
+from conversion.files import new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEEP = 20

@@ -10,8 +10,9 @@ from typing import Any
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers import PreTrainedConfig
 
+from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE
+
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
-MANIFEST, ATTEMPTS, RECIPE = "manifest.json", "attempts.json", "recipe.yaml"
 # Stages whose results tell something of a model
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
 TASK_TYPES = {

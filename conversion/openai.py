@@ -34,7 +34,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
 
-from conversion.checkpoints import check_equal, copy_processor, load_model, new_folder, one_line_errors, sample_inputs
+from conversion.checkpoints import check_equal, copy_processor, load_model, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from conversion.rules import Rule, apply_rules, cut
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py

@@ -24,15 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import (
-    forget_last_use,
-    has_file,
-    load_clip,
-    load_config,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import forget_last_use, has_file, load_clip, load_config, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from conversion.model_card import Provenance, render, result_entries
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 

@@ -23,15 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import (
-    architecture,
-    check_equal,
-    copy_processor,
-    load_model,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from conversion.long_context import KEEP, set_text_length
 from conversion.openai import (
     HEAD_WIDTH,

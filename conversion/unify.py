@@ -23,17 +23,9 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel, PreTrainedModel
 
-from conversion.checkpoints import (
-    check_equal,
-    copy_processor,
-    load_clip,
-    load_model,
-    model_outputs,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import check_equal, copy_processor, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import CLOSED, set_fusion_gates
+from conversion.files import new_folder, one_line_errors
 from conversion.rules import Rule, cut
 from conversion.upcycle import EXPERT_TENSORS, PRESETS, TOWERS, Preset, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel

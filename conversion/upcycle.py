@@ -22,16 +22,8 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel
 
-from conversion.checkpoints import (
-    architecture,
-    check_equal,
-    copy_processor,
-    load_model,
-    model_outputs,
-    new_folder,
-    one_line_errors,
-    sample_inputs,
-)
+from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
+from conversion.files import new_folder, one_line_errors
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 

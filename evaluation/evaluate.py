@@ -10,10 +10,7 @@ import argparse
 import hashlib
 import json
 import logging
-import os
-import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +27,9 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoProcessor, CLIPModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import has_file, load_clip, one_line_errors
+from conversion.checkpoints import has_file, load_clip
+from conversion.files import new_file, one_line_errors, write_text
+from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint
 from evaluation.datasets import (
     BENCHMARKS,
     PRIMARY,
@@ -48,11 +47,6 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEModel
 from training.data import DataArguments, decode_image
 
 logger = logging.getLogger(__name__)
-
-EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
-# What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
-WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
-PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
 
 
 class Embedder:
@@ -140,9 +134,8 @@ class Embedder:
                 raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
         embeds = self._embed(content, number, embed)
         self.cache_dir.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"embeds": embeds}, partial)
-        os.replace(partial, path)
+        with new_file(path) as partial:
+            save_file({"embeds": embeds}, partial)
         return embeds
 
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
@@ -361,10 +354,7 @@ def evaluate_model(
 def write_result(result: dict[str, Any], output_dir: Path) -> None:
     """Keep a result as `TASK--NAME.json`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", result["model"])
-    path = output_dir / f"{result['task']}--{name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(output_dir / f"{result['task']}--{name}.json", json.dumps(result, indent=2, ensure_ascii=False))
 
 
 def require_known(tasks: Sequence[str], benchmarks: dict[str, Benchmark]) -> None:
@@ -387,31 +377,6 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"cannot compute on the device {device}: {error}") from error
 
 
-def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
-    """What a model is: the hash of its files for a folder, the commit for a hub repository.
-
-    Args:
-        patterns: of the files that count.
-
-    Raises:
-        FileNotFoundError: it is neither.
-    """
-    path = Path(model)
-    if not path.is_dir():
-        try:
-            return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{model} is no folder, and no model that can be had from the Hub: {error}"
-            ) from error
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
-        digest.update(file.relative_to(path).as_posix().encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
-
-
 def code_hash() -> str:
     """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
     root = Path(__file__).parents[1]
@@ -419,26 +384,6 @@ def code_hash() -> str:
     for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "training" / "data.py"]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def environment() -> dict:
-    """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
-    import accelerate
-    import transformers
-
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "numpy": np.__version__,
-    }
-    return {"commit": commit, "versions": versions}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,16 +10,16 @@ of a model with fusion gates how much of the base FFN each layer keeps, `gates.p
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
 
-from conversion.checkpoints import one_line_errors
+from conversion.files import one_line_errors, write_text
+from conversion.provenance import environment
 from evaluation.datasets import BENCHMARKS, Benchmark
-from evaluation.evaluate import Embedder, environment, measure, require_known, usable_device
+from evaluation.evaluate import Embedder, measure, require_known, usable_device
 from evaluation.report import markdown_table
 from evaluation.routing import average_gates, chosen_experts, count_tokens, draw_gates, draw_shares
 from modeling_clip_moe import CLIPMoEModel
@@ -90,9 +90,7 @@ def analyze_experts(
         text += f"\n{markdown_table(['tower', 'layer', 'mean fusion gate: share of the base FFN'], rows)}\n"
         text += "\n![fusion gates](gates.png)\n"
     (output_dir / "experts.md").write_text(text, encoding="utf-8")
-    partial = output_dir / "experts.json.partial"
-    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, output_dir / "experts.json")
+    write_text(output_dir / "experts.json", json.dumps(result, indent=2))
     return table
 
 

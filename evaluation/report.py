@@ -5,7 +5,6 @@ python -m evaluation.report scores/*.json --output-dir scores
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from conversion.checkpoints import one_line_errors
+from conversion.files import one_line_errors, write_text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
@@ -46,10 +45,8 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     sections += ["## How it was measured", _protocols(table)]
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    partial = output_dir / "report.md.partial"
-    partial.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     _draw(table, output_dir / "report.png")
-    os.replace(partial, output_dir / "report.md")
+    write_text(output_dir / "report.md", "\n\n".join(sections))
     return summary
 
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.checkpoints import one_line_errors
+from conversion.files import one_line_errors
 from evaluation.report import arrange, markdown_table, primary_columns
 
 Table = dict[str, dict[str, dict]]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
 
+from conversion.provenance import fingerprint
 from conversion.upcycle import PRESETS, upcycle
 from evaluation import datasets as benchmarks
 from evaluation import evaluate
@@ -115,7 +116,7 @@ def test_weights_of_the_old_format_are_part_of_the_fingerprint(dense, tmp_path):
         weights = CLIPModel(CLIPConfig.from_pretrained(dense)).state_dict()
         (folder / "model.safetensors").unlink()
         torch.save(weights, folder / "pytorch_model.bin")
-    assert evaluate.fingerprint(str(tmp_path / "1")) != evaluate.fingerprint(str(tmp_path / "2"))
+    assert fingerprint(str(tmp_path / "1")) != fingerprint(str(tmp_path / "2"))
 
 
 def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):

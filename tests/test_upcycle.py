@@ -23,7 +23,8 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from conversion.checkpoints import check_equal, model_outputs, new_folder, sample_inputs
+from conversion.checkpoints import check_equal, model_outputs, sample_inputs
+from conversion.files import new_folder
 from conversion.upcycle import PRESETS, main, sparse_config, upcycle, verify
 from modeling_clip_moe import CLIPMoEModel
 

@@ -1,6 +1,5 @@
 """Clusters of a dataset's images and captions, and what a person needs to judge them."""
 
-import os
 import textwrap
 import warnings
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
+from conversion.files import new_file
 from training.data import decode_image, first_caption
 from training.embedding import open_arrays
 
@@ -130,9 +130,8 @@ def accumulate(labels: np.ndarray, features: np.ndarray, previous: Clusters | No
 
 
 def save_clusters(directory: Path, clusters: Clusters, dataset_fingerprint: str) -> None:
-    partial = directory / f"{FILE}.partial"
-    save_file(asdict(clusters), partial, {"dataset_fingerprint": dataset_fingerprint})
-    os.replace(partial, directory / FILE)
+    with new_file(directory / FILE) as partial:
+        save_file(asdict(clusters), partial, {"dataset_fingerprint": dataset_fingerprint})
 
 
 def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:

@@ -2,7 +2,6 @@
 (MoDE section 3.2)."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.numpy import save_file
 from sklearn.cluster import kmeans_plusplus
 from tqdm.auto import tqdm
 
+from conversion.files import new_file
 from training.embedding import open_arrays
 
 INDEX, CENTERS, LABELS = "index.json", "centers.safetensors", "labels.safetensors"
@@ -166,9 +166,9 @@ def write_parts(accelerator: Accelerator, directory: Path, name: str, num_rows: 
     for start in tqdm(starts, desc=f"{name} of {num_rows} rows", disable=not accelerator.is_local_main_process):
         path = parts / f"{start:012d}.safetensors"
         if not path.exists():
-            partial = path.with_suffix(".partial")
-            save_file({name: np.ascontiguousarray(compute(start, min(start + part_size, num_rows)))}, partial)
-            os.replace(partial, path)
+            array = np.ascontiguousarray(compute(start, min(start + part_size, num_rows)))
+            with new_file(path) as partial:
+                save_file({name: array}, partial)
 
 
 def read_parts(directory: Path, name: str, stop: int, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:

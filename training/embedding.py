@@ -1,7 +1,6 @@
 """The features of a whole dataset, computed once by any number of processes."""
 
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from conversion.files import new_file
 from training.arguments import dump
 from training.data import DataArguments, PairLoader
 
@@ -53,9 +53,8 @@ def embed_pairs(
             bad = int((~np.isfinite(array)).any(axis=1).sum())
             if bad:
                 raise ValueError(f"{bad} {name} features of the pairs from {start} on are not finite: damaged weights?")
-        partial = path.with_suffix(".partial")
-        save_file(arrays, partial)
-        os.replace(partial, path)
+        with new_file(path) as partial:
+            save_file(arrays, partial)
 
 
 def join_parts(directory: Path, num_pairs: int, data: DataArguments, dataset_fingerprint: str) -> None:
@@ -77,9 +76,8 @@ def join_parts(directory: Path, num_pairs: int, data: DataArguments, dataset_fin
         )
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in ("image", "text")}
     metadata = {"data": json.dumps(dump(data)), "dataset_fingerprint": dataset_fingerprint}
-    partial = directory / f"{FILE}.partial"
-    save_file(arrays, partial, metadata)
-    os.replace(partial, directory / FILE)
+    with new_file(directory / FILE) as partial:
+        save_file(arrays, partial, metadata)
     shutil.rmtree(directory / "parts")
 
 

@@ -5,7 +5,6 @@ The layers below are frozen in CLIP-FMoE's stages: with their output on disk, no
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
+from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from training.data import PairLoader
 
@@ -107,9 +107,8 @@ def keep_hidden_states(
         lengths = torch.cat(lengths)
         ends = lengths.flatten().cumsum(0).view(lengths.shape)
         arrays = {"vision": torch.cat(images), "text": torch.cat(texts), "starts": ends - lengths, "ends": ends}
-        partial = path.with_suffix(".partial")
-        save_file(arrays, partial)
-        os.replace(partial, path)
+        with new_file(path) as partial:
+            save_file(arrays, partial)
     return part_size
 
 

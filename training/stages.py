@@ -40,11 +40,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
-from conversion.model_card import ATTEMPTS, MANIFEST
+from conversion.files import write_text
+from conversion.provenance import ATTEMPTS, MANIFEST, environment
+from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
-from evaluation.evaluate import environment, evaluate_model, write_result
-from evaluation.evaluate import fingerprint as model_fingerprint
+from evaluation.evaluate import evaluate_model, write_result
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.sentence_encoders import (
@@ -220,8 +221,8 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     run = Run(recipe, Path(recipe.output_dir), make_accelerator(recipe))
     if run.accelerator.is_main_process:
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        _write(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
-        _write(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
+        write_text(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
+        write_text(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
     wanted = set(names) if experts is None else run.needed_by(experts)
     for stage in recipe.stages:
         if stage.name in wanted and (only is None or stage.name in only):
@@ -261,7 +262,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         partial.mkdir(parents=True, exist_ok=True)
-        _write(partial / MANIFEST, json.dumps(manifest, indent=2))
+        write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
     run.accelerator.wait_for_everyone()
     set_seed(run.recipe.seed, device_specific=True)
     attempts = _begin_attempt(run, partial)
@@ -275,7 +276,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
-        _write(partial / ATTEMPTS, json.dumps(attempts, indent=2))
+        write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
@@ -376,7 +377,7 @@ def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         require_all_parts(directory, len(rows), part_size)
-        _write(directory / INDEX, json.dumps({"part_size": part_size, **index}))
+        write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
 
 def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
@@ -699,7 +700,7 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
 
 
 def fingerprint(model: str) -> str:
-    """What a model is: its manifest's hash for a stage's folder, else see `evaluation.evaluate.fingerprint`."""
+    """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
     manifest = Path(model) / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -719,7 +720,7 @@ def _begin_attempt(run: Run, partial: Path) -> list[dict[str, Any]]:
     here = {"device": name, "num_processes": run.accelerator.num_processes, **environment(), "seconds": None}
     attempts.append(here)
     if run.accelerator.is_main_process:
-        _write(path, json.dumps(attempts, indent=2))
+        write_text(path, json.dumps(attempts, indent=2))
     return attempts
 
 
@@ -941,10 +942,3 @@ def _flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from conversion.checkpoints import one_line_errors
+from conversion.files import one_line_errors
 from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
 from training.stages import run_recipe
 

@@ -1,0 +1,64 @@
+"""How a model came to be: the files that tell it, what identifies a model, and what it was computed with."""
+
+import hashlib
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+# In the folder of a stage, and of a run
+MANIFEST, ATTEMPTS, RECIPE = "manifest.json", "attempts.json", "recipe.yaml"
+
+EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
+# What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
+WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
+PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
+
+
+def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
+    """What a model is: the hash of its files for a folder, the commit for a hub repository.
+
+    Args:
+        patterns: of the files that count.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        try:
+            return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"{model} is no folder, and no model that can be had from the Hub: {error}"
+            ) from error
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
+        digest.update(file.relative_to(path).as_posix().encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def environment() -> dict:
+    """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
+    import accelerate
+    import transformers
+
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "numpy": np.__version__,
+    }
+    return {"commit": commit, "versions": versions}
