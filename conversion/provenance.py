@@ -44,6 +44,14 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
     return digest.hexdigest()
 
 
+def weights_fingerprint(model: str) -> str:
+    """What a model computes with, by which scores know the model that they were measured of: see `fingerprint`.
+
+    Of a mixture, all experts count. The processor does not.
+    """
+    return fingerprint(model, ("**/config.json", "**/*.bin", "**/*.safetensors"))
+
+
 def environment() -> dict:
     """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
     import accelerate

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoProcessor, CLIPModel
 from conversion.assemble import ENCODER
 from conversion.checkpoints import has_file, load_clip
 from conversion.files import new_file, one_line_errors, write_text
-from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint
+from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
 from evaluation.datasets import (
     BENCHMARKS,
     PRIMARY,
@@ -340,6 +340,7 @@ def evaluate_model(
             "primary": PRIMARY[benchmark.kind],
             "source": str(model),
             "fingerprint": opened.fingerprint,
+            "weights": weights_fingerprint(str(model)),
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "batch_size": batch_size,
