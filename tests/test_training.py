@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoProcessor
 from modeling_clip_moe import CLIPMoEModel
 from training import engine, stages, upcycle
 from training.arguments import load_recipe
+from training.checkpoints import latest_checkpoint, save_checkpoint
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -264,11 +265,11 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch
     original = engine.save_checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save(accelerator, checkpoints, step, limit):
+    def save(accelerator, model, optimizer, checkpoints, step, limit):
         if step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
-            return original(accelerator, checkpoints, step, limit)
+            return original(accelerator, model, optimizer, checkpoints, step, limit)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -285,19 +286,20 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    first = engine.save_checkpoint(accelerator, tmp_path, 2, limit=1)
+    model = torch.nn.Linear(2, 2)
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    first = save_checkpoint(accelerator, *prepared, tmp_path, 2, limit=1)
 
     def killed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)  # all is written, but not yet under its name
     with pytest.raises(KeyboardInterrupt):
-        engine.save_checkpoint(accelerator, tmp_path, 4, limit=1)
+        save_checkpoint(accelerator, *prepared, tmp_path, 4, limit=1)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004.partial"}
-    assert engine.latest_checkpoint(tmp_path) == first
+    assert latest_checkpoint(tmp_path) == first
     monkeypatch.undo()
-    last = engine.save_checkpoint(accelerator, tmp_path, 4, limit=1)
+    last = save_checkpoint(accelerator, *prepared, tmp_path, 4, limit=1)
     assert [path for path in tmp_path.iterdir()] == [last]
 
 

@@ -1,8 +1,6 @@
 """The one training loop: step, clip, schedule, log, checkpoint, resume."""
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,6 +15,14 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from modeling_clip_moe import CLIPMoEModel
 from training.arguments import TrainStage
+from training.checkpoints import (
+    finished_steps,
+    latest_checkpoint,
+    load_checkpoint,
+    require_finite,
+    require_support,
+    save_checkpoint,
+)
 from training.freezing import parameter_groups
 from training.losses import contrastive_loss, multi_positive_loss, router_losses
 
@@ -86,19 +92,6 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()
 
 
-class Progress:
-    """How many optimizer steps are done: the part of a checkpoint that Accelerate does not know."""
-
-    def __init__(self):
-        self.step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
-
-
 def train(
     accelerator: Accelerator,
     model: PreTrainedModel,
@@ -119,10 +112,15 @@ def train(
         The trained model's state dict, gathered from all processes; empty on those that do not save it.
 
     Raises:
-        FloatingPointError: the loss or the gradient is not finite. The checkpoints stay.
+        FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
         OSError: a checkpoint could not be written. The one before it stays.
+        ValueError: the last checkpoint is damaged, or checkpoints of this kind of distribution would be pickles.
     """
     checkpoints = directory / CHECKPOINTS
+    if settings.save_steps:
+        require_support(accelerator)
+    latest = latest_checkpoint(checkpoints)
+    step = 0 if latest is None else finished_steps(latest)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     scale = model.logit_scale
@@ -136,8 +134,10 @@ def train(
         eps=settings.adam_epsilon,
     )
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
-    scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps)
-    progress = Progress()
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # which a schedule that does not start at 0 looks for
+    # Not prepared: Accelerate would step the schedule once for every process.
+    scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         if accelerator.mixed_precision == "fp16":
             raise ValueError("DeepSpeed scales losses by itself: take mixed_precision bf16 instead of fp16")
@@ -146,22 +146,17 @@ def train(
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm
     task, optimizer = accelerator.prepare(task, optimizer)
-    # Not prepared: Accelerate would step the schedule once for every process.
-    accelerator.register_for_checkpointing(scheduler, progress)
-    latest = latest_checkpoint(checkpoints)
     if latest is not None:
-        accelerator.load_state(str(latest))
-    log = Log(directory / "log.jsonl", progress.step, accelerator, settings.name)
+        load_checkpoint(accelerator, task, optimizer, latest)
+    log = Log(directory / "log.jsonl", step, accelerator, settings.name)
 
     parameters = [p for p in task.parameters() if p.requires_grad]
     accumulation = settings.gradient_accumulation_steps
-    stream = batches(progress.step * accumulation)
-    bar = tqdm(
-        total=total_steps, initial=progress.step, desc=settings.name, disable=not accelerator.is_local_main_process
-    )
-    started, first = time.perf_counter(), progress.step
-    while progress.step < total_steps:
-        place = f"stage {settings.name}, step {progress.step + 1}"
+    stream = batches(step * accumulation)
+    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
+    started, first = time.perf_counter(), step
+    while step < total_steps:
+        place = f"stage {settings.name}, step {step + 1}"
         for micro_step in range(accumulation):
             batch = send_to_device(next(stream), accelerator.device)
             # DeepSpeed takes its step within `backward`, when this is set
@@ -181,23 +176,24 @@ def train(
         optimizer.zero_grad()
         if model.logit_scale.requires_grad:
             clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
-        progress.step += 1
+        step += 1
         bar.update()
 
-        if progress.step % settings.logging_steps == 0 or progress.step == total_steps:
+        if step % settings.logging_steps == 0 or step == total_steps:
             values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
             values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
-            images = (progress.step - first) * settings.global_batch_size
+            images = (step - first) * settings.global_batch_size
             speed = images / (time.perf_counter() - started)
             bar.set_postfix_str(_summary(values, speed))
-            log.write(progress.step, values, speed)
-        if settings.save_steps and progress.step % settings.save_steps == 0 and progress.step < total_steps:
-            latest = save_checkpoint(accelerator, checkpoints, progress.step, settings.save_total_limit)
+            log.write(step, values, speed)
+        if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
+            latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
     bar.close()
     state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
     state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
+    require_finite(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
 
 
@@ -210,44 +206,6 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
 
         parameter.ds_tensor.clamp_(max=maximum)
         safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
-
-
-def save_checkpoint(accelerator: Accelerator, checkpoints: Path, step: int, limit: int) -> Path:
-    """Write `step-N` whole or not at all, then delete all but the newest `limit`.
-
-    Raises:
-        OSError: it could not be written. What was there before stays.
-    """
-    partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    try:
-        accelerator.save_state(str(partial))
-    except Exception as error:  # torch and safetensors each raise their own type when the disk is full
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(
-            f"step {step}: the checkpoint {final} could not be written ({error}); earlier checkpoints are whole, "
-            "run the same command again to go on from the last one"
-        ) from error
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.replace(partial, final)
-        for old in _finished(checkpoints)[:-limit]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
-
-
-def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest whole checkpoint, if there is one."""
-    finished = _finished(checkpoints)
-    return finished[-1] if finished else None
-
-
-def _finished(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step-*") if path.suffix != ".partial")
 
 
 class Log:

@@ -254,7 +254,10 @@ def test_fsdp2(recipe, tmp_path):
 def test_zero3(recipe, tmp_path):
     pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
     file = ["--config_file", ACCELERATE / "deepspeed_zero3.yaml", "--num_processes", "2"]
-    done = launch(*file, "--config", recipe, "--output-dir", tmp_path, script="tests/integration/zero3_on_cpu.py")
+    arguments = [*file, "--config", recipe, "--output-dir", tmp_path]
+    refused = launch(*arguments, script="tests/integration/zero3_on_cpu.py")
+    assert refused.returncode != 0 and "DeepSpeed keeps checkpoints as pickles" in refused.stderr
+    done = launch(*arguments, "--trained.save_steps", "null", script="tests/integration/zero3_on_cpu.py")
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, recipe.parent / "one")
 

@@ -1,0 +1,236 @@
+"""Checkpoints of a training run: safetensors and JSON, which run no code when they are read.
+
+`step-N/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and for each process
+`random_states_RANK.json`. Accelerate's own checkpoints, and DeepSpeed's, are pickles.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+MODEL, OPTIMIZER, STATE, RANDOM_STATES = "model.safetensors", "optimizer.safetensors", "state.json", "random_states"
+
+
+def require_support(accelerator: Accelerator) -> None:
+    """
+    Raises:
+        ValueError: models and optimizers are split in a way whose checkpoints would be pickles.
+    """
+    is_fsdp1 = accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2
+    if is_fsdp1 or accelerator.distributed_type is DistributedType.DEEPSPEED:
+        name = "FSDP version 1" if is_fsdp1 else "DeepSpeed"
+        raise ValueError(
+            f"save_steps: {name} keeps checkpoints as pickles, which run code when they are read. Leave save_steps "
+            "out, or split the model with training/accelerate/fsdp2.yaml"
+        )
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: Path,
+    step: int,
+    limit: int,
+) -> Path:
+    """Write `step-N` whole or not at all, then delete all but the newest `limit`.
+
+    Args:
+        model, optimizer: as `accelerator.prepare` returned them.
+
+    Raises:
+        FloatingPointError: a weight, or what the optimizer keeps of it, is not finite.
+        OSError: it could not be written. What was there before stays.
+    """
+    partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
+    parameters = _named_parameters(accelerator, model)
+    tensors = {MODEL: dict(_whole(accelerator, parameters.items()))}
+    states = optimizer.optimizer.state
+    kept = ((f"{name}.{key}", value) for name, p in parameters.items() for key, value in states.get(p, {}).items())
+    tensors[OPTIMIZER] = dict(_whole(accelerator, kept))
+    for of_file in tensors.values():
+        require_finite(of_file, f"step {step}")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    try:
+        path = partial / f"{RANDOM_STATES}_{accelerator.process_index}.json"
+        path.write_text(json.dumps(_random_states(accelerator.device)), encoding="utf-8")
+        if accelerator.is_main_process:
+            for name, of_file in tensors.items():
+                save_file(of_file, partial / name)
+            scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+            state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
+            (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    except (OSError, SafetensorError) as error:  # safetensors raises its own when the disk is full
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(
+            f"step {step}: the checkpoint {final} could not be written ({error}); earlier checkpoints are whole, "
+            "run the same command again to go on from the last one"
+        ) from error
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.replace(partial, final)
+        for old in _finished(checkpoints)[:-limit]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def load_checkpoint(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+) -> None:
+    """Put what `save_checkpoint` wrote into a prepared model and optimizer, and set the random states.
+
+    The steps that were done, and with them the schedule, are `finished_steps`.
+
+    Raises:
+        ValueError: a file is missing or damaged, or is of another model.
+    """
+    parameters = _named_parameters(accelerator, model)
+    weights, kept = _read(checkpoint / MODEL), _read(checkpoint / OPTIMIZER)
+    unknown = sorted(set(weights) ^ set(parameters)) + sorted(
+        key for key in kept if key.rpartition(".")[0] not in parameters
+    )
+    if unknown:
+        raise _unfit(checkpoint, f"it is of another model: {', '.join(unknown[:3])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            weight = weights[name]
+            if (weight.shape, weight.dtype) != (parameter.shape, parameter.dtype):
+                found, wanted = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (weight, parameter))
+                raise _unfit(checkpoint, f"{name} is {found}, not {wanted}")
+            parameter.copy_(_like(weight, parameter))
+    for key, value in kept.items():
+        name, _, key = key.rpartition(".")
+        parameter = parameters[name]
+        # AdamW counts its steps in a tensor of its own, on the CPU
+        value = _like(value, parameter) if value.shape == parameter.shape else value
+        optimizer.optimizer.state[parameter][key] = value
+    state = _read(checkpoint / STATE)
+    if accelerator.scaler is not None:
+        if state["scaler"] is None:
+            raise _unfit(checkpoint, "it was written without the loss scale that fp16 needs")
+        accelerator.scaler.load_state_dict(state["scaler"])
+    if state["num_processes"] == accelerator.num_processes:
+        path = checkpoint / f"{RANDOM_STATES}_{accelerator.process_index}.json"
+        _set_random_states(_read(path), accelerator.device, checkpoint)
+    else:
+        accelerator.print(
+            f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
+            f"{accelerator.num_processes} now: dropout and the router's noise go on with other random numbers"
+        )
+
+
+def finished_steps(checkpoint: Path) -> int:
+    """How many optimizer steps a checkpoint has.
+
+    Raises:
+        ValueError: its state is missing or damaged.
+    """
+    state = _read(checkpoint / STATE)
+    kinds = {"step": int, "num_processes": int, "scaler": dict | None}
+    if not isinstance(state, dict) or any(not isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        raise _unfit(checkpoint, f"{STATE} is damaged")
+    if checkpoint.name != f"step-{state['step']:08d}":
+        raise _unfit(checkpoint, f"its {STATE} is of step {state['step']}")
+    return state["step"]
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest whole checkpoint, if there is one."""
+    finished = _finished(checkpoints)
+    return finished[-1] if finished else None
+
+
+def require_finite(tensors: dict[str, torch.Tensor], place: str) -> None:
+    """
+    Raises:
+        FloatingPointError: a tensor holds a number that is not finite.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise FloatingPointError(
+                f"{place}: {name} is not finite after the step. Lower the learning rate, or look at the data before it"
+            )
+
+
+def _finished(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step-*") if path.suffix != ".partial")
+
+
+def _named_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(accelerator.unwrap_model(model).named_parameters())
+
+
+def _whole(accelerator: Accelerator, tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named tensors on the CPU of the main process, those that FSDP2 splits put together; nothing elsewhere."""
+    for name, tensor in tensors:
+        tensor = tensor.detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all processes take part
+        if accelerator.is_main_process:
+            yield name, tensor.cpu().contiguous()
+
+
+def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on the device of a parameter, split as that is."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return tensor.to(parameter.device)
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist(),
+    }
+
+
+def _set_random_states(states: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
+    try:
+        version, keys, gauss = states["python"]
+        random.setstate((version, tuple(keys), gauss))
+        np.random.set_state(tuple(states["numpy"]))
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+        if states["device"] is not None and device.type != "cpu":
+            state = torch.tensor(states["device"], dtype=torch.uint8)
+            torch.get_device_module(device).set_rng_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _unfit(checkpoint, f"its random states are damaged: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    """A file of a checkpoint."""
+    if not path.is_file():
+        raise _unfit(path.parent, f"it has no {path.name}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError) as error:
+        raise _unfit(path.parent, f"{path.name} is damaged: {error}") from error
+
+
+def _unfit(checkpoint: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"cannot go on from the checkpoint {checkpoint}: {reason}. Delete it to go on from the one before it, if "
+        "save_total_limit kept one, or to begin anew"
+    )
