@@ -260,7 +260,10 @@ class PairLoader:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers}
+        # Without a generator, every DataLoader that begins draws from the global one, of which dropout and the router's
+        # noise draw: what a resumed run draws would depend on where it was interrupted
+        generator = torch.Generator().manual_seed(self.seed)
+        return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers, "generator": generator}
 
     def _process(self, row: dict[str, Any]) -> dict[str, Any]:
         return {

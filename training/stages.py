@@ -624,6 +624,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     )
     if accelerator.log_with:
         accelerator.init_trackers("clip_moe", config=_flatten(dump(stage)))
+    # Whatever was drawn on the way here, such as by a cache that had to be filled
+    set_seed(run.recipe.seed, device_specific=True)
     state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory)
     for tracker in accelerator.trackers:
         tracker.finish()
