@@ -1,5 +1,6 @@
 """Recipes run whole, on models of a few thousand parameters: what they write, how they resume, how they fail."""
 
+import importlib.util
 import json
 import os
 import random
@@ -310,6 +311,21 @@ def test_trackers(run):
     events = EventAccumulator(str(output / "clip_moe"))
     events.Reload()
     assert [event.step for event in events.Scalars("tuned/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tracker_that_is_not_there_ends_the_run_before_it_begins(run, tmp_path):
+    missing = next(name for name in ("aim", "clearml", "dvclive", "mlflow") if not importlib.util.find_spec(name))
+    with pytest.raises(ValueError, match=f"trackers: {missing} cannot be imported"):
+        run({"trackers": ["tensorboard", missing]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_before_it_trains(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "clip_moe").write_text("where tensorboard wants a folder")
+    with pytest.raises(ValueError, match="tuned: trackers: tensorboard cannot start"):
+        run({"trackers": ["tensorboard"]})
+    assert not list(tmp_path.rglob("log.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -206,6 +207,20 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
 
         parameter.ds_tensor.clamp_(max=maximum)
         safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
+
+
+def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """Start the trackers that the recipe names, if any.
+
+    Raises:
+        ValueError: one cannot start.
+    """
+    if not accelerator.log_with:
+        return
+    try:
+        accelerator.init_trackers("clip_moe", config=settings)
+    except Exception as error:  # every tracker raises its own
+        raise ValueError(f"trackers: {', '.join(map(str, accelerator.log_with))} cannot start: {error}") from error
 
 
 class Log:

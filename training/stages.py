@@ -106,7 +106,7 @@ from training.data_clusters import (
     write_parts,
 )
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
-from training.engine import CHECKPOINTS, train
+from training.engine import CHECKPOINTS, start_trackers, train
 from training.freezing import set_trainable
 from training.hidden_states import (
     INDEX,
@@ -182,7 +182,11 @@ class Run:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """An `Accelerator` as the recipe wants it, on the CPU where there is nothing else."""
+    """An `Accelerator` as the recipe wants it, on the CPU where there is nothing else.
+
+    Raises:
+        ValueError: a tracker is not installed, which Accelerate would leave out without a word.
+    """
     accelerator = Accelerator(
         # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
         cpu=not torch.accelerator.is_available(),
@@ -192,6 +196,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         # The other processes wait while the first one evaluates or writes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
     )
+    missing = sorted(set(recipe.trackers) - {"all", *map(str, accelerator.log_with)})
+    if missing:
+        raise ValueError(f"trackers: {', '.join(missing)} cannot be imported; install it, or leave it out")
     # With ZeRO-3, transformers would split every model as it is built, also one that a single process builds
     unset_hf_deepspeed_config()
     return accelerator
@@ -622,8 +629,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
         f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
     )
-    if accelerator.log_with:
-        accelerator.init_trackers("clip_moe", config=_flatten(dump(stage)))
+    start_trackers(accelerator, _flatten(dump(stage)))
     # Whatever was drawn on the way here, such as by a cache that had to be filled
     set_seed(run.recipe.seed, device_specific=True)
     state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory)
