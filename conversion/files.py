@@ -48,8 +48,10 @@ def _sigterm_exits() -> Iterator[None]:
     def leave(number, frame) -> NoReturn:
         sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
+    # Only the main thread may set handlers. One of several processes is ended while it waits for the others, in a call
+    # that would keep Python from running the handler
+    if threading.current_thread() is not threading.main_thread() or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        yield
         return
     before = signal.signal(signal.SIGTERM, leave)
     try:

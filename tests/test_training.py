@@ -4,13 +4,16 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
 import yaml
@@ -191,20 +194,65 @@ def test_killed_and_started_again(run, tmp_path):
 
 def test_two_processes_train_as_one(run, tmp_path):
     run(stages=["dense", "sparse"], global_batch_size=16)
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
-    command += [
-        "training/upcycle.py",
-        "--config",
-        str(tmp_path / "recipe.yaml"),
-        "--output-dir",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = launch_two(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 x cpu" in done.stdout
     alone = run(output="alone", global_batch_size=16)
     torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(alone / "tuned"), atol=1e-4, rtol=0)
     torch.testing.assert_close(weights(tmp_path / "out" / "tuned"), weights(alone / "tuned"), atol=1e-4, rtol=0)
+
+
+def launch_two(tmp_path, script="training/upcycle.py", *overrides):
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
+    command += [script, "--config", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path / "out"), *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def errors(text):
+    return [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
+
+
+def test_two_processes_warn_once_and_fail_with_one_line(run, tmp_path):
+    """Both cannot share the batch of 7, and both skip the image that is broken."""
+    for number in range(150):
+        PIL.Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "0.png").write_text("no image")
+    pairs = [{"image": f"{number}.png", "conversations": [{"from": "gpt", "value": "red"}]} for number in range(150)]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    run(stages=["dense", "sparse"])
+    data = {"source": str(tmp_path / "pairs.json"), "image_root": str(tmp_path)}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(data=data, max_steps=1)))
+    done = launch_two(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("1 of 150 pairs") == 1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(global_batch_size=7)))
+    shutil.rmtree(tmp_path / "out" / "tuned")
+    done = launch_two(tmp_path)
+    assert done.returncode == 1
+    (error,) = errors(done.stderr)
+    assert error.startswith("error: tuned: global_batch_size 7 cannot be shared by 2 processes")
+
+
+def test_the_process_that_fails_says_why(run, tmp_path):
+    """The second one alone, while the first one waits for it."""
+    run(stages=["dense", "sparse"])
+    script = tmp_path / "upcycle.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from training import engine, upcycle\n"
+        "from training.processes import launch_cpu_processes\n"
+        "launch_cpu_processes()\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def fail(*_):\n"
+        "        raise FloatingPointError('the loss of the second process')\n"
+        "    engine._require_finite = fail\n"
+        "upcycle.main()\n"
+    )
+    done = launch_two(tmp_path, str(script))
+    assert done.returncode == 1
+    assert errors(done.stderr) == ["error: the loss of the second process"]
 
 
 def test_gradient_checkpointing_changes_nothing(run):

@@ -6,14 +6,13 @@ python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir r
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-import psutil
 import yaml
 
 from conversion.files import one_line_errors
 from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
+from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
 from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -38,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         "--experts", help="train only these experts, e.g. 1,2, and the stages that they need (default: everything)"
     )
     known, rest = parser.parse_known_args(argv)
-    with one_line_errors():
+    silence_other_processes()
+    with one_line_errors(), first_failure_speaks():
         overrides = _overrides(rest)
         if known.output_dir is not None:
             overrides["output_dir"] = known.output_dir
@@ -80,24 +80,6 @@ def _overrides(arguments: list[str]) -> dict[str, object]:
             value = remaining.pop(0)
         overrides[key] = yaml.safe_load(value)
     return overrides
-
-
-def launch_cpu_processes() -> None:
-    """Start the processes that `accelerate launch --cpu --num_processes N` asks for.
-
-    Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
-    line does: this function reads it and hands over to torchrun, which is what Accelerate itself uses for GPUs.
-    """
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
-        return
-    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    command = psutil.Process().parent().cmdline()
-    launched = next((i for i, part in enumerate(command) if part.endswith("upcycle.py")), 0)
-    num_processes = launcher.parse_known_args(command[:launched])[0].num_processes
-    if num_processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""Several processes that speak as one: what they say appears once, and so does what ends them."""
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+
+import psutil
+
+# Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
+# the launcher ends all
+PATIENCE = 15
+
+
+def silence_other_processes() -> None:
+    """Warnings, notes and progress bars come from the first process alone."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        return
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def first_failure_speaks() -> Iterator[None]:
+    """Of several processes that fail, one alone says why: the first process, or the one that failed first.
+
+    The others wait to be ended by the launcher, which ends all when one has. So does a process that only lost the
+    connection to another: it fails with a RuntimeError.
+    """
+    try:
+        yield
+    except Exception as error:
+        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+        if not alone and (int(os.environ["RANK"]) > 0 or isinstance(error, RuntimeError)):
+            time.sleep(PATIENCE)
+        raise
+
+
+def launch_cpu_processes() -> None:
+    """Start the processes that `accelerate launch --cpu --num_processes N` asks for.
+
+    Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
+    line does: this function reads it and hands over to torchrun, which is what Accelerate itself uses for GPUs.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
+        return
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    command = psutil.Process().parent().cmdline()
+    launched = next((i for i, part in enumerate(command) if part.endswith("upcycle.py")), 0)
+    num_processes = launcher.parse_known_args(command[:launched])[0].num_processes
+    if num_processes == 1:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    # What it logs of processes that fail: they have said it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun(["--standalone", "--nproc_per_node", str(num_processes), *sys.argv])
+    except ChildFailedError as error:
+        sys.exit(next(iter(error.failures.values())).exitcode)
+    sys.exit(0)
