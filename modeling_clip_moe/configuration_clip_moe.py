@@ -39,9 +39,10 @@ class CLIPMoETowerConfig(PreTrainedConfig):
         eval_capacity_factor (`float`, *optional*): C, in evaluation. With a limit, the embedding of an input depends
             on the rest of its batch.
         capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
-            whole batch.
+            whole batch of a process.
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
-            and 1 + noise.
+            and 1 + noise. With a `capacity_group_size`, `training/upcycle.py` gives each group its own, so that they
+            do not depend on the number of processes.
     """
 
     _auto_class = "AutoConfig"

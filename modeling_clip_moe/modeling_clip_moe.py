@@ -281,6 +281,9 @@ class CLIPMoERouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         # Set by `force_expert`: the one expert of all tokens
         self.forced_expert: int | None = None
+        # Set by `seed_router_noise`: the seed of this call, and which process of how many groups each this is
+        self.noise_seed: int | None = None
+        self.process_index = 0
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
@@ -297,7 +300,7 @@ class CLIPMoERouter(nn.Module):
         config = self.config
         noise = config.router_jitter_noise if self.training else 0.0
         if noise > 0:
-            hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1 - noise, 1 + noise)
+            hidden_states = hidden_states * self._noise(hidden_states, 1 - noise, 1 + noise)
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
         kept = None if mask is None else mask.bool()[..., None]
@@ -320,6 +323,20 @@ class CLIPMoERouter(nn.Module):
             total = weights.sum(dim=-1, keepdim=True)
             weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
         return logits, weights, ids
+
+    def _noise(self, hidden_states: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        """Uniform random numbers of the shape (B, S, D) of the hidden states."""
+        group_size = self.config.capacity_group_size
+        if self.noise_seed is None or group_size is None:
+            return torch.empty_like(hidden_states).uniform_(low, high)
+        batch_size, length, width = hidden_states.shape
+        # Every group has its own, also for the padding that it would have beside longer texts
+        max_length = getattr(self.config, "max_position_embeddings", length)
+        noise = hidden_states.new_empty(batch_size, max_length, width)
+        for number, group in enumerate(noise.split(group_size), start=self.process_index * batch_size // group_size):
+            seed = hash((self.noise_seed, number)) % 2**63
+            group.uniform_(low, high, generator=torch.Generator(noise.device).manual_seed(seed))
+        return noise[:, :length]
 
 
 def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -604,6 +621,19 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         for name in [name for name in state_dict if name.endswith(MARK) and state_dict[name].numel() == 0]:
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def seed_router_noise(self, seed: int, process_index: int = 0) -> None:
+        """
+        Makes the `router_jitter_noise` of the next call the same for any number of processes, in towers with a
+        `capacity_group_size`. To be called before every training step, on all processes.
+
+        Args:
+            seed: of the step.
+            process_index: which share of the batch this process has. All have as many sequences.
+        """
+        routers = (module for module in self.modules() if isinstance(module, CLIPMoERouter))
+        for number, router in enumerate(routers):
+            router.noise_seed, router.process_index = hash((seed, number)), process_index
 
     @contextmanager
     def force_expert(self, expert: int):

@@ -193,16 +193,18 @@ def test_killed_and_started_again(run, tmp_path):
 
 
 def test_two_processes_train_as_one(run, tmp_path):
-    run(stages=["dense", "sparse"], global_batch_size=16)
-    done = launch_two(tmp_path)
+    """Also with noise in the routers, as its groups are those of capacity."""
+    noise = {f"sparse.{tower}_config.router_jitter_noise": 0.1 for tower in ("text", "vision")}
+    run(noise, stages=["dense", "sparse"], global_batch_size=16)
+    done = launch_two(tmp_path, *(part for key, value in noise.items() for part in (f"--{key}", str(value))))
     assert done.returncode == 0, done.stderr
     assert "on 2 x cpu" in done.stdout
-    alone = run(output="alone", global_batch_size=16)
+    alone = run(noise, output="alone", global_batch_size=16)
     torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(alone / "tuned"), atol=1e-4, rtol=0)
     torch.testing.assert_close(weights(tmp_path / "out" / "tuned"), weights(alone / "tuned"), atol=1e-4, rtol=0)
 
 
-def launch_two(tmp_path, script="training/upcycle.py", *overrides):
+def launch_two(tmp_path, *overrides, script="training/upcycle.py"):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
     command += [script, "--config", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path / "out"), *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -250,7 +252,7 @@ def test_the_process_that_fails_says_why(run, tmp_path):
         "    engine._require_finite = fail\n"
         "upcycle.main()\n"
     )
-    done = launch_two(tmp_path, str(script))
+    done = launch_two(tmp_path, script=str(script))
     assert done.returncode == 1
     assert errors(done.stderr) == ["error: the loss of the second process"]
 

@@ -100,6 +100,7 @@ def train(
     settings: TrainStage,
     total_steps: int,
     directory: Path,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
 
@@ -108,6 +109,7 @@ def train(
         batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
         total_steps: optimizer steps of the whole run.
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
+        seed: of the noise of routers whose groups make it independent of the number of processes.
 
     Returns:
         The trained model's state dict, gathered from all processes; empty on those that do not save it.
@@ -162,6 +164,8 @@ def train(
             batch = send_to_device(next(stream), accelerator.device)
             # DeepSpeed takes its step within `backward`, when this is set
             last = accelerator.sync_gradients = micro_step == accumulation - 1
+            if isinstance(model, CLIPMoEModel):
+                model.seed_router_noise(hash((seed, step, micro_step)), accelerator.process_index)
             # Gradients are averaged over the processes once a step.
             with nullcontext() if last else accelerator.no_sync(task):
                 loss, metrics = task(batch)

@@ -632,7 +632,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     start_trackers(accelerator, _flatten(dump(stage)))
     # Whatever was drawn on the way here, such as by a cache that had to be filled
     set_seed(run.recipe.seed, device_specific=True)
-    state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory)
+    state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory, seed)
     for tracker in accelerator.trackers:
         tracker.finish()
     if accelerator.is_main_process:
