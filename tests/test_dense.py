@@ -144,9 +144,9 @@ def test_one_tower_may_need_a_scale(unnormalized, tmp_path):
         ('{"scales": {}}', "holds no scales: make it again"),
         ('{"weights": "FINGERPRINT", "scales": {"text": [1]}}', "holds no scales: make it again"),
         ('{"weights": "FINGERPRINT", "scales": {"text": {"1": "x"}}}', "holds no scales: make it again"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": NaN}}}', "of the text tower must be a number above 0, not"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0.3}}}', "there is no scale for layer 3 of the text tower"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0}}}', "layer 1 of the text tower must be a number above 0"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": NaN}}}', "must be a number above 0, not nan"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0.3}}}', "no scale for layer 3 of the text tower"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0}}}', "layer 1 of the text tower must be a number"),
         ('{"weights": "another", "scales": {}}', "was made of another model than"),
     ],
 )  # fmt: skip
