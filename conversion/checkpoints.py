@@ -189,16 +189,18 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
     }
 
 
-def check_equal(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+def check_equal(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE
+) -> dict[str, float]:
     """Prints and returns the largest absolute difference of each pair of tensors.
 
     Raises:
-        ValueError: a difference is more than 1e-4 of the expected tensor's largest value, or not a number.
+        ValueError: a difference is more than `tolerance` of the expected tensor's largest value, or not a number.
     """
     differences = {}
     for name, tensor in expected.items():
         differences[name] = (found[name] - tensor).abs().max().item()
         print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
-        if not differences[name] <= TOLERANCE * tensor.abs().max().item():
+        if not differences[name] <= tolerance * tensor.abs().max().item():
             raise ValueError(f"the converted model does not compute what the source does: see {name} above")
     return differences

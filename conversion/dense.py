@@ -1,21 +1,37 @@
 """Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert.
 
     python -m conversion.dense clip-moe-l14 expert-2 --expert 2
+    python -m conversion.dense clip-up-b16 expert-2 --expert 2 --scale experts/experts.json
 
 SOURCE is a folder or hub name of a `CLIPMoEModel`. `--expert base` takes the dense FFN that stays beside the experts
 in a model with fusion gates. Routers and fusion gates are left out, so right after upcycling every expert gives back
-the original model bit for bit. Before OUTPUT appears, the saved model is loaded again and compared in float32 with
-the sparse model in which the chosen FFN has taken the place of all others.
+the original model bit for bit (with `--scale 1`, where one is needed). Before OUTPUT appears, the saved model is loaded
+again and compared in float32 with the sparse model in which the chosen FFN has taken the place of all others.
+
+Where the weights of a token's experts do not sum to 1, as in CLIP-UP, the expert's last layer is multiplied by what
+they sum to in the mean, which `python -m evaluation.experts` measures and keeps in `experts.json`.
 """
 
 import argparse
+import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import (
+    TOLERANCE,
+    architecture,
+    check_equal,
+    copy_processor,
+    load_model,
+    model_outputs,
+    sample_inputs,
+)
 from conversion.files import new_folder, one_line_errors
+from conversion.provenance import weights_fingerprint
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import EXPERT_TENSORS, kept_rules, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
@@ -35,26 +51,66 @@ def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
     )
 
 
-def extraction_rules(config: CLIPMoEConfig, expert: int | str) -> list[Rule]:
+# What the last layer of an expert is multiplied by: one number, or tower ("text", "vision") -> layer, from 0 -> number
+Scale = float | Mapping[str, Mapping[str, float]]
+
+
+def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
+    """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
+
+    It is 1 for the base FFN, and where the weights of a token's experts sum to 1, whatever `scale` says.
+
+    Raises:
+        ValueError: a scale is needed and not given, or is no positive number.
+    """
+    scales = {}
+    for tower, tower_config in (("text", config.text_config), ("vision", config.vision_config)):
+        for layer in sorted(tower_config.moe_layers):
+            value = 1.0
+            if expert != BASE and not tower_config.norm_topk_prob:
+                value = scale.get(tower, {}).get(str(layer)) if isinstance(scale, Mapping) else scale
+                if value is None:
+                    raise ValueError(
+                        f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
+                        f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `python -m "
+                        "evaluation.experts` makes of this model, or, right after upcycling, --scale 1"
+                    )
+                if not 0 < value < math.inf:
+                    raise ValueError(
+                        f"the scale of layer {layer} of the {tower} tower must be a number above 0, not {value}"
+                    )
+            scales[rf"{tower}_model\.encoder\.layers\.{layer}\.mlp"] = value
+    return scales
+
+
+def extraction_rules(config: CLIPMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from `CLIPMoEModel` to `CLIPModel` that keep one expert, or the base FFN, of every sparse layer."""
     rules = kept_rules(config, ())
-    for ffn in sparse_ffns(config):
+    for ffn, of_layer in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
             rules.append(Rule(rf"({ffn})\.base\.(.*)", r"\1.\2"))
             rules.append(Rule(rf"{ffn}\.experts\..*", (), reason="the base FFN was chosen"))
-        else:
-            rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
-            for name, expert_tensor in EXPERT_TENSORS.items():
-                rules.append(Rule(rf"({ffn})\.experts\.{expert_tensor}", rf"\1.{name}", lambda stack: stack[expert]))
+            continue
+        rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
+        for name, expert_tensor in EXPERT_TENSORS.items():
+            factor = of_layer if name.startswith("fc2.") else 1.0
+
+            def take(stack, factor=factor):
+                return stack[expert] * factor
+
+            rules.append(Rule(rf"({ffn})\.experts\.{expert_tensor}", rf"\1.{name}", take))
     return rules
 
 
-def extract(sparse: CLIPMoEModel, expert: int | str) -> CLIPModel:
+def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None) -> CLIPModel:
     """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype.
 
+    Args:
+        scale: see `layer_scales`.
+
     Raises:
-        ValueError: some sparse tower has no such expert, or there is no sparse layer.
+        ValueError: some sparse tower has no such expert, or there is no sparse layer; else as `layer_scales`.
     """
     ffns = sparse_ffns(sparse.config)
     if not ffns:
@@ -66,9 +122,10 @@ def extract(sparse: CLIPMoEModel, expert: int | str) -> CLIPModel:
             raise ValueError(
                 f"{config.base_config_key}: there is no expert {expert}, only 0 to {config.num_experts - 1}"
             )
+    rules = extraction_rules(sparse.config, expert, scale)
     dense = CLIPModel(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
-    dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, extraction_rules(sparse.config, expert)))
+    dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, rules))
     return dense.eval()
 
 
@@ -86,7 +143,7 @@ def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
             tensor.fill_(logit)
 
 
-def verify(source: str | Path, folder: Path, expert: int | str) -> dict[str, float]:
+def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:
     """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32.
 
     Raises:
@@ -95,9 +152,38 @@ def verify(source: str | Path, folder: Path, expert: int | str) -> dict[str, flo
     sparse = load_model(CLIPMoEModel, source, dtype=torch.float32)
     set_fusion_gates(sparse, OPEN if expert == BASE else CLOSED)
     inputs = sample_inputs(sparse.config)
-    with sparse.force_expert(0 if expert == BASE else expert):
+    scales = list(layer_scales(sparse.config, expert, scale).values())
+    with sparse.force_expert(0 if expert == BASE else expert, scales):
         expected = model_outputs(sparse, inputs)
-    return check_equal(expected, model_outputs(load_model(CLIPModel, folder, dtype=torch.float32), inputs))
+    dense = load_model(CLIPModel, folder)
+    # A scaled weight is rounded to the model's dtype
+    rounding = torch.finfo(dense.dtype).eps if any(value != 1 for value in scales) else 0.0
+    return check_equal(expected, model_outputs(dense.float(), inputs), max(TOLERANCE, rounding))
+
+
+def read_scale(value: str, source: str | Path) -> Scale:
+    """The number that `value` is, or what the `experts.json` of that name says of the model `source`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no result of `evaluation.experts`, or one of other weights.
+    """
+    try:
+        return float(value)
+    except ValueError:
+        pass  # a file
+    try:
+        result = json.loads(Path(value).read_text(encoding="utf-8"))
+        weights, towers = result["weights"], result["scales"]
+        scales = {tower: {layer: float(number) for layer, number in layers.items()} for tower, layers in towers.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{value} holds no scales: make it again with `python -m evaluation.experts --model {source}` "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if weights != weights_fingerprint(str(source)):
+        raise ValueError(f"{value} was made of another model than {source}, or of other weights")
+    return scales
 
 
 def expert_argument(value: str) -> int | str:
@@ -115,11 +201,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--expert", type=expert_argument, required=True, metavar="I", help=f"number of the expert, from 0, or {BASE!r}"
     )
+    parser.add_argument(
+        "--scale",
+        metavar="S",
+        help="where the weights of a token's experts do not sum to 1: what the expert's output is multiplied by, the "
+        "experts.json of evaluation.experts or a number",
+    )
     args = parser.parse_args(argv)
     with one_line_errors(), new_folder(args.output) as folder:
-        extract(load_model(CLIPMoEModel, args.source), args.expert).save_pretrained(folder)
+        sparse = load_model(CLIPMoEModel, args.source)
+        scale = None if args.scale is None else read_scale(args.scale, args.source)
+        extract(sparse, args.expert, scale).save_pretrained(folder)
         copy_processor(args.source, folder)
-        verify(args.source, folder, args.expert)
+        verify(args.source, folder, args.expert, scale)
     print(f"wrote {args.output}")
 
 

@@ -209,7 +209,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
         if isinstance(model, CLIPMoEModel):
             set_fusion_gates(model, CLOSED)
         outputs = model_outputs(model, inputs)
-        with sparse.force_expert(number):
+        with sparse.force_expert(number, scale=1.0):
             forced = model_outputs(sparse, inputs)
         expected |= {f"expert {number}: {name}": tensor for name, tensor in outputs.items()}
         found |= {f"expert {number}: {name}": tensor for name, tensor in forced.items()}

@@ -3,28 +3,44 @@
     python -m evaluation.experts --model runs/clip_moe_glyphs/clip_moe --tasks glyphs_pairs --output-dir experts
 
 Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
-1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). OUTPUT_DIR gets
-`experts.json`, the table `experts.md`, the share of tokens per expert and layer, `routing.png` (CLIP-MoE Figure 3), and
-of a model with fusion gates how much of the base FFN each layer keeps, `gates.png`.
+1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone
+has the weight that the experts of a token have together in the routed model. OUTPUT_DIR gets `experts.json`, the table
+`experts.md`, the share of tokens per expert and layer, `routing.png` (CLIP-MoE Figure 3), and of a model with fusion
+gates how much of the base FFN each layer keeps, `gates.png`; both over all tokens, and at the tokens that reach the
+output, which are class tokens and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales
+that `python -m conversion.dense --scale` takes.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 
 from conversion.files import one_line_errors, write_text
-from conversion.provenance import environment
+from conversion.provenance import environment, weights_fingerprint
 from evaluation.datasets import BENCHMARKS, Benchmark
 from evaluation.evaluate import Embedder, measure, require_known, usable_device
 from evaluation.report import markdown_table
-from evaluation.routing import average_gates, chosen_experts, count_tokens, draw_gates, draw_shares
+from evaluation.routing import (
+    GateMean,
+    RouterCounts,
+    average_gates,
+    chosen_experts,
+    count_tokens,
+    draw_gates,
+    draw_shares,
+)
 from modeling_clip_moe import CLIPMoEModel
 
-ROUTED = "routed"
+ROUTED, EXPERT = "routed", "expert"
+EXPERT_PROTOCOL = (
+    "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
+    "layer, the sum of the weights that the router gives, which is 1 where they are normalized."
+)
 
 
 def analyze_experts(
@@ -45,7 +61,8 @@ def analyze_experts(
         num_experts_per_tok: numbers of experts a token to try, beside the model's own.
 
     Returns:
-        The table: a row a metric, a column an expert, in percent; the best of a row is bold.
+        The table: a row a metric, a column an expert, in percent; the best of a row is bold. Below it, how an expert is
+        measured, and in how many metrics the routed model is better than all of them.
 
     Raises:
         ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts;
@@ -64,34 +81,70 @@ def analyze_experts(
     for expert in range(num_experts):
         with embedder.model.force_expert(expert):
             for task in tasks:
-                metrics[task][f"expert {expert}"] = measure(benchmarks[task], embedder)["metrics"]
+                metrics[task][f"{EXPERT} {expert}"] = measure(benchmarks[task], embedder)["metrics"]
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
             for task in tasks:
                 metrics[task][f"K = {number}"] = measure(benchmarks[task], embedder)["metrics"]
-    with count_tokens(embedder.model) as counts, average_gates(embedder.model) as means:
+    sparse = embedder.model
+    with (
+        count_tokens(sparse) as counts,
+        count_tokens(sparse, at_output=True) as output_counts,
+        average_gates(sparse) as gates,
+        average_gates(sparse, at_output=True) as output_gates,
+    ):
         for task in tasks:
             metrics[task][ROUTED] = measure(benchmarks[task], embedder)["metrics"]
-    shares = {
-        tower: {layer: counter.shares().tolist() for layer, counter in layers.items()}
+    shares, output_shares = (_by_layer(of, lambda counter: counter.shares().tolist()) for of in (counts, output_counts))
+    gates, output_gates = (_by_layer(of, GateMean.mean) for of in (gates, output_gates))
+    unnormalized = {
+        tower: layers
         for tower, layers in counts.items()
+        if not getattr(sparse.config, f"{tower}_config").norm_topk_prob
     }
-    gates = {tower: {layer: gate.mean() for layer, gate in layers.items()} for tower, layers in means.items()}
-    protocols = {task: benchmarks[task].protocol for task in tasks}
-    result = {"source": str(model), "protocols": protocols, "metrics": metrics, "shares": shares, "gates": gates}
-    result |= environment()
+    scales = _by_layer(unnormalized, RouterCounts.mean_weight)
+    result = {
+        "source": str(model),
+        "weights": weights_fingerprint(str(model)),
+        "protocols": {task: benchmarks[task].protocol for task in tasks},
+        "expert_protocol": EXPERT_PROTOCOL,
+        "metrics": metrics,
+        "shares": shares,
+        "output_shares": output_shares,
+        "gates": gates,
+        "output_gates": output_gates,
+        "scales": scales,
+        **environment(),
+    }
     output_dir.mkdir(parents=True, exist_ok=True)
-    table = _table(metrics)
-    draw_shares(shares, output_dir / "routing.png", f"% of the tokens computed by each expert: {', '.join(tasks)}")
+    table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
+    draw_shares(
+        shares,
+        output_shares,
+        output_dir / "routing.png",
+        f"% of the tokens computed by each expert: {', '.join(tasks)}",
+    )
     text = f"# Experts\n\n{table}\n\n![routing](routing.png)\n"
+    if scales:
+        rows = [[tower, str(layer), f"{scale:.3f}"] for tower, of in scales.items() for layer, scale in of.items()]
+        text += f"\n{markdown_table(['tower', 'layer', 'mean weight of the experts of a token together'], rows)}\n"
+        text += "\n`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.\n"
     if gates:
-        draw_gates(gates, output_dir / "gates.png")
-        rows = [[tower, str(layer), f"{gate:.1%}"] for tower, of in gates.items() for layer, gate in of.items()]
-        text += f"\n{markdown_table(['tower', 'layer', 'mean fusion gate: share of the base FFN'], rows)}\n"
-        text += "\n![fusion gates](gates.png)\n"
+        draw_gates(gates, output_gates, output_dir / "gates.png")
+        rows = [
+            [tower, str(layer), f"{gate:.1%}", f"{output_gates[tower][layer]:.1%}"]
+            for tower, of in gates.items()
+            for layer, gate in of.items()
+        ]
+        header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
+        text += f"\n{markdown_table(header, rows)}\n\n![fusion gates](gates.png)\n"
     (output_dir / "experts.md").write_text(text, encoding="utf-8")
     write_text(output_dir / "experts.json", json.dumps(result, indent=2))
     return table
+
+
+def _by_layer(counts: dict[str, dict[int, Any]], value: Callable[[Any], Any]) -> dict[str, dict[int, Any]]:
+    return {tower: {layer: value(counter) for layer, counter in of.items()} for tower, of in counts.items()}
 
 
 def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
@@ -113,6 +166,16 @@ def _table(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
             cells = [f"**{value:.1%}**" if value == max(values) else f"{value:.1%}" for value in values]
             rows.append([f"{task}: {metric}", *cells])
     return markdown_table(["metric", *columns], rows)
+
+
+def _verdict(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Whether routing is worth it."""
+    better = [
+        value > max(values[metric] for column, values in of_model.items() if column.startswith(EXPERT))
+        for of_model in metrics.values()
+        for metric, value in of_model[ROUTED].items()
+    ]
+    return f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -279,9 +279,10 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Set by `force_expert`: the one expert of all tokens
+        # Set by `force_expert`: the one expert of all tokens, and its weight; None: as much as K experts have together
         self.forced_expert: int | None = None
-        # Set by `seed_router_noise`: the seed of this call, and which process of how many groups each this is
+        self.forced_scale: float | None = None
+        # Set by `seed_router_noise`: the seed of this call, and which share of the batch this process has
         self.noise_seed: int | None = None
         self.process_index = 0
 
@@ -295,7 +296,7 @@ class CLIPMoERouter(nn.Module):
 
         Returns:
             logits (B, S, E), weights (B, S, K) and expert ids (B, S, K), best first. A choice that capacity drops, and
-            those of padding, have weight 0 and id E. With a forced expert, K is 1 and its weight 1.
+            those of padding, have weight 0 and id E. With a forced expert, K is 1: see `force_expert`.
         """
         config = self.config
         noise = config.router_jitter_noise if self.training else 0.0
@@ -308,7 +309,12 @@ class CLIPMoERouter(nn.Module):
             ids = torch.full_like(logits[..., :1], self.forced_expert, dtype=torch.long)  # (B, S, 1)
             if kept is not None:
                 ids = ids.masked_fill(~kept, config.num_experts)
-            return logits, (ids < config.num_experts).to(logits.dtype), ids
+            if self.forced_scale is None:
+                top_k = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1).values
+                weights = top_k.sum(dim=-1, keepdim=True)  # (B, S, 1)
+            else:
+                weights = torch.full_like(logits[..., :1], self.forced_scale)
+            return logits, weights * (ids < config.num_experts), ids
         weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
 
         capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
@@ -636,30 +642,41 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             router.noise_seed, router.process_index = hash((seed, number)), process_index
 
     @contextmanager
-    def force_expert(self, expert: int):
+    def force_expert(self, expert: int, scale: float | Sequence[float] | None = None):
         """
-        Within the block, every token goes through this expert alone, with weight 1 and whatever its capacity, in all
-        sparse layers: what one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
+        Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
+        one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
+
+        It stands for the K experts of a token, so it has the weight that they have together. Then it computes what the
+        routed model does where all experts are equal.
 
         Args:
             expert: its number, from 0.
+            scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each
+                token the sum of the K weights that the router gives, which is 1 with `norm_topk_prob`.
 
         Raises:
-            ValueError: if there is no sparse layer, or one without such an expert.
+            ValueError: if there is no sparse layer, or one without such an expert, or another number of scales.
         """
         routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
         num_experts = min((router.config.num_experts for router in routers), default=0)
         if not 0 <= expert < num_experts:
             known = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
             raise ValueError(f"expert={expert}, but the model has {known}.")
-        before = [router.forced_expert for router in routers]
+        if scale is None:
+            scale = [1.0 if router.config.norm_topk_prob else None for router in routers]
+        elif not isinstance(scale, Sequence):
+            scale = [scale] * len(routers)
+        if len(scale) != len(routers):
+            raise ValueError(f"scale has {len(scale)} numbers, but the model has {len(routers)} sparse layers.")
+        before = [(router.forced_expert, router.forced_scale) for router in routers]
         try:
-            for router in routers:
-                router.forced_expert = expert
+            for router, of_layer in zip(routers, scale, strict=True):
+                router.forced_expert, router.forced_scale = expert, of_layer
             yield
         finally:
-            for router, value in zip(routers, before, strict=True):
-                router.forced_expert = value
+            for router, state in zip(routers, before, strict=True):
+                router.forced_expert, router.forced_scale = state
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -761,12 +778,15 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         )
         hidden_states = self.final_layer_norm(hidden_states)
 
-        # Pooled at the first end-of-text token. Configurations from before transformers 4.31 say 2 and mean the token
-        # with the highest id
-        is_end = input_ids if self.config.eos_token_id == 2 else input_ids == self.config.eos_token_id
-        end = is_end.to(hidden_states.device, torch.int).argmax(dim=-1)
+        end = self.pooled_positions(input_ids).to(hidden_states.device)
         pooled = hidden_states[torch.arange(end.shape[0], device=hidden_states.device), end]
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B,), which token of each text (B, S) is pooled: the first end-of-text token."""
+        # Configurations from before transformers 4.31 say 2 and mean the token with the highest id
+        is_end = input_ids if self.config.eos_token_id == 2 else input_ids == self.config.eos_token_id
+        return is_end.to(torch.int).argmax(dim=-1)
 
 
 class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):

@@ -1,5 +1,6 @@
 """conversion/dense.py: what went into a sparse model comes out again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.dense import extract, main, verify
+from conversion.provenance import weights_fingerprint
 from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
@@ -37,7 +39,7 @@ def sparse():
 @pytest.mark.parametrize(("name", "expert"), [*CHOICES, ("clip_fmoe", "base")])
 def test_gives_back_the_original_bit_for_bit(name, expert):
     dense = tiny_clip()
-    back = extract(upcycle(dense, PRESETS[name]), expert)
+    back = extract(upcycle(dense, PRESETS[name]), expert, scale=1)
     assert type(back) is CLIPModel
     assert differing_keys(back, dense) == set()
     assert back.config.to_dict() == dense.config.to_dict()
@@ -72,11 +74,98 @@ def test_verification_fails_for_another_expert(sparse, tmp_path):
             verify(tmp_path / "sparse", tmp_path / "dense", other)
 
 
-def test_verification_does_without_capacity_and_unequal_weights(tmp_path):
+def test_verification_does_without_capacity(tmp_path):
     sparse = upcycle(tiny_clip(), PRESETS["clip_up"])
     sparse.config.text_config.eval_capacity_factor = sparse.config.vision_config.eval_capacity_factor = 0.5
     sparse.save_pretrained(tmp_path / "sparse")
-    main([str(tmp_path / "sparse"), str(tmp_path / "out"), "--expert", "5"])
+    main([str(tmp_path / "sparse"), str(tmp_path / "out"), "--expert", "5", "--scale", "1"])
+
+
+SCALES = {"text": {"1": 0.3, "3": 0.4}, "vision": {"1": 0.5, "3": 0.6}}
+
+
+@pytest.fixture
+def unnormalized(tmp_path):
+    """The folder of a CLIP-UP with different experts, and a file of its scales."""
+    sparse, folder = upcycle(tiny_clip(), PRESETS["clip_up"]), tmp_path / "sparse"
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sparse.named_parameters():
+            if ".experts." in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
+    sparse.save_pretrained(folder)
+    scales = tmp_path / "experts.json"
+    scales.write_text(json.dumps({"weights": weights_fingerprint(str(folder)), "scales": SCALES}))
+    return sparse, folder, scales
+
+
+def test_folds_the_scale_of_each_layer_into_the_last_one(unnormalized, tmp_path):
+    sparse, folder, scales = unnormalized
+    main([str(folder), str(tmp_path / "out"), "--expert", "5", "--scale", str(scales)])  # and verifies
+    dense = AutoModel.from_pretrained(tmp_path / "out")
+    for tower, layers in SCALES.items():
+        for layer, scale in layers.items():
+            experts = sparse.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp.experts")
+            ffn = dense.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp")
+            assert torch.equal(ffn.fc2.weight, experts.down_proj[5] * scale)
+            assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[5] * scale)
+            assert torch.equal(ffn.fc1.weight, experts.up_proj[5]) and torch.equal(
+                ffn.fc1.bias, experts.up_proj_bias[5]
+            )
+    with pytest.raises(ValueError, match="does not compute what the source does"):
+        verify(folder, tmp_path / "out", 5, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_in_half_precision(unnormalized, dtype, tmp_path):
+    sparse, _, _ = unnormalized
+    sparse.to(dtype).save_pretrained(tmp_path / "half")
+    main([str(tmp_path / "half"), str(tmp_path / "out"), "--expert", "2", "--scale", "0.31"])
+    assert AutoModel.from_pretrained(tmp_path / "out", dtype="auto").dtype == dtype
+
+
+def test_one_tower_may_need_a_scale(unnormalized, tmp_path):
+    sparse, _, _ = unnormalized
+    sparse.config.text_config.norm_topk_prob = True
+    sparse.save_pretrained(tmp_path / "mixed")
+    dense = extract(sparse, 2, {"vision": SCALES["vision"]})
+    text, vision = (tower.encoder.layers[3].mlp for tower in (dense.text_model, dense.vision_model))
+    assert torch.equal(text.fc2.weight, sparse.text_model.encoder.layers[3].mlp.experts.down_proj[2])
+    assert torch.equal(vision.fc2.weight, sparse.vision_model.encoder.layers[3].mlp.experts.down_proj[2] * 0.6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "text tower: give --scale experts.json, which `python -m evaluation.experts` makes of this model"),
+        ("", "Is a directory"),
+        ("{", "holds no scales: make it again"),
+        ("[]", "holds no scales: make it again"),
+        ('{"scales": {}}', "holds no scales: make it again"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": [1]}}', "holds no scales: make it again"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": "x"}}}', "holds no scales: make it again"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": NaN}}}', "must be a number above 0, not nan"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0.3}}}', "no scale for layer 3 of the text tower"),
+        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0}}}', "layer 1 of the text tower must be a number"),
+        ('{"weights": "another", "scales": {}}', "was made of another model than"),
+    ],
+)  # fmt: skip
+def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
+    _, folder, scales = unnormalized
+    arguments = [str(folder), str(tmp_path / "out"), "--expert", "2"]
+    if content is not None:
+        scales.write_text(content.replace("FINGERPRINT", weights_fingerprint(str(folder))))
+        arguments += ["--scale", str(scales if content else tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert str(stop.value).startswith("error: ") and message in str(stop.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf"])
+def test_bad_numbers_as_scale(unnormalized, number, tmp_path):
+    with pytest.raises(SystemExit, match="must be a number above 0, not"):
+        main([str(unnormalized[1]), str(tmp_path / "out"), "--expert", "2", f"--scale={number}"])
 
 
 def test_keeps_the_sources_dtype(tmp_path):

@@ -437,8 +437,22 @@ def test_all_experts_chosen_are_the_weighted_sum_of_dense_layers():
     torch.testing.assert_close(block(hidden_states), expected)
 
 
-@pytest.mark.parametrize("fields", [{}, {"norm_topk_prob": True}, {"eval_capacity_factor": 0.5}, {"fusion_gate": True}])
+UNNORMALIZED = {"norm_topk_prob": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"eval_capacity_factor": 0.5},
+        {"fusion_gate": True},
+        UNNORMALIZED,
+        UNNORMALIZED | {"num_experts_per_tok": 1, "eval_capacity_factor": 0.5},
+        UNNORMALIZED | {"fusion_gate": True},
+    ],
+)
 def test_a_forced_expert_computes_every_token(fields):
+    """With the weight that a token's experts have together: as the routed model if all experts were that one."""
     model = tiny_model(num_experts=3, **fields).eval()
     batch = inputs()
     with torch.no_grad():
@@ -448,7 +462,7 @@ def test_a_forced_expert_computes_every_token(fields):
                 forced = model(**batch, output_expert_ids=True)
             other = copy.deepcopy(model)
             for config in (other.config.text_config, other.config.vision_config):
-                config.eval_capacity_factor, config.norm_topk_prob = None, True
+                config.eval_capacity_factor = None
             for module in other.modules():
                 if isinstance(module, CLIPMoEExperts):  # all experts are that one
                     for parameter in module.parameters():
@@ -464,6 +478,28 @@ def test_a_forced_expert_computes_every_token(fields):
     assert not torch.allclose(forced.logits_per_image, routed.logits_per_image)
 
 
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_a_forced_expert_takes_a_given_scale(norm_topk_prob):
+    """One for each sparse layer, text tower first, does what it does in the expert's last layer."""
+    model = tiny_model(num_experts=3, norm_topk_prob=norm_topk_prob)
+    batch, scale = inputs(), [0.3, 0.5, 0.7, 1.2]
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        experts = [module for module in scaled.modules() if isinstance(module, CLIPMoEExperts)]
+        for module, of_layer in zip(experts, scale, strict=True):
+            module.down_proj[1] *= of_layer
+            module.down_proj_bias[1] *= of_layer
+        with model.force_expert(1, scale), scaled.force_expert(1, 1.0):
+            forced, expected = model(**batch), scaled(**batch)
+        for field in ("image_embeds", "text_embeds"):
+            torch.testing.assert_close(forced[field], expected[field])
+        with model.vision_model.force_expert(1, scale[2:]):
+            assert torch.equal(model(**batch).image_embeds, forced.image_embeds)
+    with pytest.raises(ValueError, match="scale has 3 numbers, but the model has 4 sparse layers"):
+        with model.force_expert(1, scale[:3]):
+            pass
+
+
 def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
     model = tiny_model(num_experts=3)
     for expert in (-1, 3):
@@ -476,7 +512,8 @@ def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
     with pytest.raises(KeyError), model.force_expert(2):
         with model.vision_model.force_expert(1):
             raise KeyError
-    assert {m.forced_expert for m in model.modules() if isinstance(m, CLIPMoERouter)} == {None}
+    routers = [module for module in model.modules() if isinstance(module, CLIPMoERouter)]
+    assert {(router.forced_expert, router.forced_scale) for router in routers} == {(None, None)}
 
 
 def test_fusion_gate_mixes_base_and_experts():

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.dense import CLOSED, extract, set_fusion_gates
-from conversion.unify import main, unify, unify_sparse, verify
+from conversion.unify import convert, main, unify, unify_sparse, verify
 from conversion.upcycle import PRESETS, upcycle
 
 
@@ -45,6 +45,11 @@ def test_every_expert_is_its_dense_model():
             forced = model_outputs(sparse, inputs)
         for name, expected in model_outputs(model, inputs).items():
             torch.testing.assert_close(forced[name], expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_weights_need_not_sum_to_one(folders, tmp_path):
+    preset = dataclasses.replace(PRESETS["clip_moe"], norm_topk_prob=False)
+    convert(folders[0], folders[1:], tmp_path / "sparse", preset)  # and verifies
 
 
 def test_routers_are_seeded_and_routing_is_the_papers():
