@@ -93,8 +93,8 @@ def pairs(folder, captions):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32 .*3 x 48 x 48.*image_size"),
-        ({"vision_config.num_channels": 1}, r"3 x 32 x 32 .*1 x 32 x 32"),
+        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .* takes 3 x 48 x 48"),
+        ({"vision_config.num_channels": 1}, r"3 x 32 x 32, but .*1 x 32 x 32"),
         ({"text_config.vocab_size": 700}, r"723 tokens.*vocab_size is 700.*leave"),
         ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
         ({"text_config.eos_token_id": 5}, r"eos_token_id is 5.*722"),
@@ -105,7 +105,7 @@ def pairs(folder, captions):
         ({"vision_config.image_size": [32, 32]}, r"image_size \[32, 32\]"),
         ({"vision_config.num_attention_heads": 0}, r"make no CLIP"),
         ({"text_config.hidden_act": "nonsense"}, r"make no CLIP.*nonsense"),
-        ({"text_config.hidden_size": 15}, r"make no CLIP.*15"),
+        ({"text_config.hidden_size": 15}, r"make no CLIP(.|\n)*15"),
         ({"text_config.max_position_embeddings": 2, "processor": "glyphs"}, r"model_max_length is 2"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_damaged_processor_is_refused(run, processor_folder, tmp_path, file):
 @pytest.mark.parametrize("path", ["runs/a/b", "./x", "/x", "x/", "~", "~/x", "../x", ""])
 @pytest.mark.parametrize("setting", ["processor", "tokenizer"])
 def test_a_path_that_is_not_there_is_no_hub_name(run, setting, path):
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match="no such folder|is no folder"):
         run([{**DENSE, setting: path}])
 
 
@@ -445,7 +445,7 @@ def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, sta
         without_a_tensor(directory)
 
     monkeypatch.setitem(stages.STAGES, stage, damage)
-    with pytest.raises(ValueError, match=f"{name}.partial does not fit: missing"):
+    with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
         run([DENSE, SPARSE])
     assert not (tmp_path / "out" / name).exists()
 

@@ -1,6 +1,7 @@
 """A random dense CLIP and the processor that goes with it, to train from scratch."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,8 @@ def random_clip(stage: InitializeStage, tokenizer: str | None) -> tuple[CLIPMode
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
-    try:
+    with _reason():
         text, vision = CLIPTextConfig(**stage.text_config), CLIPVisionConfig(**stage.vision_config)
-    except StrictDataclassError as error:
-        raise ValueError(f"text_config and vision_config make no CLIP: {error}") from error
     sizes = vision.image_size, vision.patch_size
     if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
         raise ValueError(
@@ -48,7 +47,7 @@ def random_clip(stage: InitializeStage, tokenizer: str | None) -> tuple[CLIPMode
     source = tokenizer or stage.processor
     vocabulary = _require_special_tokens(processor.tokenizer, source)
     width = {"projection_dim": stage.projection_dim}
-    try:
+    with _reason():
         config = CLIPConfig(
             text_config=vocabulary | width | stage.text_config, vision_config=width | stage.vision_config, **width
         )
@@ -57,12 +56,17 @@ def random_clip(stage: InitializeStage, tokenizer: str | None) -> tuple[CLIPMode
         model = CLIPModel(config)
         with torch.no_grad():
             model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
-    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
-        raise ValueError(
-            f"text_config and vision_config make no CLIP: {type(error).__name__} in building it: {error}"
-        ) from error
     forget_last_use(processor.tokenizer)
     return model, processor
+
+
+@contextlib.contextmanager
+def _reason() -> Iterator[None]:
+    """What the library raises while it builds a model of settings that make none becomes a `ValueError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
+        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
 
 
 def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
