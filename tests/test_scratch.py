@@ -138,6 +138,15 @@ def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_pa
         run([{**DENSE, "processor": str(tmp_path / "half")}])
 
 
+def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder, tmp_path):
+    shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns("tokenizer*"))
+    learn_tokenizer(CAPTIONS, 600, 16).save_pretrained(tmp_path / "words")
+    output = run([{**DENSE, "processor": str(tmp_path / "half"), "tokenizer": str(tmp_path / "words")}])
+    assert AutoProcessor.from_pretrained(output / "dense").tokenizer.tokenize("harbour") == ["harbour</w>"]
+    # A model card names what a run starts from: no tokenizer, as it names no processor
+    assert json.loads((output / "dense" / "manifest.json").read_text())["inputs"] == {}
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "processor_config.json"])
 def test_a_damaged_processor_is_refused(run, processor_folder, tmp_path, file):
     shutil.copytree(processor_folder, tmp_path / "damaged")
@@ -149,7 +158,7 @@ def test_a_damaged_processor_is_refused(run, processor_folder, tmp_path, file):
 @pytest.mark.parametrize("path", ["runs/a/b", "./x", "/x", "x/", "~", "~/x", "../x", ""])
 @pytest.mark.parametrize("setting", ["processor", "tokenizer"])
 def test_a_path_that_is_not_there_is_no_hub_name(run, setting, path):
-    with pytest.raises(FileNotFoundError, match="no such folder|is no folder"):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
         run([{**DENSE, setting: path}])
 
 
@@ -214,11 +223,10 @@ if sys.argv[2] == "backwards":
     captions.reverse()
 learn_tokenizer(captions, 900, 77).save_pretrained(sys.argv[1])
 """
-    for name in ("forwards", "again", "backwards"):
+    for name in ("forwards", "backwards"):
         subprocess.run([sys.executable, "-c", program, str(tmp_path / name), name], check=True)
-    for name in ("again", "backwards"):
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            assert (tmp_path / name / file).read_bytes() == (tmp_path / "forwards" / file).read_bytes()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "backwards" / file).read_bytes() == (tmp_path / "forwards" / file).read_bytes()
 
 
 def test_the_committed_glyph_tokenizer_stays_what_it_is(tmp_path):

@@ -160,10 +160,12 @@ class Run:
         return self._pairs[key]
 
     def inputs(self, stage: Stage) -> list[str]:
-        """The stages, folders and hub names that a stage reads; of datasets, only those that a stage makes."""
+        """The stages, folders and hub names that a stage reads; of datasets and tokenizers, only those that a stage
+        makes."""
         reads = TrainStage | EmbedStage | EmbedCaptionsStage | AssignStage | HiddenStatesStage | TokenizerStage
-        data = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
-        return _inputs(stage) + [source for source in data if self._is_stage(source)]
+        made = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
+        made += [stage.tokenizer] if isinstance(stage, InitializeStage) else []
+        return _inputs(stage) + [source for source in made if self._is_stage(source)]
 
     def needed_by(self, experts: Iterable[int]) -> set[str]:
         """The names of the stages that train these experts, and of all that they need but other experts."""
@@ -738,10 +740,8 @@ def _is_expert(stage: Stage) -> bool:
 def _inputs(stage: Stage) -> list[str]:
     """The stages, folders and hub names that a stage reads."""
     match stage:
-        case TokenizerStage():
+        case InitializeStage() | TokenizerStage():
             references = []
-        case InitializeStage():
-            references = [stage.tokenizer]
         case EvaluateStage():
             references = sorted(set(stage.models.values()))
         case ClusterStage():
