@@ -23,9 +23,12 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file, logging
 
 from conversion.rules import cut
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
 
 TOLERANCE = 1e-4
+# By which a folder or repository is known to have each half of a processor
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Of a tokenizer's settings, what its last call left there
 LAST_USE = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 WAY_OUT = {
@@ -33,6 +36,19 @@ WAY_OUT = {
     "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
+
+
+def require_source(source: str | Path) -> None:
+    """A path that is not there is said to be missing before anything asks the Hub for it.
+
+    Raises:
+        FileNotFoundError: `source` is neither a folder nor a hub name.
+    """
+    if not Path(source).is_dir() or not str(source):
+        try:
+            validate_repo_id(str(source))
+        except HFValidationError:
+            raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name") from None
 
 
 def load_config(source: str | Path) -> PreTrainedConfig:
@@ -43,11 +59,7 @@ def load_config(source: str | Path) -> PreTrainedConfig:
         OSError: there is no model, or the hub cannot be reached.
         ValueError: a damaged configuration, or one of an unknown model.
     """
-    if not Path(source).is_dir():
-        try:
-            validate_repo_id(str(source))
-        except HFValidationError:
-            raise FileNotFoundError(f"{source} is neither a folder nor a hub name") from None
+    require_source(source)
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:
@@ -102,6 +114,28 @@ def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
     return load_model(CLIPMoEModel if sparse else CLIPModel, source, **kwargs)
 
 
+def require_loadable(folder: str | Path) -> None:
+    """The model in a folder, dense, sparse or mixed, loads whole, and so does the processor if there is one.
+
+    Of a mixture, one expert is in memory at a time.
+
+    Raises:
+        OSError, ValueError: see `load_model`; or the processor does not load.
+    """
+    config = load_config(folder)
+    if config.model_type == CLIPMoDEConfig.model_type:
+        CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)  # the routing
+        for name in config.experts:
+            load_clip(Path(folder) / name)
+    else:
+        load_clip(folder)
+    if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
+        try:
+            AutoProcessor.from_pretrained(folder)
+        except Exception as error:  # of damaged files, the tokenizers library raises nothing more special
+            raise ValueError(f"cannot load the processor of {folder}: {type(error).__name__}: {error}") from error
+
+
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:
     """What a config, where not at its default, says about the model in the fields of another config class.
 
@@ -130,8 +164,7 @@ def copy_processor(source: str | Path, folder: Path, required: bool = False) -> 
     Raises:
         FileNotFoundError: `source` has neither half, and the processor is `required`.
     """
-    has_tokenizer = has_file(source, "tokenizer.json", "vocab.json")
-    has_image_processor = has_file(source, "processor_config.json", "preprocessor_config.json")
+    has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:
         processor = AutoProcessor.from_pretrained(source)
         forget_last_use(processor.tokenizer)

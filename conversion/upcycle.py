@@ -17,10 +17,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CLIPModel
+from transformers import CLIPModel, CLIPTextConfig
 
 from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
 from conversion.files import new_folder, one_line_errors
@@ -35,6 +37,12 @@ EXPERT_TENSORS = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_proj_bias",
 }
+# What can be set of an upcycled tower's configuration: fields that say how tokens are routed and that no weight depends
+# on, and a setting of training. All others follow from the dense model and the preset
+ROUTING_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETextConfig)} - {
+    *(field.name for field in dataclasses.fields(CLIPTextConfig)),
+    *("num_experts", "moe_layers", "fusion_gate"),
+} | {"attention_dropout"}
 
 
 def all_layers(num_layers: int) -> list[int]:
@@ -206,6 +214,33 @@ def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, se
     """
     config = sparse_config(dense, preset, towers)
     return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
+
+
+def require_routing(changes: Iterable[str]) -> None:
+    """Raises `ValueError` for fields that are none of `ROUTING_FIELDS`."""
+    unknown = sorted(set(changes) - ROUTING_FIELDS)
+    if unknown:
+        raise ValueError(
+            f"an upcycled tower has no field {', '.join(map(repr, unknown))} to set here, only "
+            f"{', '.join(sorted(ROUTING_FIELDS))}; the dense model, the preset and its changes settle the others"
+        )
+
+
+def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Mapping[str, Any]) -> None:
+    """Sets some of `ROUTING_FIELDS` of an upcycled tower.
+
+    Raises:
+        ValueError: another field, a value of the wrong type or out of range.
+    """
+    require_routing(changes)
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        config.validate_moe()
+    except StrictDataclassError as error:
+        raise ValueError(str(error)) from error
+    if config.attention_dropout is None or not 0 <= config.attention_dropout < 1:
+        raise ValueError(f"attention_dropout must be at least 0 and below 1, got {config.attention_dropout}.")
 
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:

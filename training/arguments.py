@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
+from transformers import CLIPTextConfig, CLIPVisionConfig
 
-from conversion.upcycle import PRESETS
+from conversion.upcycle import PRESETS, require_routing
 from training.data import DataArguments
+from training.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -25,12 +27,49 @@ class InitializeStage:
 
     name: str
     stage: Literal["initialize"]
-    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the processor.
-    text_config: dict[str, Any]
-    vision_config: dict[str, Any]
-    projection_dim: int
-    # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world.
-    processor: str
+    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer.
+    text_config: dict[str, JsonValue]
+    vision_config: dict[str, JsonValue]
+    projection_dim: int = Field(gt=0)
+    # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world. None:
+    # CLIP's own image processor, at the model's image size.
+    processor: str | None = None
+    # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
+    tokenizer: str | None = None
+
+    @field_validator("text_config", "vision_config")
+    @classmethod
+    def _check_fields(cls, settings, info):
+        config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
+        unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
+        if unknown:
+            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}")
+        return settings
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.processor is None and self.tokenizer is None:
+            raise ValueError("a processor or a tokenizer must be given")
+        return self
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TokenizerStage:
+    """A tokenizer learnt from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+
+    name: str
+    stage: Literal["tokenizer"]
+    data: DataArguments
+    # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
+    vocab_size: int = Field(default=49408, ge=SMALLEST)
+    # Tokens of a caption, with the first and the last one; at most the model's max_position_embeddings.
+    max_length: int = Field(default=77, ge=3)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a tokenizer is learnt from a whole dataset; num_samples takes a part")
+        return self
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -45,9 +84,15 @@ class UpcycleStage:
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of conversion.upcycle.Preset to change.
     changes: dict[str, Any] = Field(default_factory=dict)
-    # Fields of CLIPMoETextConfig and CLIPMoEVisionConfig that change no weight, such as capacity_factor.
-    text_config: dict[str, Any] = Field(default_factory=dict)
-    vision_config: dict[str, Any] = Field(default_factory=dict)
+    # conversion.upcycle.ROUTING_FIELDS of CLIPMoETextConfig and CLIPMoEVisionConfig, such as capacity_factor.
+    text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    vision_config: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @field_validator("text_config", "vision_config")
+    @classmethod
+    def _check_fields(cls, settings):
+        require_routing(settings)
+        return settings
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -491,7 +536,8 @@ class EvaluateStage:
 
 
 Stage = (
-    InitializeStage
+    TokenizerStage
+    | InitializeStage
     | LongContextStage
     | UpcycleStage
     | CaptionsStage
@@ -518,6 +564,7 @@ Stage = (
 EXPERT_STAGES = (TrainExpertsStage, TrainDataExpertStage)
 # Settings that name stages of certain types
 REFERENCES = {
+    (InitializeStage, "tokenizer"): (TokenizerStage,),
     (TrainStage, "hidden_states"): (HiddenStatesStage,),
     (TrainExpertsStage, "clusters"): (ClusterStage,),
     (ClusterStage, "features"): (EmbedStage,),

@@ -10,7 +10,6 @@ that name every attribute. Everything follows from the arguments of `load` and `
 
 import argparse
 import io
-import json
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -21,9 +20,9 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from PIL import ImageDraw
 from sklearn.datasets import load_digits
-from tokenizers import AddedToken, Tokenizer, models, trainers
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
+
+from training.tokenizer import learn_tokenizer
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SHAPES = ["disc", "square", "triangle", "star", "cross", "heart"]
@@ -179,37 +178,23 @@ def render(glyph: dict[str, str], split: str, rng: np.random.Generator, image_si
 
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:
-    """CLIP's tokenizer with a vocabulary learnt from glyph captions; as in OpenAI's, the end token's id is highest."""
-    alphabet = sorted(ByteLevel.alphabet())
-    # CLIP's own normalisation and splitting into words.
-    template = CLIPTokenizer().backend_tokenizer
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = template.normalizer, template.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, end_of_word_suffix="</w>", initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(_all_words(), trainer)
-    learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    single = [*alphabet, *(f"{letter}</w>" for letter in alphabet)]
-    tokens = [*single, *(token for token, _ in learnt if token not in set(single))]
-    tokens += ["<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={token: number for number, token in enumerate(tokens)},
-        merges=_merges(tokenizer),
-        bos_token=AddedToken("<|startoftext|>", normalized=False, special=True),
-        model_max_length=context_length,
-    )
+    """A CLIP tokenizer that knows every word of the glyph captions."""
+    return learn_tokenizer(_all_words(), 2000, context_length)
 
 
-def build_processor(context_length: int, image_size: int) -> CLIPProcessor:
-    """The glyph world's `CLIPProcessor`: its tokenizer, and images scaled to `image_size` and to [-1, 1]."""
-    image_processor = CLIPImageProcessorPil(
+def build_image_processor(image_size: int) -> CLIPImageProcessorPil:
+    """Scales images to `image_size` and to [-1, 1]."""
+    return CLIPImageProcessorPil(
         size={"height": image_size, "width": image_size},
         do_center_crop=False,
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
-    return CLIPProcessor(image_processor=image_processor, tokenizer=build_tokenizer(context_length))
+
+
+def build_processor(context_length: int, image_size: int) -> CLIPProcessor:
+    """The glyph world's `CLIPProcessor`."""
+    return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=build_tokenizer(context_length))
 
 
 def contact_sheet(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6, zoom: int = 4) -> None:
@@ -373,10 +358,6 @@ def _all_words():
         for style in CAPTION_STYLES:
             yield caption(glyph, style, rng)
     yield from TEMPLATES
-
-
-def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    return [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
 def main(argv: list[str] | None = None) -> None:

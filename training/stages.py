@@ -9,6 +9,7 @@ with an error.
 import dataclasses
 import gc
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -30,21 +31,18 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from transformers import (
     AutoConfig,
     AutoProcessor,
-    CLIPConfig,
     CLIPModel,
     CLIPProcessor,
-    CLIPTextConfig,
-    CLIPVisionConfig,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
-from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
+from conversion.checkpoints import copy_processor, has_file, load_clip, load_model, require_loadable
 from conversion.files import write_text
 from conversion.provenance import ATTEMPTS, MANIFEST, environment
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
-from conversion.upcycle import PRESETS, Preset, upcycle
+from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
 from evaluation.evaluate import evaluate_model, write_result
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
@@ -55,7 +53,6 @@ from evaluation.sentence_encoders import (
     open_encoder,
 )
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from training import glyphs
 from training.arguments import (
     EXPERT_STAGES,
     AnalyzeStage,
@@ -75,6 +72,7 @@ from training.arguments import (
     Recipe,
     SelectStage,
     Stage,
+    TokenizerStage,
     TrainDataExpertStage,
     TrainExpertsStage,
     TrainRouterStage,
@@ -116,7 +114,9 @@ from training.hidden_states import (
     keep_hidden_states,
     require_all_parts,
 )
+from training.initialize import random_clip
 from training.samplers import ClusterBatchSampler, merge_small_clusters
+from training.tokenizer import SAMPLE, all_captions, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
@@ -160,10 +160,12 @@ class Run:
         return self._pairs[key]
 
     def inputs(self, stage: Stage) -> list[str]:
-        """The stages, folders and hub names that a stage reads; of datasets, only those that a stage makes."""
-        reads = TrainStage | EmbedStage | EmbedCaptionsStage | AssignStage | HiddenStatesStage
-        data = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
-        return _inputs(stage) + [source for source in data if self._is_stage(source)]
+        """The stages, folders and hub names that a stage reads; of datasets and tokenizers, only those that a stage
+        makes."""
+        reads = TrainStage | EmbedStage | EmbedCaptionsStage | AssignStage | HiddenStatesStage | TokenizerStage
+        made = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
+        made += [stage.tokenizer] if isinstance(stage, InitializeStage) else []
+        return _inputs(stage) + [source for source in made if self._is_stage(source)]
 
     def needed_by(self, experts: Iterable[int]) -> set[str]:
         """The names of the stages that train these experts, and of all that they need but other experts."""
@@ -284,36 +286,31 @@ def run_stage(run: Run, stage: Stage) -> None:
     if run.accelerator.is_main_process:
         attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
         write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
+        if isinstance(stage, MODEL_STAGES):
+            require_loadable(partial)
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
     run.accelerator.wait_for_everyone()
 
 
-def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
-    """A randomly initialised dense CLIP."""
+def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
+    """A tokenizer learnt from captions."""
+    rows = run.pairs(stage.data)
     if not run.accelerator.is_main_process:
         return
-    if stage.processor == "glyphs":
-        text, vision = CLIPTextConfig(**stage.text_config), CLIPVisionConfig(**stage.vision_config)
-        processor = glyphs.build_processor(text.max_position_embeddings, vision.image_size)
-    else:
-        processor = AutoProcessor.from_pretrained(stage.processor)
-    tokenizer = processor.tokenizer
-    vocabulary = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    width = {"projection_dim": stage.projection_dim}
-    config = CLIPConfig(
-        text_config=vocabulary | width | stage.text_config,
-        vision_config=width | stage.vision_config,
-        **width,
-    )
-    CLIPModel(config).save_pretrained(directory)
-    processor.save_pretrained(directory)
+    tokenizer = learn_tokenizer(all_captions(rows), stage.vocab_size, stage.max_length)
+    tokenizer.save_pretrained(directory)
+    pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
+    print(f"{stage.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
+
+
+def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
+    """A randomly initialised dense CLIP."""
+    if run.accelerator.is_main_process:
+        model, processor = random_clip(stage, None if stage.tokenizer is None else run.folder(stage.tokenizer))
+        model.save_pretrained(directory)
+        processor.save_pretrained(directory)
 
 
 def lengthen(run: Run, stage: LongContextStage, directory: Path) -> None:
@@ -328,12 +325,11 @@ def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
         return
     dense = load_model(CLIPModel, run.folder(stage.model))
     model = upcycle(dense, _preset(stage, stage.preset), stage.towers, run.recipe.seed)
-    for tower, settings in (("text", stage.text_config), ("vision", stage.vision_config)):
-        config = getattr(model.config, f"{tower}_config")
-        for name, value in settings.items():
-            if name not in {field.name for field in dataclasses.fields(config)}:
-                raise ValueError(f"{stage.name}.{tower}_config: {type(config).__name__} has no field {name!r}")
-            setattr(config, name, value)
+    for tower in ("text_config", "vision_config"):
+        try:
+            change_routing(getattr(model.config, tower), getattr(stage, tower))
+        except ValueError as error:
+            raise ValueError(f"{stage.name}.{tower}: {error}") from error
     model.save_pretrained(directory)
     copy_processor(run.folder(stage.model), directory)
 
@@ -595,6 +591,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
             f"{num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
         )
     rows, seed = run.pairs(stage.data), run.recipe.seed if stage.seed is None else stage.seed
+    if accelerator.is_main_process:
+        warn_of_many_pieces(processor.tokenizer, rows, stage.name)
     if isinstance(stage, TrainDataExpertStage):
         rows = _pairs_of_expert(run, stage, rows)
     sampler = None
@@ -683,6 +681,7 @@ def analyze(run: Run, stage: AnalyzeStage, directory: Path) -> None:
 
 
 STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
+    TokenizerStage: learn,
     InitializeStage: initialize,
     LongContextStage: lengthen,
     UpcycleStage: make_sparse,
@@ -705,6 +704,16 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
     EvaluateStage: evaluate,
     AnalyzeStage: analyze,
 }
+# Those whose folder is a model
+MODEL_STAGES = (
+    InitializeStage,
+    LongContextStage,
+    UpcycleStage,
+    TrainStage,
+    UnifyStage,
+    AssembleStage,
+    AverageStage,
+)
 
 
 def fingerprint(model: str) -> str:
@@ -739,7 +748,7 @@ def _is_expert(stage: Stage) -> bool:
 def _inputs(stage: Stage) -> list[str]:
     """The stages, folders and hub names that a stage reads."""
     match stage:
-        case InitializeStage():
+        case InitializeStage() | TokenizerStage():
             references = []
         case EvaluateStage():
             references = sorted(set(stage.models.values()))

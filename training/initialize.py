@@ -1,0 +1,162 @@
+"""A random dense CLIP and the processor that goes with it, to train from scratch."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+from conversion.checkpoints import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, forget_last_use, has_file, require_source
+from training import glyphs
+from training.arguments import InitializeStage
+
+
+def random_clip(stage: InitializeStage, tokenizer: str | None) -> tuple[CLIPModel, CLIPProcessor]:
+    """A dense CLIP with random weights, and its processor.
+
+    Args:
+        tokenizer: the folder or hub name of `stage.tokenizer`.
+
+    Raises:
+        FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
+        ValueError: settings that make no model, or a processor that does not fit it.
+    """
+    with _reason():
+        text, vision = CLIPTextConfig(**stage.text_config), CLIPVisionConfig(**stage.vision_config)
+    sizes = vision.image_size, vision.patch_size
+    if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
+        raise ValueError(
+            f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
+            "number, and an image has to hold a patch"
+        )
+    processor = _processor(stage.processor, tokenizer, text.max_position_embeddings, vision.image_size)
+    source = tokenizer or stage.processor
+    vocabulary = _require_special_tokens(processor.tokenizer, source)
+    width = {"projection_dim": stage.projection_dim}
+    with _reason():
+        config = CLIPConfig(
+            text_config=vocabulary | width | stage.text_config, vision_config=width | stage.vision_config, **width
+        )
+        _require_tokens_fit(processor.tokenizer, config.text_config, source)
+        _require_images_fit(processor.image_processor, config.vision_config, stage.processor)
+        model = CLIPModel(config)
+        with torch.no_grad():
+            model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
+    forget_last_use(processor.tokenizer)
+    return model, processor
+
+
+@contextlib.contextmanager
+def _reason() -> Iterator[None]:
+    """What the library raises while it builds a model of settings that make none becomes a `ValueError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
+        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
+
+
+def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
+    """See `InitializeStage`; what is made here has the model's sizes."""
+    if processor is None:
+        square = {"height": image_size, "width": image_size}
+        images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
+    elif processor == "glyphs":
+        images = glyphs.build_image_processor(image_size)
+    else:
+        images = _load(AutoImageProcessor.from_pretrained, processor, "image processor", IMAGE_PROCESSOR_FILES)
+    if tokenizer is None and processor == "glyphs":
+        texts = glyphs.build_tokenizer(context_length)
+    else:
+        source = processor if tokenizer is None else tokenizer
+        texts = _load(AutoTokenizer.from_pretrained, source, "tokenizer", TOKENIZER_FILES)
+    return CLIPProcessor(image_processor=images, tokenizer=texts)
+
+
+def _load(from_pretrained: Callable[[str], Any], source: str, half: str, files: tuple[str, ...]) -> Any:
+    """One half of the processor in a folder or on the Hub."""
+    require_source(source)
+    if not has_file(source, *files):
+        if Path(source).is_dir():
+            raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")
+        raise FileNotFoundError(f"no such folder: {source}; nor can a {half} of that name be had from the Hub")
+    try:
+        return from_pretrained(source)
+    except Exception as error:  # of damaged files, the tokenizers library raises nothing more special
+        raise ValueError(f"cannot load the {half} of {source}: {type(error).__name__}: {error}") from error
+
+
+def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> dict[str, int]:
+    """The fields of a text tower's configuration that follow from its tokenizer.
+
+    Raises:
+        ValueError: the tokenizer lacks a token that CLIP needs, or does not put texts between the first and the last.
+    """
+    names = ("bos_token", "eos_token", "pad_token")
+    missing = [name for name in names if getattr(tokenizer, f"{name}_id") is None]
+    if missing:
+        raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
+    ids = tokenizer("a")["input_ids"]
+    if not ids or (ids[0], ids[-1]) != (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        raise ValueError(
+            f"the tokenizer of {source} puts no {tokenizer.bos_token} before and no {tokenizer.eos_token} after a "
+            "text: it is none of a CLIP; a tokenizer stage learns one"
+        )
+    numbers = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
+    return {"vocab_size": max(tokenizer.get_vocab().values()) + 1, **numbers}
+
+
+def _require_tokens_fit(tokenizer: PreTrainedTokenizerBase, config: CLIPTextConfig, source: str) -> None:
+    last = max(tokenizer.get_vocab().values())
+    if last >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source} has {last + 1} tokens, but text_config.vocab_size is {config.vocab_size}: "
+            f"leave vocab_size out, which makes it {last + 1}"
+        )
+    if not 2 < tokenizer.model_max_length <= config.max_position_embeddings:
+        raise ValueError(
+            f"the tokenizer of {source} cuts captions at its model_max_length, but model_max_length is "
+            f"{tokenizer.model_max_length} and text_config.max_position_embeddings is {config.max_position_embeddings}:"
+            " model_max_length, in tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
+        )
+    # By the number 2, as OpenAI's configuration has it, transformers knows that the end token is the highest of a text
+    end = last if config.eos_token_id == 2 else config.eos_token_id
+    if end != tokenizer.eos_token_id:
+        raise ValueError(
+            f"text_config.eos_token_id is {config.eos_token_id}, where CLIP takes the features of a text, but the "
+            f"tokenizer of {source} ends texts with {tokenizer.eos_token_id}: leave eos_token_id out"
+        )
+
+
+def _require_images_fit(image_processor: Any, config: CLIPVisionConfig, source: str | None) -> None:
+    """Looks at what it makes of an image that is not square, which no rule tells for all image processors."""
+    image = _image(2 * config.image_size + 1, config.image_size + 1)
+    made = tuple(image_processor(image, return_tensors="pt")["pixel_values"].shape[1:])
+    taken = (config.num_channels, config.image_size, config.image_size)
+    if made != taken:
+        raise ValueError(
+            f"{source or 'CLIP'}'s image processor makes images of {_size(made)}, but by vision_config's num_channels "
+            f"and image_size the model takes {_size(taken)}: change these, or give tokenizer and no processor, which "
+            "scales images to the model's size"
+        )
+
+
+def _image(width: int, height: int) -> PIL.Image.Image:
+    return PIL.Image.new("RGB", (width, height))
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

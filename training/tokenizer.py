@@ -1,0 +1,88 @@
+"""CLIP tokenizers: learnt from captions, and how well one knows the words of others."""
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+
+import datasets
+from tokenizers import AddedToken, Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# The tokens that every vocabulary has: all bytes, within a word and at its end, and the first and the last token of a
+# text
+ALPHABET = sorted(ByteLevel.alphabet())
+BYTES = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET)]
+SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
+SMALLEST = len(BYTES) + len(SPECIAL)
+
+# A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
+MANY_PIECES = 2
+# Captions that pieces are counted of
+SAMPLE = 1000
+
+
+def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
+    """CLIP's tokenizer with a vocabulary learnt from captions: byte-pair encoding of the bytes of words, in lower case.
+
+    As in OpenAI's, the end token's number is the highest, and it pads. The same captions, in any order, give the same
+    tokenizer.
+
+    Args:
+        vocab_size: tokens, at least `SMALLEST`; fewer come of it where the captions have fewer words.
+        max_length: tokens of a text, with the first and the last one: `model_max_length`.
+    """
+    # CLIP's own normalization and splitting into words.
+    template = CLIPTokenizer().backend_tokenizer
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = template.normalizer, template.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL),
+        end_of_word_suffix="</w>",
+        # They get their numbers first. Of pairs that are equally frequent, the one with the lower numbers is merged
+        # first, and the library numbers letters at the end of words in an order that differs from run to run.
+        special_tokens=BYTES,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [*(token for token, _ in learnt), *SPECIAL]
+    return CLIPTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]],
+        bos_token=AddedToken(SPECIAL[0], normalized=False, special=True),
+        model_max_length=max_length,
+    )
+
+
+def all_captions(rows: datasets.Dataset | datasets.IterableDataset) -> Iterator[str]:
+    """The captions of rows, of several all that are not missing."""
+    for batch in rows.select_columns("caption").iter(100):
+        for captions in batch["caption"]:
+            yield from [captions] if isinstance(captions, str) else filter(None, captions)
+
+
+def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str]) -> float:
+    """Into how many tokens a word falls on average; numbers and runs of signs count as words."""
+    pieces = words = 0
+    for caption in captions:
+        pieces += len(tokenizer(caption, add_special_tokens=False, verbose=False)["input_ids"])
+        words += len(re.findall(r"[^\W\d]+|\d|[^\w\s]+", caption))
+    return pieces / max(words, 1)
+
+
+def warn_of_many_pieces(
+    tokenizer: PreTrainedTokenizerBase, rows: datasets.Dataset | datasets.IterableDataset, stage: str
+) -> None:
+    """Says so if a tokenizer knows few of the words of some pairs, as one learnt from other captions does."""
+    pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
+    if pieces > MANY_PIECES:
+        logger.warning(
+            "%s: the tokenizer cuts a word of these captions into %.1f pieces on average: it was made for others. For "
+            "a model from scratch, a tokenizer stage learns one from them",
+            stage, pieces,
+        )  # fmt: skip
