@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
@@ -25,13 +26,16 @@ from transformers import AutoProcessor, CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import forget_last_use, has_file, load_clip, load_config, sample_inputs
-from conversion.files import new_folder, one_line_errors
-from conversion.model_card import Provenance, render, result_entries
+from conversion.files import new_folder, one_line_errors, write_text
+from conversion.lineage import Provenance
+from conversion.local_names import is_hub_name
+from conversion.model_card import render, result_entries
 from conversion.own_code import CODE, named_code, own_code_only, read_json, require_own_code, settings_files
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
-# Of tokenizer_config.json: where the tokenizer was loaded from on this machine
-LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path")
+# Of configurations: where they were loaded from on this machine, and files there
+LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
+LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[1] / "LICENSE"
@@ -66,8 +70,11 @@ def build(
 
     Raises:
         FileNotFoundError: `source` is no folder, or has no processor.
-        ValueError: no such model, weights that do not fit, or a copy that does not compute what the source does.
+        ValueError: no such model, weights that do not fit, a damaged file of its run, or a copy that does not compute
+            what the source does.
     """
+    if base_model is not None and not is_hub_name(base_model):
+        raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
     if not Path(source).is_dir():
         raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
     stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
@@ -77,25 +84,25 @@ def build(
         model = write_model(copy, folder)
         write_processor(copy, folder)
         write_encoder(copy / ENCODER, folder / ENCODER)
+    forget_this_machine(folder)
     left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
     left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
     if left_out:
         print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
     provenance = Provenance.of(Path(source))
     if not provenance.results:
-        print(f"warning: no scores of {source} were found; the card says so", file=sys.stderr)
+        print(f"warning: no scores of {source} are published; the card says so", file=sys.stderr)
     for name, picture in provenance.pictures.items():
         shutil.copy(picture, folder / name)
     if provenance.results:
         (folder / "results").mkdir()
-        for path in provenance.results:
-            shutil.copy(path, folder / "results" / path.name)
-        entries = result_entries(provenance)
+        for name, result in provenance.results.items():
+            write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
         (folder / ".eval_results").mkdir()
-        for name, text in entries.items():
-            (folder / ".eval_results" / f"{name}.yaml").write_text(text, encoding="utf-8")
+        for name, text in result_entries(provenance).items():
+            write_text(folder / ".eval_results" / f"{name}.yaml", text)
     if provenance.recipe is not None:
-        shutil.copy(provenance.recipe, folder / "recipe.yaml")
+        write_text(folder / "recipe.yaml", yaml.safe_dump(provenance.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     render(model.config, provenance, repository, licence, base_model).save(folder / "README.md")
@@ -119,7 +126,7 @@ def write_model(source: Path, folder: Path) -> PreTrainedModel:
 
 def write_processor(source: Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
-    `merges.txt`; and without what is true on this machine alone.
+    `merges.txt`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -133,10 +140,6 @@ def write_processor(source: Path, folder: Path) -> None:
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)  # preprocessor_config.json
     processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
-    path = folder / "tokenizer_config.json"
-    config = read_json(path)
-    kept = {key: value for key, value in config.items() if key not in LOCAL_KEYS}
-    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_encoder(source: Path, folder: Path) -> None:
@@ -147,6 +150,18 @@ def write_encoder(source: Path, folder: Path) -> None:
     for path in settings_files(folder):
         for name in named_code(read_json(path)):
             shutil.copy(CODE[name], path.parent)
+
+
+def forget_this_machine(folder: Path) -> None:
+    """Remove from configurations what is true on this machine alone."""
+    for path in settings_files(folder):
+        settings = before = read_json(path)
+        if isinstance(settings, dict):
+            settings = {key: value for key, value in settings.items() if key not in LOCAL_KEYS}
+        if path.name == "encoder.json" and (path.parent / "model").is_dir():
+            settings["source"] = Path(str(settings.get("source"))).name  # of a folder that was here
+        if settings != before:
+            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
 
 
 def verify(model: PreTrainedModel, folder: Path) -> None:

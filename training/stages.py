@@ -8,7 +8,6 @@ with an error.
 
 import dataclasses
 import gc
-import hashlib
 import json
 import os
 import platform
@@ -41,7 +40,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
 from conversion.files import write_text
-from conversion.provenance import ATTEMPTS, MANIFEST, environment
+from conversion.provenance import ATTEMPTS, MANIFEST, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
@@ -701,9 +700,8 @@ STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
 
 def fingerprint(model: str) -> str:
     """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
-    manifest = Path(model) / MANIFEST
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    if (Path(model) / MANIFEST).is_file():
+        return manifest_fingerprint(Path(model))
     return model_fingerprint(model)
 
 
