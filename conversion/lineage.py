@@ -80,7 +80,8 @@ class Provenance:
             return cls()
         made = {place: read_record(place / MANIFEST, dict) for place in _stages_before(folder, _all_inputs)}
         names = {place: _name(place, folder.parent) for place in made}
-        results = _results(folder)
+        weights = weights_fingerprint(str(folder))
+        results = _results(folder, weights)
         bases, unknown = _bases(folder)
         data = [source for place in made for source in _data(place)]
         recipe = _read_recipe(folder.parent / RECIPE)
@@ -96,7 +97,7 @@ class Provenance:
             datasets=sorted({name for name, _ in data if name is not None}),
             results={name: without_paths(read_json(path) | {"source": folder.name}) for name, path in results.items()},
             dates={name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
-            pictures=_pictures(folder, {path.parent for path in results.values()}),
+            pictures=_pictures(folder, weights, {path.parent for path in results.values()}),
         )
 
     @property
@@ -218,12 +219,12 @@ def _attempts(path: Path) -> list[dict[str, Any]]:
     return attempts
 
 
-def _results(folder: Path) -> dict[str, Path]:
+def _results(folder: Path, weights: str) -> dict[str, Path]:
     """Name -> file of the results in a run that are of the weights in a folder as they are now.
 
     Warns of those that only share its name. Of two that differ in nothing but their scores, the later one counts.
     """
-    weights, found, others = weights_fingerprint(str(folder)), {}, []
+    found, others = {}, []
     for path in sorted(folder.parent.glob("*/*--*.json"), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
         if result.get("weights") == weights:
@@ -243,9 +244,9 @@ def _results(folder: Path) -> dict[str, Path]:
     return results
 
 
-def _pictures(folder: Path, measured: set[Path]) -> dict[str, Path]:
+def _pictures(folder: Path, weights: str, measured: set[Path]) -> dict[str, Path]:
     """Name -> file of the pictures beside results of a folder's weights, and beside their analyses."""
-    weights, places = weights_fingerprint(str(folder)), set(measured)
+    places = set(measured)
     for path in sorted(folder.parent.glob("*/experts.json")):
         analysis = read_record(path, dict)
         if analysis.get("weights") == weights:

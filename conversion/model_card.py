@@ -96,7 +96,7 @@ def render(
         towers={name: getattr(config, f"{name}_config", None) for name in ("vision", "text")},
         provenance=provenance,
         results=results,
-        measured=sorted({f"commit {result['commit']}, {result['dtype']}" for result in results}),
+        measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
         scores=list(_scores(results)),
         pictures={name: PICTURES[name] for name in provenance.pictures},
         base=", ".join([*bases, *unknown]),
@@ -129,7 +129,7 @@ def result_entries(provenance: Provenance) -> dict[str, str]:
             )
             for metric in result["primary"]
         ]
-        files.setdefault(re.sub(r"[^A-Za-z0-9._-]+", "_", result["task"]), []).extend(entries)
+        files.setdefault(re.sub(r"[^A-Za-z0-9._-]+", "_", result["task"])[:100], []).extend(entries)
     return {name: json.dumps(eval_result_entries_to_yaml(entries), indent=2) for name, entries in files.items()}
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -155,13 +156,20 @@ def write_encoder(source: Path, folder: Path) -> None:
 def forget_this_machine(folder: Path) -> None:
     """Remove from configurations what is true on this machine alone."""
     for path in settings_files(folder):
-        settings = before = read_json(path)
-        if isinstance(settings, dict):
-            settings = {key: value for key, value in settings.items() if key not in LOCAL_KEYS}
-        if path.name == "encoder.json" and (path.parent / "model").is_dir():
-            settings["source"] = Path(str(settings.get("source"))).name  # of a folder that was here
+        before = read_json(path)
+        settings = _without(LOCAL_KEYS, before)
+        if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
+            settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
         if settings != before:
             write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
+
+
+def _without(keys: set[str], settings: Any) -> Any:
+    if isinstance(settings, list):
+        return [_without(keys, value) for value in settings]
+    if isinstance(settings, dict):
+        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
+    return settings
 
 
 def verify(model: PreTrainedModel, folder: Path) -> None:

@@ -246,6 +246,7 @@ def test_nothing_of_this_machine_is_published(run, tmp_path):
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     for name in ("config.json", "tokenizer_config.json"):
         settings = json.loads((run / "sparse" / name).read_text())
+        settings["vision_config"] = settings.get("vision_config", {}) | {"_name_or_path": str(run)}
         settings |= {"_name_or_path": str(run), "name_or_path": str(run), "tokenizer_file": str(run / "tokenizer.json")}
         (run / "sparse" / name).write_text(json.dumps(settings))
     write_result(
@@ -304,6 +305,7 @@ def test_any_text_is_shown_as_it_is(run, text):
     assert sum(token.type == "table_open" for token in tokens) == 3
     parts = [part for token in tokens for part in token.children or ()]
     assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
+    assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics
     assert len(result_entries(provenance)) == 1 and "/" not in next(iter(result_entries(provenance)))
 
 

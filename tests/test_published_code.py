@@ -197,3 +197,17 @@ def test_an_auto_map_of_any_shape_is_left_out(tmp_path):
         with own_code_only(tmp_path / "source") as copy:
             assert "auto_map" not in json.loads((copy / "config.json").read_text())
             assert torch.equal(CLIPModel.from_pretrained(copy).logit_scale, CLIPModel.from_pretrained(BASE).logit_scale)
+
+
+def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
+    encoder = tmp_path / "source" / "metadata_encoder"
+    shutil.copytree(sparse, encoder / "model")
+    (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
+    (encoder / "encoder.json").write_text('{"kind": "transformers", "name": "ours", "source": "/home/me/ours"}')
+    with own_code_only(tmp_path / "source") as copy:
+        publish.write_encoder(copy / "metadata_encoder", tmp_path / "out")
+    publish.forget_this_machine(tmp_path / "out")
+    require_own_code(tmp_path / "out")
+    assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(tmp_path / "out").keys()
+    assert_clean(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "encoder.json").read_text())["source"] == "ours"
