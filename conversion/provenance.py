@@ -52,6 +52,11 @@ def weights_fingerprint(model: str) -> str:
     return fingerprint(model, ("**/config.json", "**/*.bin", "**/*.safetensors"))
 
 
+def manifest_fingerprint(folder: Path) -> str:
+    """What a finished stage is to the stages that it is an input of."""
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
 def environment() -> dict:
     """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
     import accelerate

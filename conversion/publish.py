@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
@@ -25,12 +27,16 @@ from transformers import AutoProcessor, CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import forget_last_use, has_file, load_clip, load_config, sample_inputs
-from conversion.files import new_folder, one_line_errors
-from conversion.model_card import Provenance, render, result_entries
+from conversion.files import new_folder, one_line_errors, write_text
+from conversion.lineage import Provenance
+from conversion.local_names import is_hub_name
+from conversion.model_card import render, result_entries
+from conversion.own_code import CODE, named_code, own_code_only, read_json, require_own_code, settings_files
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
-# Of tokenizer_config.json: where the tokenizer was loaded from on this machine
-LOCAL_KEYS = ("is_local", "local_files_only", "name_or_path")
+# Of configurations: where they were loaded from on this machine, and files there
+LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
+LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[1] / "LICENSE"
@@ -65,67 +71,114 @@ def build(
 
     Raises:
         FileNotFoundError: `source` is no folder, or has no processor.
-        ValueError: no such model, weights that do not fit, or a copy that does not compute what the source does.
+        ValueError: no such model, weights that do not fit, a damaged file of its run, or a copy that does not compute
+            what the source does.
     """
+    if base_model is not None and not is_hub_name(base_model):
+        raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
     if not Path(source).is_dir():
         raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
     stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
     if stages and not has_file(source, "config.json"):
         raise ValueError(f"{source} holds several models; publish one of {', '.join(stages)} in it")
-    model_type = load_config(source).model_type
-    if model_type not in PUBLISHED:
-        raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
-    mixture = model_type == CLIPMoDEConfig.model_type
-    model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
-    if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
-        source, "processor_config.json", "preprocessor_config.json"
-    ):
-        raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
-    model.save_pretrained(folder, max_shard_size=SHARD)
-    write_processor(source, folder)
-    if (Path(source) / ENCODER).is_dir():
-        shutil.copytree(Path(source) / ENCODER, folder / ENCODER)
+    with own_code_only(Path(source)) as copy:
+        model = write_model(copy, folder)
+        write_processor(copy, folder)
+        write_encoder(copy / ENCODER, folder / ENCODER)
+    forget_this_machine(folder)
+    left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
+    left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
+    if left_out:
+        print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
     provenance = Provenance.of(Path(source))
     if not provenance.results:
-        print(f"warning: no scores of {source} were found; the card says so", file=sys.stderr)
+        print(f"warning: no scores of {source} are published; the card says so", file=sys.stderr)
     for name, picture in provenance.pictures.items():
         shutil.copy(picture, folder / name)
     if provenance.results:
         (folder / "results").mkdir()
-        for path in provenance.results:
-            shutil.copy(path, folder / "results" / path.name)
-        entries = result_entries(provenance)
+        for name, result in provenance.results.items():
+            write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
         (folder / ".eval_results").mkdir()
-        for name, text in entries.items():
-            (folder / ".eval_results" / f"{name}.yaml").write_text(text, encoding="utf-8")
+        for name, text in result_entries(provenance).items():
+            write_text(folder / ".eval_results" / f"{name}.yaml", text)
     if provenance.recipe is not None:
-        shutil.copy(provenance.recipe, folder / "recipe.yaml")
+        write_text(folder / "recipe.yaml", yaml.safe_dump(provenance.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     render(model.config, provenance, repository, licence, base_model).save(folder / "README.md")
     verify(model, folder)
 
 
-def write_processor(source: str | Path, folder: Path) -> None:
+def write_model(source: Path, folder: Path) -> PreTrainedModel:
+    """Save a model with its code, and return it.
+
+    Raises:
+        ValueError: no such model, or weights that do not fit.
+    """
+    model_type = load_config(source).model_type
+    if model_type not in PUBLISHED:
+        raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
+    mixture = model_type == CLIPMoDEConfig.model_type
+    model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
+    model.save_pretrained(folder, max_shard_size=SHARD)
+    return model
+
+
+def write_processor(source: Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
-    `merges.txt`; and without what is true on this machine alone."""
-    processor = AutoProcessor.from_pretrained(source)
+    `merges.txt`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
+        source, "processor_config.json", "preprocessor_config.json"
+    ):
+        raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
+    processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     forget_last_use(processor.tokenizer)
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)  # preprocessor_config.json
     processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in config.items() if key not in LOCAL_KEYS}
-    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_encoder(source: Path, folder: Path) -> None:
+    """Copy the encoder of a mixture's metadata, if there is one: settings, vocabulary and safetensors."""
+    if not source.is_dir():
+        return
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.bin"))  # pickles
+    for path in settings_files(folder):
+        for name in named_code(read_json(path)):
+            shutil.copy(CODE[name], path.parent)
+
+
+def forget_this_machine(folder: Path) -> None:
+    """Remove from configurations what is true on this machine alone."""
+    for path in settings_files(folder):
+        before = read_json(path)
+        settings = _without(LOCAL_KEYS, before)
+        if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
+            settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
+        if settings != before:
+            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
+
+
+def _without(keys: set[str], settings: Any) -> Any:
+    if isinstance(settings, list):
+        return [_without(keys, value) for value in settings]
+    if isinstance(settings, dict):
+        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
+    return settings
 
 
 def verify(model: PreTrainedModel, folder: Path) -> None:
     """Compare the features of a model with those that a process without this package computes from a folder.
 
     Raises:
-        ValueError: the folder does not load there, or the features differ.
+        ValueError: the folder names code that is not ours, does not load there, or the features differ.
     """
+    require_own_code(folder)  # the other process trusts it
     inputs = sample_inputs(model.expert(0).config if isinstance(model, CLIPMoDEModel) else model.config)
     with torch.no_grad():
         model = model.float().eval()
@@ -136,9 +189,10 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         save_file(inputs, f"{place}/inputs")
         # Another folder for the code, so that none is used that was loaded before
-        environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules"}
-        command = [sys.executable, "-c", CHECK, str(folder), f"{place}/inputs", f"{place}/outputs"]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{place}/inputs", f"{place}/outputs"]
+        # In another place, since Python imports from the one that it is started in
+        result = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True)
         if result.returncode != 0:
             reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             raise ValueError(f"the folder does not load without this package: {reason[-1]}")

@@ -8,7 +8,6 @@ with an error.
 
 import dataclasses
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -39,7 +38,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model, require_loadable
 from conversion.files import write_text
-from conversion.provenance import ATTEMPTS, MANIFEST, environment
+from conversion.provenance import ATTEMPTS, MANIFEST, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
@@ -718,9 +717,8 @@ MODEL_STAGES = (
 
 def fingerprint(model: str) -> str:
     """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
-    manifest = Path(model) / MANIFEST
-    if manifest.is_file():
-        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    if (Path(model) / MANIFEST).is_file():
+        return manifest_fingerprint(Path(model))
     return model_fingerprint(model)
 
 

@@ -1,0 +1,281 @@
+"""How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conversion.local_names import is_hub_name, is_url, without_paths
+from conversion.own_code import read_json
+from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, manifest_fingerprint, weights_fingerprint
+from conversion.rules import cut
+
+# Stages whose results tell something of a model
+PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
+TASK_TYPES = {
+    "accuracy": ("zero-shot-image-classification", "Zero-shot image classification"),
+    "group": ("image-text-matching", "Attribute pairs"),
+    "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
+    "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
+}
+# What a card reads of a result
+RESULT = {
+    "task": str,
+    "title": str,
+    "protocol": str,
+    "metrics": dict,
+    "primary": dict,
+    "num_samples": int,
+    "num_skipped": int,
+    "dtype": str,
+    "versions": dict,
+}
+BUILT_IN = "glyphs"  # data that this package draws
+ATTEMPT = {"device", "num_processes", "commit", "seconds"}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What is known of how a model came to be. No name in it is one of this machine.
+
+    Args:
+        recipe: of the run that it is a stage of.
+        stages: manifests of its stage and of all stages that it goes back to, the first one first; those of other runs
+            are called `RUN/STAGE`.
+        attempts: of each of these, what its attempts ran on and took, where that was recorded.
+        bases: names on the Hub of the models whose weights the first stages start from.
+        unknown: the same for folders that do not tell how they were made, or tell it no more.
+        data: sources of the data of all stages that have some.
+        datasets: those that are names on the Hub.
+        results: name of a file -> the scores of these weights in the run.
+        dates: name of a file -> when they were measured.
+        pictures: name -> file.
+    """
+
+    recipe: dict[str, Any] | None = None
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attempts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    bases: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dates: dict[str, date] = field(default_factory=dict)
+    pictures: dict[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path) -> "Provenance":
+        """What the folder of a model tells, and if it is a stage's the run around it, and the runs before that.
+
+        Raises:
+            ValueError: a file of a run is damaged, or a result is none that can be read here; says which.
+        """
+        folder = folder.absolute()
+        if not _is_stage(folder):
+            return cls()
+        made = {place: read_record(place / MANIFEST, dict) for place in _stages_before(folder, _all_inputs)}
+        names = {place: _name(place, folder.parent) for place in made}
+        weights = weights_fingerprint(str(folder))
+        results = _results(folder, weights)
+        bases, unknown = _bases(folder)
+        data = [source for place in made for source in _data(place)]
+        recipe = _read_recipe(folder.parent / RECIPE)
+        inputs = [reference for place in made for reference, start, _ in _all_inputs(place) if start is not None]
+        local = {*inputs, recipe.get("output_dir")}
+        return cls(
+            recipe=without_paths(recipe, local),
+            stages={names[place]: without_paths(manifest, local) for place, manifest in made.items()},
+            attempts={names[place]: _attempts(place / ATTEMPTS) for place in made if (place / ATTEMPTS).is_file()},
+            bases=bases,
+            unknown=unknown,
+            data=sorted({text for _, text in data}),
+            datasets=sorted({name for name, _ in data if name is not None}),
+            results={name: without_paths(read_json(path) | {"source": folder.name}) for name, path in results.items()},
+            dates={name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
+            pictures=_pictures(folder, weights, {path.parent for path in results.values()}),
+        )
+
+    @property
+    def other_runs(self) -> list[str]:
+        return sorted({name.split("/")[0] for name in self.stages if "/" in name})
+
+    @property
+    def hours(self) -> float:
+        """Of all finished attempts of all stages."""
+        return sum(attempt["seconds"] or 0 for attempt in self._all_attempts) / 3600
+
+    @property
+    def interruptions(self) -> int:
+        """Attempts that did not end, whose time is not known."""
+        return sum(attempt["seconds"] is None for attempt in self._all_attempts)
+
+    @property
+    def hardware(self) -> list[str]:
+        return sorted({f"{attempt['num_processes']} x {attempt['device']}" for attempt in self._all_attempts})
+
+    @property
+    def commits(self) -> list[str]:
+        return sorted({attempt["commit"] for attempt in self._all_attempts if attempt["commit"]})
+
+    @property
+    def _all_attempts(self) -> list[dict[str, Any]]:
+        return [attempt for attempts in self.attempts.values() for attempt in attempts]
+
+
+def read_record(path: Path, kind: type) -> Any:
+    """A dictionary or a list that a run wrote. Raises ValueError for any other file."""
+    record = read_json(path)
+    if not isinstance(record, kind):
+        raise ValueError(f"{path} is damaged: it holds no {kind.__name__}")
+    return record
+
+
+def _is_stage(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
+
+
+def _name(place: Path, run: Path) -> str:
+    return place.name if place.parent == run else f"{place.parent.name}/{place.name}"
+
+
+def _stages_before(folder: Path, inputs) -> dict[Path, None]:
+    """A stage's folder after those of the stages that it goes back to, as far as they are what it was made of."""
+    found: dict[Path, None] = {}
+    for _, place, is_known in inputs(folder):
+        if is_known:
+            found |= _stages_before(place, inputs)
+    return found | {folder: None}
+
+
+def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
+    """(reference, folder, whether that is a stage which has not changed since) of what a stage was made of; the folder
+    is None for a name on the Hub."""
+    manifest = read_record(folder / MANIFEST, dict)
+    inputs = manifest.get("inputs")
+    if not isinstance(inputs, dict) or not isinstance(manifest.get("stage"), dict):
+        raise ValueError(f"{folder / MANIFEST} is damaged: it tells neither a stage nor its inputs")
+    for reference, recorded in inputs.items():
+        if str(recorded).startswith(f"{reference}@"):  # see conversion.provenance.fingerprint
+            yield reference, None, False
+            continue
+        place = folder.parent / reference
+        place = place if _is_stage(place) else Path(reference).absolute()
+        yield reference, place, _is_stage(place) and manifest_fingerprint(place) == recorded
+
+
+def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
+    """Those whose weights it goes on with: not what data were embedded or clustered by."""
+    inputs = list(_all_inputs(folder))
+    stage = read_record(folder / MANIFEST, dict)["stage"]
+    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
+    references = [stage.get("model"), *(reference for some in lists for reference in some)]
+    return (part for part in inputs if part[0] in references)
+
+
+def _bases(folder: Path) -> tuple[list[str], list[str]]:
+    """What the weights start from: names on the Hub, and folders of which no more is known."""
+    hub, unknown = set(), set()
+    for place in _stages_before(folder, _inputs_of_weights):
+        for reference, start, is_known in _inputs_of_weights(place):
+            if start is None:
+                hub.add(reference)
+            elif not is_known:
+                unknown.add(start.name)
+    return sorted(hub), sorted(unknown)
+
+
+def _data(folder: Path) -> list[tuple[str | None, str]]:
+    """The name on the Hub, if it is one, and what a card calls them, of a stage's data that no stage made."""
+    data = read_record(folder / MANIFEST, dict)["stage"].get("data")
+    source = data.get("source") if isinstance(data, dict) else None
+    made = {reference: is_known for reference, _, is_known in _all_inputs(folder)}
+    if not isinstance(source, str) or made.get(source):
+        return []
+    if source == BUILT_IN or is_url(source):
+        return [(None, source)]
+    is_public = source not in made and is_hub_name(source)
+    return [(source, source)] if is_public else [(None, f"{Path(without_paths(source)).name} (local)")]
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no YAML that can be read: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} is damaged: it holds no recipe")
+    return recipe
+
+
+def _attempts(path: Path) -> list[dict[str, Any]]:
+    attempts = read_record(path, list)
+    if not all(isinstance(attempt, dict) and attempt.keys() >= ATTEMPT for attempt in attempts):
+        raise ValueError(f"{path} is damaged: an attempt has {', '.join(sorted(ATTEMPT))}")
+    return attempts
+
+
+def _results(folder: Path, weights: str) -> dict[str, Path]:
+    """Name -> file of the results in a run that are of the weights in a folder as they are now.
+
+    Warns of those that only share its name. Of two that differ in nothing but their scores, the later one counts.
+    """
+    found, others = {}, []
+    for path in sorted(folder.parent.glob("*/*--*.json"), key=lambda path: path.stat().st_mtime):
+        result = read_record(path, dict)
+        if result.get("weights") == weights:
+            _require_scores(result, path)
+            found[result["task"], result["protocol"], result["dtype"]] = path
+        elif _is_of(result, folder):
+            others.append(path.relative_to(folder.parent).as_posix())
+    if others:
+        print(
+            f"warning: {len(others)} results of {folder.name} are left out: they are of other weights, or do not say "
+            f"of which; measure again ({cut(others)})",
+            file=sys.stderr,
+        )
+    results: dict[str, Path] = {}
+    for path in sorted(found.values()):
+        results[path.name if path.name not in results else f"{path.parent.name}--{path.name}"] = path
+    return results
+
+
+def _pictures(folder: Path, weights: str, measured: set[Path]) -> dict[str, Path]:
+    """Name -> file of the pictures beside results of a folder's weights, and beside their analyses."""
+    places = set(measured)
+    for path in sorted(folder.parent.glob("*/experts.json")):
+        analysis = read_record(path, dict)
+        if analysis.get("weights") == weights:
+            places.add(path.parent)
+        elif _is_of(analysis, folder):
+            print(
+                f"warning: the pictures of {path.parent.name} are left out: they are of other weights, or do not say "
+                "of which; delete it and run it again",
+                file=sys.stderr,
+            )
+    return {name: place / name for place in sorted(places) for name in PICTURES if (place / name).is_file()}
+
+
+def _is_of(result: dict[str, Any], folder: Path) -> bool:
+    return Path(str(result.get("source"))).name == folder.name
+
+
+def _require_scores(result: dict[str, Any], path: Path) -> None:
+    """Raises ValueError for what is no result that a card can tell."""
+    wrong = [key for key, kind in RESULT.items() if not isinstance(result.get(key), kind)]
+    if wrong:
+        raise ValueError(f"{path} is no result of an evaluation: {', '.join(wrong)} are missing or of another kind")
+    metrics, primary = result["metrics"], result["primary"]
+    unknown = sorted(set(primary) - (set(metrics) & set(TASK_TYPES)))
+    if unknown or not all(isinstance(title, str) for title in primary.values()):
+        raise ValueError(
+            f"{path} is of a task that cards do not know: its score is {', '.join(unknown) or primary}, and they know "
+            f"{', '.join(TASK_TYPES)}"
+        )
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{path}: the score {name} is {value!r}, which is no finite number: measure it again")

@@ -1,0 +1,77 @@
+"""Names that hold on this machine alone, which are not published, and names on the Hub."""
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import PureWindowsPath
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+NAMELESS = "a local folder"
+# What separates the words of a text
+SEPARATORS = re.compile(r"""([\s,;()'"`=<>|]+)""")
+# Parts of a path, or patterns of them
+SLASHED = re.compile(r"[\w.*?@:+%\[\]{}-]+(/[\w.*?@:+%\[\]{}-]*)+")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name can be one on the Hub, and is no file or folder here."""
+    return _is_valid(name) and not os.path.exists(name)
+
+
+def is_url(text: str) -> bool:
+    return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", text) is not None
+
+
+def without_paths(value: Any, known: Collection[str] = ()) -> Any:
+    """What JSON or YAML hold, with the last part alone of every local path, also within a text.
+
+    A path is what is there, what begins as a path does, and one with slashes that is no name on the Hub.
+
+    Args:
+        known: other paths, which look like names on the Hub.
+    """
+    if isinstance(value, dict):
+        return {key: without_paths(part, known) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_paths(part, known) for part in value]
+    if not isinstance(value, str):
+        return value
+    if value in known:
+        return _last_part(value)
+    strange = SLASHED.fullmatch(value) and not is_url(value) and not _is_valid(value)
+    return _last_part(value) if strange or _is_path(value) else _without_paths_in_prose(value)
+
+
+def _without_paths_in_prose(text: str) -> str:
+    words, found = SEPARATORS.split(text), []
+    while words:
+        # A path may hold spaces: the longest one that is there
+        ends = range(len(words), 1, -1) if "/" in words[0] or "\\" in words[0] else ()
+        length = next((end for end in ends if os.path.exists("".join(words[:end]))), 1)
+        name = "".join(words[:length])
+        found.append(_last_part(name) if length > 1 or _is_path(name) else name)
+        words = words[length:]
+    return "".join(found)
+
+
+def _is_path(text: str) -> bool:
+    windows = PureWindowsPath(text)  # which knows both kinds of slashes
+    begins = bool(windows.drive and windows.root) or text.startswith(("~/", "./", "../", "file://"))
+    absolute = text.startswith("/") and len(windows.parts) > 2
+    return not is_url(text) and (begins or absolute or ("/" in text and windows.name != "" and os.path.exists(text)))
+
+
+def _is_valid(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _last_part(path: str) -> str:
+    name = PureWindowsPath(path).name
+    return NAMELESS if name in ("", ".", "..", "~") else name

@@ -1,0 +1,20 @@
+"""Texts of somebody else in markdown."""
+
+import re
+
+# What would be more than text
+MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def escape(text: object) -> str:
+    """As one line that shows it as it is, also in a cell of a table."""
+    return MARKUP.sub(r"\\\g<0>", one_line(text))
+
+
+def code(text: object) -> str:
+    """As code, which cannot hold what it ends with."""
+    return f"`{one_line(text).replace('`', chr(39))}`"

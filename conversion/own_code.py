@@ -1,0 +1,143 @@
+"""What configurations name as code: files of `modeling_clip_moe`, nothing else.
+
+transformers runs what a configuration names, in this folder or on the Hub, for everybody who loads it with
+`trust_remote_code=True`. So a model is loaded from a copy of its source that names no other code than ours, and what is
+published is checked before anything trusts it.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import modeling_clip_moe
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+
+CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
+OUR_CONFIGS = {c.model_type: c for c in (CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, CLIPMoDEConfig)}
+# The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
+SETTINGS = ("*config*.json", "modules.json", "encoder.json")
+# Those that hold none: vocabularies, weights and the like
+CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.model")
+# A value with a slash is a repository of kernels, which runs whether trusted or not
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+# Where sentence-transformers names classes, and whose it may name
+CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
+
+
+@contextlib.contextmanager
+def own_code_only(source: Path) -> Iterator[Path]:
+    """Yields a temporary copy of a model's folder whose configurations name no code but ours, and warns of the rest.
+
+    It holds no code, and links to the weights. Errors that name the copy are raised naming the source.
+
+    Raises:
+        ValueError: a configuration is no JSON, or names code without which the model is another one.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "copy"
+        for path in settings_files(source):
+            settings, left_out = _without_foreign_code(read_json(path), path)
+            for entry in left_out:
+                print(f"warning: {path}: {entry} is left out: it names code that is not ours", file=sys.stderr)
+            target = copy / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for path in _files(source, CONTENT):
+            target = copy / path.relative_to(source)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(path.resolve())
+        try:
+            yield copy
+        except (ValueError, OSError) as error:
+            if str(copy) not in str(error):
+                raise
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            raise kind(str(error).replace(str(copy), str(source))) from error
+
+
+def require_own_code(folder: Path) -> None:
+    """Makes sure that a folder can be trusted.
+
+    Raises:
+        ValueError: a file of code is not one of this package, to the byte, or a configuration names any other code, or
+            code that is not beside it.
+    """
+    for path in _files(folder, ("*.py",)):
+        if path.name not in CODE or path.read_bytes() != CODE[path.name].read_bytes():
+            raise ValueError(f"{path} is not this package's: no code is trusted but that of modeling_clip_moe")
+    for path in settings_files(folder):
+        settings = read_json(path)
+        _, foreign = _without_foreign_code(settings, path)
+        foreign = foreign or [
+            f"{n}, which is not there" for n in named_code(settings) if not (path.parent / n).is_file()
+        ]
+        if foreign:
+            raise ValueError(f"{path} names code that is not this package's: {'; '.join(foreign)}")
+
+
+def settings_files(folder: Path) -> list[Path]:
+    return _files(folder, SETTINGS)
+
+
+def named_code(settings: Any) -> list[str]:
+    """The files that settings without foreign code name."""
+    auto_map = settings.get("auto_map", {}) if isinstance(settings, dict) else {}
+    return sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError for what is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+
+
+def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:
+    """Settings without what names other code than ours, which configurations of ours all name; and what that was."""
+    if isinstance(settings, list):
+        parts = [_without_foreign_code(value, path, f"{where}{i}.") for i, value in enumerate(settings)]
+        return [value for value, _ in parts], [entry for _, entries in parts for entry in entries]
+    if not isinstance(settings, dict):
+        return settings, []
+    kept, left_out = {}, []
+    for key, value in settings.items():
+        if key == "auto_map":
+            entries = value if isinstance(value, dict) else {"": value}
+            own = _own_auto_map(settings)
+            left_out += [f"{where}auto_map.{name} {v!r}" for name, v in entries.items() if own.get(name) != v]
+        elif key == "custom_pipelines":
+            left_out.append(f"{where}custom_pipelines {value!r}")
+        elif key in KERNELS and "/" in str(value):
+            left_out.append(f"{where}{key} {value!r}")
+        else:
+            if key in CLASSES:
+                _require_known_classes(value, path, f"{where}{key}")
+            kept[key], entries = _without_foreign_code(value, path, f"{where}{key}.")
+            left_out += entries
+    if own := _own_auto_map(settings):
+        kept["auto_map"] = own
+    return kept, left_out
+
+
+def _own_auto_map(settings: dict) -> dict[str, str]:
+    model_type = settings.get("model_type")
+    config = OUR_CONFIGS.get(model_type) if isinstance(model_type, str) else None
+    return {} if config is None else config().auto_map
+
+
+def _require_known_classes(value: Any, path: Path, where: str) -> None:
+    for name in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(name, str) and "." in name and not name.startswith(KNOWN_CLASSES):
+            raise ValueError(
+                f"{path}: {where} {name!r} is neither sentence-transformers' own nor torch's: not published"
+            )

@@ -1,0 +1,316 @@
+"""What a card says of a model: its lineage, its scores by its weights, and nothing of this machine."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from safetensors.torch import load_file, save_file
+
+from conversion import publish
+from conversion.lineage import Provenance
+from conversion.model_card import render, result_entries
+from conversion.provenance import weights_fingerprint
+from modeling_clip_moe import CLIPMoEConfig
+from training.arguments import load_recipe
+from training.stages import run_recipe
+
+BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
+SCORE = 0.75
+
+
+def write_recipe(folder, stages):
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({"output_dir": str(folder), "stages": stages}))
+    return load_recipe(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A run on this machine, in a folder that nobody else has to know, which goes on with a model of another one."""
+    private = tmp_path_factory.mktemp("made") / "private place"
+    private.mkdir()
+    first = run_recipe(write_recipe(private / "first", [{"name": "mean", "stage": "average", "models": [str(BASE)]}]))
+    upcycled = {"name": "sparse", "stage": "upcycle", "model": str(first / "mean"), "preset": "clip_moe"}
+    return run_recipe(write_recipe(private / "second", [upcycled]))
+
+
+@pytest.fixture
+def run(made, tmp_path) -> Path:
+    """A copy of it, for changes."""
+    return Path(shutil.copytree(made, tmp_path / "private place" / "second"))
+
+
+def write_result(run, weights, stage="evaluation", name="glyphs_pairs--a.json", **changes):
+    result = {
+        "model": "a",
+        "task": "glyphs_pairs",
+        "title": "attribute pairs",
+        "protocol": "1,200 pairs",
+        "metrics": {"group": SCORE, "text": 0.8},
+        "num_samples": 1200,
+        "num_skipped": 0,
+        "primary": {"group": "group score"},
+        "source": str(run / "sparse"),
+        "weights": weights,
+        "dtype": "float32",
+        "commit": "abc",
+        "versions": {"torch": "2"},
+    } | changes
+    result = {key: value for key, value in result.items() if value is not None}
+    (run / stage).mkdir(exist_ok=True)
+    (run / stage / name).write_text(json.dumps(result))
+    return result
+
+
+def card_of(provenance, **options):
+    options = {"licence": None, "base_model": None} | options
+    card = render(CLIPMoEConfig(), provenance, "user/clip", **options)
+    return ModelCard(str(card))  # as it is read
+
+
+def change_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["visual_projection.weight"] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_scores_are_those_of_the_weights(run, capsys):
+    sparse = weights_fingerprint(str(run / "sparse"))
+    write_result(run, sparse)
+    (run / "evaluation" / "report.png").write_bytes(b"picture")
+    write_result(run, "0" * 64, name="glyphs_pairs--alike.json", source="elsewhere/sparse")
+    write_result(run, None, name="glyphs_pairs--old.json")
+    write_result(run, "1" * 64, name="glyphs_pairs--dense.json", source=str(BASE))
+    provenance = Provenance.of(run / "sparse")
+    assert list(provenance.results) == ["glyphs_pairs--a.json"] and list(provenance.pictures) == ["report.png"]
+    warning = capsys.readouterr().err
+    assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
+    assert "evaluation/glyphs_pairs--alike.json, evaluation/glyphs_pairs--old.json" in warning
+    (score,) = card_of(provenance).data.eval_results
+    assert score.metric_value == 100 * SCORE
+    change_weights(run / "sparse")
+    later = Provenance.of(run / "sparse")
+    assert later.results == {} and later.pictures == {} and card_of(later).data.eval_results is None
+    assert "3 results of sparse are left out" in capsys.readouterr().err
+
+
+def test_a_result_counts_whatever_it_is_called(run):
+    sparse = weights_fingerprint(str(run / "sparse"))
+    write_result(run, sparse, source="moved/another", model="another")
+    assert len(Provenance.of(run / "sparse").results) == 1
+
+
+def test_of_two_measurements_the_later_one_counts(run):
+    sparse = weights_fingerprint(str(run / "sparse"))
+    write_result(run, sparse, "later", metrics={"group": 0.5})
+    write_result(run, sparse, "earlier")
+    write_result(run, sparse, "other", protocol="all pairs", metrics={"group": 0.25})
+    os.utime(run / "earlier" / "glyphs_pairs--a.json", (0, 0))
+    provenance = Provenance.of(run / "sparse")
+    assert [result["metrics"]["group"] for result in provenance.results.values()] == [0.5, 0.25]
+    assert list(provenance.results) == ["glyphs_pairs--a.json", "other--glyphs_pairs--a.json"]
+    entries = yaml.safe_load(result_entries(provenance)["glyphs_pairs"])
+    assert [entry["value"] for entry in entries] == [50, 25]
+
+
+def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
+    (run / "experts").mkdir()
+    (run / "experts" / "routing.png").write_bytes(b"picture")
+    for weights, expected in ((weights_fingerprint(str(run / "sparse")), ["routing.png"]), ("0" * 64, [])):
+        analysis = {"source": str(run / "sparse"), "weights": weights}
+        (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+        assert list(Provenance.of(run / "sparse").pictures) == expected
+    assert "the pictures of experts are left out: they are of other weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": {"group": math.nan}}, "glyphs_pairs--a.json: the score group is nan, which is no finite number"),
+        ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
+        ({"metrics": {"group": "good"}}, "the score group is 'good'"),
+        ({"metrics": {"group": True}}, "the score group is True"),
+        ({"metrics": {}}, "glyphs_pairs--a.json is of a task that cards do not know: its score is group"),
+        ({"metrics": {"fid": 1}, "primary": {"fid": "FID"}}, "a.json is of a task that cards do not know: .*fid"),
+        ({"versions": None, "title": 3}, "a.json is no result of an evaluation: title, versions are missing"),
+    ],
+)
+def test_what_is_no_score_is_refused(run, changes, message):
+    write_result(run, weights_fingerprint(str(run / "sparse")), **changes)
+    with pytest.raises(ValueError, match=message):
+        Provenance.of(run / "sparse")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("evaluation/a--b.json", "{", "a--b.json is no JSON"),
+        ("evaluation/a--b.json", "[1]", "a--b.json is damaged: it holds no dict"),
+        ("experts/experts.json", "null", "experts.json is damaged"),
+        ("sparse/manifest.json", "", "manifest.json is no JSON"),
+        ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged: it tells neither"),
+        ("sparse/attempts.json", "[1]", "attempts.json is damaged: an attempt has"),
+        ("recipe.yaml", "a: [", "recipe.yaml is no YAML"),
+        ("recipe.yaml", "- 1", "recipe.yaml is damaged"),
+    ],
+)
+def test_damaged_files_of_a_run_are_named(run, file, content, message):
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Provenance.of(run / "sparse")
+
+
+def test_lineage_goes_on_in_other_runs(run):
+    provenance = Provenance.of(run / "sparse")
+    assert list(provenance.stages) == ["first/mean", "sparse"] and list(provenance.attempts) == list(provenance.stages)
+    assert (provenance.bases, provenance.unknown) == ([], ["glyph_clip"])
+    card = card_of(provenance)
+    assert card.data.base_model is None
+    assert "From glyph_clip, a local folder of unknown lineage, by the stages of" in card.text
+    assert "after those of another run: first:" in card.text and "| first/mean | average |" in card.text
+    card = card_of(provenance, base_model="user/dense", licence="mit")
+    assert card.data.base_model == "user/dense" and "From user/dense, by the stages" in card.text
+
+
+def test_lineage_ends_where_a_stage_was_made_anew(run):
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["inputs"] = dict.fromkeys(manifest["inputs"], "0" * 64)
+    path.write_text(json.dumps(manifest))
+    provenance = Provenance.of(run / "sparse")
+    assert list(provenance.stages) == ["sparse"] and (provenance.bases, provenance.unknown) == ([], ["mean"])
+
+
+@pytest.mark.parametrize("reference", ["runs/gone", "mean"])
+def test_a_folder_that_is_gone_is_no_base_model(run, reference):
+    manifest = json.loads((run / "sparse" / "manifest.json").read_text())
+    (recorded,) = manifest["inputs"].values()
+    manifest["stage"]["model"], manifest["inputs"] = reference, {reference: recorded}
+    (run / "sparse" / "manifest.json").write_text(json.dumps(manifest))
+    provenance = Provenance.of(run / "sparse")
+    card = card_of(provenance)
+    assert card.data.base_model is None and f"From {Path(reference).name}, a local folder of unknown" in card.text
+    assert "runs/gone" not in str(card)
+
+
+def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "local").mkdir(parents=True)
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    # The encoder of captions is no base: its weights are in no model
+    manifest["stage"] |= {"model": "openai/clip", "clusters": "user/encoder"}
+    manifest["inputs"] = {"openai/clip": "openai/clip@" + "a" * 40, "user/encoder": "user/encoder@None"}
+    sources = {
+        "user/pairs": (["user/pairs"], "user/pairs"),
+        "user/local": (None, "local (local)"),
+        "user/no/name": (None, "name (local)"),
+        "glyphs": (None, "glyphs"),
+        "hf://datasets/user/name/*.parquet": (None, "hf://datasets/user/name/\\*.parquet"),
+    }
+    for source, (datasets, text) in sources.items():
+        manifest["stage"]["data"] = {"source": source}
+        path.write_text(json.dumps(manifest))
+        card = card_of(Provenance.of(run / "sparse"))
+        assert (card.data.base_model, card.data.datasets) == ("openai/clip", datasets)
+        assert f"Data: {text}." in card.text and "From openai/clip, by the stages" in card.text
+
+
+@pytest.mark.parametrize("name", ["runs/demo/clip_up", "no name", "training"])
+def test_a_base_model_is_a_name_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training").mkdir()
+    arguments = [str(BASE), "user/x", "--dry-run", str(tmp_path / "out"), "--base-model", name]
+    with pytest.raises(SystemExit, match=f"error: --base-model {name} is no name on the Hub"):
+        publish.main(arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_of_this_machine_is_published(run, tmp_path):
+    data = tmp_path / "private place" / "cats, dogs"
+    data.mkdir()
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": str(data), "image_root": str(data)}
+    path.write_text(json.dumps(manifest))
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["stages"] += [{"name": "other", "stage": "embed_captions", "encoder": "~/private/encoder"}]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((run / "sparse" / name).read_text())
+        settings["vision_config"] = settings.get("vision_config", {}) | {"_name_or_path": str(run)}
+        settings |= {"_name_or_path": str(run), "name_or_path": str(run), "tokenizer_file": str(run / "tokenizer.json")}
+        (run / "sparse" / name).write_text(json.dumps(settings))
+    write_result(
+        run,
+        weights_fingerprint(str(run / "sparse")),
+        title=f"retrieval, {data}",
+        protocol=f"100 rows of {data}, split test",
+        data={"source": str(data)},
+    )
+    publish.main([str(run / "sparse"), "user/clip", "--dry-run", str(tmp_path / "out")])
+    texts = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert [file.name for file, text in texts.items() if b"private" in text or str(tmp_path).encode() in text] == []
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (
+        "| retrieval, cats, dogs | group score | 75.0 |" in card.text and "100 rows of cats, dogs, split" in card.text
+    )
+    (result,) = (json.loads(file.read_text()) for file in (tmp_path / "out" / "results").iterdir())
+    assert (result["source"], result["data"]) == ("sparse", {"source": "cats, dogs"})
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert recipe["output_dir"] == "second" and recipe["stages"][0]["model"] == "mean"
+    torch.testing.assert_close(
+        load_file(tmp_path / "out" / "model.safetensors"), load_file(run / "sparse" / "model.safetensors")
+    )
+
+
+NASTY = ["a|b", "two\nlines", "`code`", "$x$ and $y$", "<script>alert(1)</script>", "*b* _i_ &amp; [l](http://x)"]
+
+
+@pytest.mark.parametrize("text", [*NASTY, "\"q\" 'q': #c\n---\n- x", "{{ 1 }} {% raw %}", "\\|"])
+def test_any_text_is_shown_as_it_is(run, text):
+    write_result(
+        run,
+        weights_fingerprint(str(run / "sparse")),
+        title=text,
+        protocol=text,
+        primary={"group": text},
+        task=text,
+        versions={"torch": text},
+        commit=text,
+        dtype=text,
+    )
+    manifest = run / "sparse" / "manifest.json"
+    settings = json.loads(manifest.read_text())
+    settings["stage"] |= {"preset": text, "stage": text, "data": {"source": text}}
+    manifest.write_text(json.dumps(settings))
+    provenance = Provenance.of(run / "sparse")
+    card = card_of(provenance, licence=text)
+    shown = " ".join(text.split())
+    (score,) = card.data.eval_results
+    assert (score.dataset_name, score.metric_name, card.data.license) == (shown, shown, shown)
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
+    cells = ["".join(part.content for part in token.children) for token in tokens if token.type == "inline"]
+    assert cells.count(shown) == 4  # a stage, and a row of scores
+    assert any(cell.startswith(f"Measured by commit {shown}, {shown}, torch {shown}. ") for cell in cells)
+    assert any(f"The weights: {shown}; they come from" in cell for cell in cells)
+    assert sum(token.type == "table_open" for token in tokens) == 3
+    parts = [part for token in tokens for part in token.children or ()]
+    assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
+    assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics
+    assert len(result_entries(provenance)) == 1 and "/" not in next(iter(result_entries(provenance)))
+
+
+def test_ordinary_names_look_as_before(run):
+    write_result(run, weights_fingerprint(str(run / "sparse")), title="zero-shot, unseen kinds")
+    text = card_of(Provenance.of(run / "sparse"), licence="apache-2.0").text
+    assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
+    assert "| sparse | upcycle | preset clip_moe, model mean |" in text

@@ -1,0 +1,55 @@
+"""Which names are published."""
+
+import pytest
+
+from conversion.local_names import is_hub_name, without_paths
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "my data" / "cats, dogs").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/home/me/secret/clip", "clip"),
+        ("~/secret/clip", "clip"),
+        ("../secret/clip/", "clip"),
+        ("C:\\Users\\me\\clip", "clip"),
+        ("file:///home/me/clip", "clip"),
+        ("runs/demo", "demo"),
+        ("runs/gone/clip_up", "clip_up"),
+        ("secret/*.parquet", "*.parquet"),
+        ("my data/cats, dogs", "cats, dogs"),
+        ("../..", "a local folder"),
+        ("100 rows of /home/me/secret/cats, split test", "100 rows of cats, split test"),
+        ("zero-shot, runs/demo", "zero-shot, demo"),
+        # What stays
+        ("openai/clip-vit-base-patch32", None),
+        ("glyphs", None),
+        ("hf://datasets/user/name/train-*.parquet", None),
+        ("a photo of red/green {}.", None),
+        ("all images / s, 3/4 of them; R@1 image→text", None),
+        (r"vision_model\..*(experts|router)", None),
+    ],
+)
+def test_of_a_path_the_last_part_is_published(text, published):
+    assert without_paths({"key": [text, 3]}) == {"key": [text if published is None else published, 3]}
+
+
+def test_a_path_with_spaces_in_a_text(tmp_path):
+    path = tmp_path / "my data" / "cats, dogs"
+    assert without_paths(f"100 rows of {path}, split test") == "100 rows of cats, dogs, split test"
+
+
+@pytest.mark.parametrize("name", ["openai/clip", "glyph_clip"])
+def test_hub_names(name):
+    assert is_hub_name(name)
+
+
+@pytest.mark.parametrize("name", ["runs/demo", "runs", "runs/gone/clip", "/home/me", "no name", "a--b", ""])
+def test_other_names(name):
+    assert not is_hub_name(name)

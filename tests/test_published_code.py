@@ -1,0 +1,213 @@
+"""Publishing: nothing of a source runs or is passed on but what this package wrote."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
+
+from conversion import publish
+from conversion.own_code import own_code_only, require_own_code
+from conversion.upcycle import PRESETS, upcycle
+from evaluation.sentence_encoders import load_encoder
+from modeling_clip_moe import CLIPMoDEModel
+
+ROOT = Path(__file__).parents[1]
+BASE = ROOT / "training" / "glyph_clip"
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch) -> Path:
+    """A file that is there once planted code has run; the code lies in a folder that `elsewhere--evil` names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    plant_module(tmp_path / "elsewhere", tmp_path / "ran")
+    return tmp_path / "ran"
+
+
+def plant_module(folder, ran):
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('ran')\n"
+    code += "from transformers import CLIPConfig as Config, CLIPModel as Model, CLIPProcessor as Processor\n"
+    (folder / "evil.py").write_text(code + "from transformers import CLIPTokenizer as Tokenizer\n")
+
+
+def change(path, **changes):
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(settings | changes))
+
+
+def plant_processor(folder):
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    processor = json.loads((folder / "processor_config.json").read_text())
+    images = processor["image_processor"] | {"auto_map": {"AutoImageProcessor": "elsewhere--evil.Model"}}
+    change(folder / "processor_config.json", auto_map={"AutoProcessor": "evil.Processor"}, image_processor=images)
+    change(folder / "preprocessor_config.json", **images)
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_clean(folder):
+    """No file of planted code, nor one that names it."""
+    assert not {name for name in files(folder) if "evil" in name or name.endswith((".pkl", ".bin"))}
+    texts = {name: path.read_text() for name, path in files(folder).items() if path.suffix in (".json", ".py")}
+    assert not {name for name, text in texts.items() if "evil" in text}
+    for name, path in files(folder).items():
+        if path.suffix == ".py":
+            assert path.read_bytes() == (ROOT / "modeling_clip_moe" / path.name).read_bytes(), name
+
+
+def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(BASE, source)
+    plant_module(source, ran)
+    plant_processor(source)
+    text = json.loads((source / "config.json").read_text())["text_config"]
+    change(
+        source / "config.json",
+        auto_map={"AutoModel": "elsewhere--evil.Model", "AutoConfig": "elsewhere--evil.Config"},
+        custom_pipelines={"classify": {"impl": "evil.Pipeline", "pt": ["CLIPModel"]}},
+        attn_implementation="evil/kernel",
+        text_config=text | {"auto_map": {"AutoModel": "evil.Model"}},
+    )
+    publish.main([str(source), "user/dense", "--dry-run", str(tmp_path / "out")])
+    assert not ran.exists()
+    assert_clean(tmp_path / "out")
+    warnings = capsys.readouterr().err
+    for entry in (
+        "config.json: auto_map.AutoModel 'elsewhere--evil.Model'",
+        "config.json: auto_map.AutoConfig 'elsewhere--evil.Config'",
+        "config.json: custom_pipelines {'classify': {'impl': 'evil.Pipeline', 'pt': ['CLIPModel']}}",
+        "config.json: attn_implementation 'evil/kernel'",
+        "config.json: text_config.auto_map.AutoModel 'evil.Model'",
+        "tokenizer_config.json: auto_map.AutoTokenizer [None, 'evil.Tokenizer']",
+        "processor_config.json: auto_map.AutoProcessor 'evil.Processor'",
+        "processor_config.json: image_processor.auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
+        "preprocessor_config.json: auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
+    ):
+        assert f"warning: {source}/{entry} is left out" in warnings
+
+
+def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, capsys):
+    source, dense = tmp_path / "source", CLIPModel.from_pretrained(BASE)
+    CLIPMoDEModel.from_experts([dense, upcycle(dense, PRESETS["clip_moe"], seed=0)]).save_pretrained(source)
+    AutoProcessor.from_pretrained(BASE).save_pretrained(source)
+    plant_processor(source)
+    encoder = source / "metadata_encoder"
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=723, **sizes)).save_pretrained(encoder / "model")
+    AutoProcessor.from_pretrained(BASE).tokenizer.save_pretrained(encoder / "model")
+    change(encoder / "encoder.json", kind="transformers", name="bert", source="runs/bert", pooling="mean")
+    for folder in (source, source / "expert_0", source / "expert_1", encoder, encoder / "model"):
+        plant_module(folder, ran)
+        (folder / "payload.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    for name in ("config.json", "expert_0/config.json", "expert_1/config.json", "metadata_encoder/model/config.json"):
+        own = json.loads((source / name).read_text()).get("auto_map", {})
+        change(source / name, auto_map=own | {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"})
+    (source / "modeling_clip_moe.py").write_text("import evil\n")
+    publish.main([str(source), "user/mixture", "--dry-run", str(tmp_path / "out")])
+    assert not ran.exists()
+    assert_clean(tmp_path / "out")
+    warnings = capsys.readouterr().err
+    assert "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'" in warnings
+    assert "metadata_encoder/evil.py, metadata_encoder/model/evil.py, metadata_encoder/model/payload.pkl" in warnings
+    for name in (".", "expert_1"):
+        config = json.loads((tmp_path / "out" / name / "config.json").read_text())
+        own = config["auto_map"]["AutoModelForZeroShotImageClassification"]
+        assert own in ("modeling_clip_mode.CLIPMoDEModel", "modeling_clip_moe.CLIPMoEModel")
+    assert load_encoder(tmp_path / "out" / "metadata_encoder").encode(["a star"]).shape == (1, 8)
+
+
+def test_a_type_that_is_not_known_asks_nobody(ran, tmp_path, monkeypatch):
+    shutil.copytree(BASE, tmp_path / "source")
+    plant_module(tmp_path / "source", ran)
+    change(tmp_path / "source" / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))  # what transformers would take for consent
+    with pytest.raises(SystemExit, match=f"error: cannot load {tmp_path}/source: .*`evil`"):
+        publish.main([str(tmp_path / "source"), "user/x", "--dry-run", str(tmp_path / "out")])
+    assert not ran.exists()
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse") / "model"
+    upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"auto_map": {"AutoModel": "elsewhere--evil.Model"}}, "config.json names code .*elsewhere--"),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}, "names code .*evil.Token"),
+        ("processor_config.json", {"image_processor": {"auto_map": {"AutoImageProcessor": "evil.P"}}}, "names code"),
+        ("expert_0/config.json", {"custom_pipelines": {"x": {"impl": "evil.P"}}}, "names code .*custom_pipelines"),
+        ("modeling_clip_moe.py", "import evil\n", "modeling_clip_moe.py is not this package's"),
+        ("evil.py", "import os\n", "evil.py is not this package's"),
+        ("modeling_clip_moe.py", None, "config.json names code .*modeling_clip_moe.py.* not there"),
+    ],
+)
+def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, message):
+    folder = tmp_path / "folder"
+    shutil.copytree(sparse, folder)
+    require_own_code(folder)
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    if changes is None:
+        path.unlink()
+    elif isinstance(changes, dict):
+        change(path, **changes)
+    else:
+        path.write_text(changes)
+    plant_module(tmp_path / "elsewhere", ran)
+    with pytest.raises(ValueError, match=message):
+        publish.verify(CLIPModel.from_pretrained(BASE), folder)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "config.json is no JSON"),
+        ("config.json", "[" * 100_000, "config.json is no JSON"),
+        ("metadata_encoder/model/modules.json", '[{"path": "", "type": "evil.Module"}]', "modules.json: .*evil.Module"),
+        (
+            "metadata_encoder/model/1_Dense/config.json",
+            '{"activation_function": "os.abort"}',
+            "config.json: .*os.abort",
+        ),
+    ],
+)
+def test_what_cannot_be_left_out_is_refused(tmp_path, file, content, message):
+    shutil.copytree(BASE, tmp_path / "source")
+    (tmp_path / "source" / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "source" / file).write_text(content)
+    with pytest.raises(ValueError, match=message), own_code_only(tmp_path / "source"):
+        raise AssertionError
+
+
+def test_an_auto_map_of_any_shape_is_left_out(tmp_path):
+    shutil.copytree(BASE, tmp_path / "source")
+    for auto_map in ("evil.Model", ["evil.Model"], 3, {"AutoModel": {"pil": "evil.Model"}}):
+        change(tmp_path / "source" / "config.json", auto_map=auto_map)
+        with own_code_only(tmp_path / "source") as copy:
+            assert "auto_map" not in json.loads((copy / "config.json").read_text())
+            assert torch.equal(CLIPModel.from_pretrained(copy).logit_scale, CLIPModel.from_pretrained(BASE).logit_scale)
+
+
+def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
+    encoder = tmp_path / "source" / "metadata_encoder"
+    shutil.copytree(sparse, encoder / "model")
+    (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
+    (encoder / "encoder.json").write_text('{"kind": "transformers", "name": "ours", "source": "/home/me/ours"}')
+    with own_code_only(tmp_path / "source") as copy:
+        publish.write_encoder(copy / "metadata_encoder", tmp_path / "out")
+    publish.forget_this_machine(tmp_path / "out")
+    require_own_code(tmp_path / "out")
+    assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(tmp_path / "out").keys()
+    assert_clean(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "encoder.json").read_text())["source"] == "ours"
