@@ -41,7 +41,7 @@ from evaluation.datasets import (
 )
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
-from evaluation.results import require_free, task_name, write_result
+from evaluation.results import named_folder, require_free, task_name, write_result
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
@@ -338,12 +338,12 @@ def evaluate_model(
     if not name.strip():
         raise ValueError(f"a model needs a name, not {name!r}")
     output_dir, device = Path(output_dir), usable_device(device)
-    output_dir.mkdir(parents=True, exist_ok=True)
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
     of_model = {"fingerprint": opened.fingerprint, "weights": weights_fingerprint(str(model))}
     names = {task: {"model": name, "task": task_name(task, benchmarks[task].data)} for task in tasks}
-    for task in tasks:
-        require_free(names[task] | of_model, output_dir)  # before the work
+    for task in tasks:  # before the work
+        require_free(names[task] | of_model, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     results = []
     for task in tasks:
         benchmark = benchmarks[task]
@@ -420,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tasks", required=True, help=f"{known}; or with --dataset: retrieval, zero_shot, linear_probe"
     )
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 
 from conversion.files import new_file, one_line_errors, write_text
-from evaluation.results import read_result, require_result
+from evaluation.results import named_folder, read_result, require_result
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files that evaluation.evaluate wrote")
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--baseline", help="model to compare the others with")
     args = parser.parse_args(argv)
     with one_line_errors():

@@ -1,5 +1,6 @@
 """Results of evaluations: what is in one, where it lies, and which of them may stand side by side."""
 
+import argparse
 import hashlib
 import json
 import re
@@ -123,6 +124,13 @@ def _plain(text: str, length: int = LONGEST_SLUG) -> str:
 def content_hash(content: dict[str, Any] | Sequence[str] | str) -> str:
     """Eight letters that tell plain values apart."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def named_folder(text: str) -> Path:
+    """The type of an argument that names a folder: of an empty one, `Path` would make the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a folder needs a name")
+    return Path(text)
 
 
 def _short(value: Any) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from conversion.files import one_line_errors, write_text
 from evaluation.report import SHARED, arrange, computed_with, differ, escape_markdown, markdown_table, primary_columns
+from evaluation.results import named_folder
 
 # What runs must agree in for each model and task, or their spread is not that of the seed.
 SAME = (*SHARED, "dtype", "commit", "versions")
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a seed")
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--baseline", help="model to compare the others with")
     args = parser.parse_args(argv)
     with one_line_errors():

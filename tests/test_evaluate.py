@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPCo
 from conversion.provenance import fingerprint
 from conversion.upcycle import PRESETS, upcycle
 from evaluation import datasets as benchmarks
-from evaluation import evaluate
+from evaluation import evaluate, report, seeds
 from evaluation.evaluate import Embedder, evaluate_model
 from evaluation.report import write_report
 from training import glyphs
@@ -470,8 +470,19 @@ def test_devices_that_cannot_compute(device):
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
     with pytest.raises(SystemExit) as exit:
-        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path), *arguments])
+        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path / "new"), *arguments])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
+    assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.mark.parametrize("command", [evaluate.main, report.main, seeds.main])
+def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, capsys, command):
+    """It would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    inputs = ["--model", str(dense), "--tasks", "glyphs_pairs"] if command is evaluate.main else ["x"]
+    with pytest.raises(SystemExit) as exit:
+        command([*inputs, "--output-dir", ""])
+    assert exit.value.code == 2 and capsys.readouterr().err.endswith("argument --output-dir: a folder needs a name\n")
 
 
 @pytest.mark.parametrize("task", ["retrieval", "zero_shot", "linear_probe"])
