@@ -89,12 +89,12 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     if not path.exists():
         return
     before = read_result(path)
-    # Results of earlier versions know their weights by another hash.
+    # Results of earlier versions know their weights by another hash, and gave several names one file.
     key = "weights" if "weights" in before else "fingerprint"
-    if before.get(key) != result.get(key):
+    if before["model"] != result["model"] or before.get(key) != result.get(key):
         raise ValueError(
-            f"{path} is the result of other weights called {before['model']!r} too (from {before['source']}): choose "
-            "another name (--name) or another --output-dir, or delete it"
+            f"{path} holds the result of another model, {before['model']!r} from {before['source']}: choose another "
+            "name (--name) or another --output-dir, or delete it"
         )
 
 

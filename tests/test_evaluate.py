@@ -392,10 +392,14 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
         command = ["--model", str(other), "--tasks", "glyphs_retrieval,glyphs_pairs", "--output-dir", str(tmp_path)]
         with pytest.raises(SystemExit) as exit:
             evaluate.main(command)
-    assert f"{path} is the result of other weights" in exit.value.code and "--name" in exit.value.code
+    assert f"{path} holds the result of another model, 'dense' from {dense}: " in exit.value.code
+    assert "--name" in exit.value.code
     assert json.loads(path.read_text()) == before
     evaluate_model(dense, ["glyphs_pairs"], tmp_path)  # the same weights
     evaluate_model(other, ["glyphs_pairs"], tmp_path, name="other")
+    path.write_text(json.dumps({**before, "model": "Dense"}))  # another name where files ignore case
+    with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
+        evaluate_model(dense, ["glyphs_pairs"], tmp_path)
     path.write_text(path.read_text()[:100])
     with pytest.raises(ValueError, match=f"{path.name} is not JSON"):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path)

@@ -5,9 +5,11 @@ import re
 
 import PIL.Image
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evaluation import report
-from evaluation.report import best_of, markdown_table, plot_text, write_report
+from evaluation.report import arrange, best_of, markdown_table, plot_text, write_report
 
 
 def result(model, task="retrieval", value=0.5, **changes):
@@ -229,3 +231,34 @@ def test_the_best_of_several_models_has_no_weights():
     results = [result("a", value=0.5, weights="1", fingerprint="2"), result("b", value=0.6, weights="3")]
     (best,) = best_of(results, "best", ["a", "b"])
     assert best["metrics"]["recall"] == 0.6 and not {"weights", "fingerprint"} & set(best)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(result("a"))), anything, max_size=3), anything)
+def test_whatever_is_in_a_file_is_a_result_or_an_error(tmp_path_factory, change, other):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    for content in (result("a") | change, other):
+        path.write_text(json.dumps(content))
+        try:
+            table = arrange([path])
+        except ValueError:
+            continue
+        assert all(
+            isinstance(value, int | float) for value in table[content["model"]][content["task"]]["metrics"].values()
+        )
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_whatever_is_in_a_text_is_one_cell_and_one_label(text):
+    table = markdown_table(["model", text], [[text, "50.0%"]])
+    lines = table.split("\n")
+    assert len(table.splitlines()) == len(lines) == 3
+    assert all(re.sub(r"\\.", "", line).count("|") == 3 for line in lines)
+    label = plot_text(text)
+    assert label.isprintable() and len(label.replace(r"\$", "$")) <= 41 and not re.search(r"(?<!\\)\$", label)
