@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import logging
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,18 +28,20 @@ from transformers import AutoConfig, AutoProcessor, CLIPModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import has_file, load_clip
-from conversion.files import new_file, one_line_errors, write_text
+from conversion.files import new_file, one_line_errors
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
 from evaluation.datasets import (
     BENCHMARKS,
     PRIMARY,
     Benchmark,
     linear_probe_benchmark,
+    read_classes,
     retrieval_benchmark,
     zero_shot_benchmark,
 )
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
+from evaluation.results import named_folder, require_free, task_name, write_result
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
@@ -239,10 +241,10 @@ def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None)
 
 
 def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
-    """The metrics of a benchmark, its number of samples and of those that could not be read, and of several experts the
-    mean weights that its tasks gave them."""
+    """The metrics of a benchmark, its number of samples and of those that could not be read, of retrieval the number of
+    captions, and of several experts the mean weights that its tasks gave them."""
     rows, skipped = benchmark.load()
-    weights = {}
+    weights, counts = {}, {}
     if benchmark.kind == "zero_shot":
         prompts = [template.format(name) for name in benchmark.classes for template in benchmark.templates]
         shape = (len(benchmark.classes), len(benchmark.templates), -1)
@@ -254,8 +256,10 @@ def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
         metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights["classes"]), labels)
     elif benchmark.kind == "retrieval":
         captions = [[caption] if isinstance(caption, str) else caption for caption in rows["caption"]]
+        captions = [[text for text in texts if text.strip()] for texts in captions]  # a blank one is none
         image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
         corpus = [text for texts in captions for text in texts]
+        counts["num_captions"] = len(corpus)
         images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
         weights["corpus"], weights["queries"] = (
             model.weights([corpus]),
@@ -290,7 +294,7 @@ def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
         metrics = pair_metrics(
             concatenate(images), concatenate(texts, weights["pairs"][:, None]), list(rows["attribute"])
         )
-    result = {"metrics": metrics, "num_samples": len(rows), "num_skipped": skipped}
+    result = {"metrics": metrics, "num_samples": len(rows), **counts, "num_skipped": skipped}
     if isinstance(model, Ensemble):
         result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
     return result
@@ -309,6 +313,8 @@ def evaluate_model(
 ) -> list[dict]:
     """Measure a model on tasks; each result is also written to `output_dir/TASK--NAME.json`.
 
+    The task of a result on data given by columns is called after the data: see `evaluation.results.task_name`.
+
     Args:
         model: a folder or hub name.
         tasks: keys of `benchmarks`.
@@ -320,27 +326,36 @@ def evaluate_model(
         One result a task: the metrics and all it takes to know what they mean.
 
     Raises:
-        ValueError: an unknown task, or a device that is not there; else as `Embedder`.
+        OSError: the output folder cannot be made.
+        ValueError: a task that is unknown or given twice, a device that cannot compute, an empty name, or a result of
+            other weights under the same name; else as `Embedder`.
     """
     benchmarks = BENCHMARKS if benchmarks is None else benchmarks
     require_known(tasks, benchmarks)
     set_seed(0)
-    output_dir, name = Path(output_dir), name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
-    device = usable_device(device)
+    if name is None:
+        name = (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
+    if not name.strip():
+        raise ValueError(f"a model needs a name, not {name!r}")
+    output_dir, device = Path(output_dir), usable_device(device)
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
+    of_model = {"fingerprint": opened.fingerprint, "weights": weights_fingerprint(str(model))}
+    names = {task: {"model": name, "task": task_name(task, benchmarks[task].data)} for task in tasks}
+    for task in tasks:  # before the work
+        require_free(names[task] | of_model, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     results = []
     for task in tasks:
         benchmark = benchmarks[task]
         result = {
-            "model": name,
-            "task": task,
+            **names[task],
             "title": benchmark.title,
             "protocol": benchmark.protocol,
+            "data": benchmark.data,
             **measure(benchmark, opened),
             "primary": PRIMARY[benchmark.kind],
             "source": str(model),
-            "fingerprint": opened.fingerprint,
-            "weights": weights_fingerprint(str(model)),
+            **of_model,
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "batch_size": batch_size,
@@ -352,29 +367,36 @@ def evaluate_model(
     return results
 
 
-def write_result(result: dict[str, Any], output_dir: Path) -> None:
-    """Keep a result as `TASK--NAME.json`."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", result["model"])
-    write_text(output_dir / f"{result['task']}--{name}.json", json.dumps(result, indent=2, ensure_ascii=False))
+def parse_tasks(text: str) -> list[str]:
+    """The tasks of a command line, between commas."""
+    return [task.strip() for task in text.split(",")]
 
 
 def require_known(tasks: Sequence[str], benchmarks: dict[str, Benchmark]) -> None:
+    """Raises a ValueError for a task that is none of the benchmarks, or given twice."""
     unknown = [task for task in tasks if task not in benchmarks]
     if unknown:
-        raise ValueError(f"unknown task {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+        raise ValueError(
+            f"unknown task {', '.join(task or repr(task) for task in unknown)}; there are {', '.join(benchmarks)}"
+        )
+    repeated = [task for task, count in Counter(tasks).items() if count > 1]
+    if repeated:
+        raise ValueError(f"these tasks occur twice: {', '.join(repeated)}")
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
     """The device, or the accelerator if there is one.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is not there, or does not compute.
     """
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+        number = torch.ones(1, device=device) + 1
+        number.item()  # a meta tensor has none
+        return number.device
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"cannot compute on the device {device}: {error}") from error
 
 
@@ -398,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tasks", required=True, help=f"{known}; or with --dataset: retrieval, zero_shot, linear_probe"
     )
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -418,7 +440,7 @@ def main(argv: list[str] | None = None) -> None:
     columns.add_argument("--templates", nargs="+", default=["a photo of a {}."], help="for zero_shot")
     args = parser.parse_args(argv)
     with one_line_errors():
-        tasks = args.tasks.split(",")
+        tasks = parse_tasks(args.tasks)
         results = evaluate_model(
             args.model,
             tasks,
@@ -436,7 +458,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, Benchmark]:
     wanted = [task for task in ("retrieval", "zero_shot", "linear_probe") if task in tasks]
-    if wanted and args.dataset is None:
+    if wanted and not args.dataset:
         raise ValueError(f"the task {wanted[0]} needs --dataset")
     benchmarks = {}
     for task in wanted:
@@ -451,7 +473,7 @@ def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, 
         if task == "retrieval":
             benchmarks[task] = retrieval_benchmark(arguments)
         else:
-            classes = args.classes.read_text(encoding="utf-8").splitlines() if args.classes else None
+            classes = read_classes(args.classes) if args.classes else None
             if task == "zero_shot":
                 benchmarks[task] = zero_shot_benchmark(arguments, args.templates, classes)
             else:

@@ -4,7 +4,9 @@ python -m evaluation.report scores/*.json --output-dir scores
 """
 
 import argparse
-import json
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,21 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from conversion.files import one_line_errors, write_text
+from conversion.files import new_file, one_line_errors, write_text
+from evaluation.results import named_folder, read_result, require_result
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
 Results = Sequence[dict[str, Any] | str | Path]
-# What results of one task must agree in, or they do not belong in one column.
-SHARED = ("protocol", "num_samples", "title", "primary")
-NEEDED = ("model", "task", "metrics", *SHARED, "num_skipped", "source", "dtype", "commit", "versions")
+# What results of one task must agree in, or they do not belong in one column; those of earlier versions lack the last.
+SHARED = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
+# What results of one model must agree in, or they do not belong in one row.
+OF_MODEL = ("weights", "dtype")
+# What would be more than text in markdown. Underscores within words, and two stars, are left as they are.
+MARKUP = re.compile(r"[\\|`<\[\]$~]|(?<!\w)_|_(?!\w)|(?<!\*)\*(?!\*)|&(?=#?\w+;)")
+# Inches
+WIDEST, HIGHEST = 60, 20
 
 
 def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
@@ -34,8 +42,10 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         The table: a row a model, a column a task and primary metric, in percent.
 
     Raises:
+        OSError: the folder cannot be made.
         ValueError: there are no results, two of one model and task, tasks that a model lacks, a score that is not
-            finite, or results of one task with different protocols, numbers of samples or metrics.
+            finite, results of one task with different data, protocols, numbers of samples or metrics, or of one model
+            with different weights.
     """
     table = arrange(results)
     if baseline is not None and baseline not in table:
@@ -51,18 +61,11 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
 
 
 def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(result, dict):
-        return result
-    try:
-        content = json.loads(Path(result).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{result} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{result} is no result of an evaluation: it holds no JSON object")
-    missing = [key for key in NEEDED if key not in content]
-    if missing:
-        raise ValueError(f"{result} is no result of an evaluation: it lacks {', '.join(missing)}")
-    return content
+    if isinstance(result, str | Path):
+        return read_result(result)
+    if not isinstance(result, dict):
+        raise ValueError(f"a result is a dictionary or a file, not {result!r}")
+    return require_result(result, f"what is given of {result.get('model')!r}")
 
 
 def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
@@ -84,12 +87,18 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
         if bad:
             raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite")
         for key in SHARED:
-            if result[key] != other[key]:
+            if differ(result, other, key):
                 raise ValueError(
                     f"{task}: {key} is {other[key]!r} for {other['model']!r} but {result[key]!r} for {model!r}; "
                     "such scores cannot be compared"
                 )
     for model, row in table.items():
+        one, *others = row.values()
+        for key, other in ((key, other) for key in OF_MODEL for other in others if differ(one, other, key)):
+            raise ValueError(
+                f"{model!r} has results of different models: {key} is {one[key]!r} on {one['task']} but "
+                f"{other[key]!r} on {other['task']}; measure it again, or give them different names"
+            )
         missing = sorted(set(first) - set(row))
         if missing:
             raise ValueError(
@@ -98,11 +107,18 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {model: {task: row[task] for task in first} for model, row in table.items()}
 
 
+def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
+    """Whether results disagree in what both have."""
+    return key in result and key in other and result[key] != other[key]
+
+
 def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]) -> list[dict[str, Any]]:
     """One result a task, named `title`, with the best score of these models in each metric."""
     best = {}
     for result in results:
         if result["model"] in models:
+            # It is no model's, so nobody may find it by the hash of one.
+            result = {key: value for key, value in result.items() if key not in ("weights", "fingerprint")}
             other = best.setdefault(
                 result["task"], {**result, "model": title, "source": f"best of {', '.join(models)}"}
             )
@@ -112,9 +128,10 @@ def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]
 
 
 def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """(task, metric) -> title, of the primary metrics."""
+    """(task, metric) -> title, of the primary metrics. Tasks of the same title are told apart by their names."""
+    titles = Counter(result["title"] for result in row.values())
     return {
-        (task, metric): f"{result['title']}: {name}"
+        (task, metric): f"{result['title']}{f' ({task})' if titles[result['title']] > 1 else ''}: {name}"
         for task, result in row.items()
         for metric, name in result["primary"].items()
     }
@@ -147,19 +164,43 @@ def _all_metrics(table) -> str:
 def _protocols(table) -> str:
     row = next(iter(table.values()))
     lines = [
-        f"- {task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
+        f"{task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
         for task, result in row.items()
     ]
     for model, results in table.items():
-        result = next(iter(results.values()))
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        lines.append(f"- {model}: `{result['source']}`, {result['dtype']}, commit {result['commit']}, {versions}")
-    return "\n".join(lines)
+        for result in results.values():
+            line = f"{model}: {result['source']}, {result['dtype']}, {computed_with(result)}"
+            lines += [line] if line not in lines else []
+    return "\n".join(f"- {escape_markdown(line)}" for line in lines)
+
+
+def computed_with(result: dict[str, Any]) -> str:
+    """The commit and the versions of a result."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"commit {result['commit']}, {versions}"
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks, control characters and others that cannot be seen or written."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def escape_markdown(text: str) -> str:
+    """A text of somebody else as one line of markdown that shows it as it is."""
+    return MARKUP.sub(r"\\\g<0>", one_line(text))
+
+
+def plot_text(text: str, length: int = 40) -> str:
+    """A text of somebody else as one line that matplotlib shows as it is, cut to a length."""
+    text = one_line(text)
+    text = text if len(text) <= length else f"{text[: length - 1]}…"
+    # Between dollars would be mathematics; labels that begin with an underscore are left out of legends.
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns also line up as plain text."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in [header, *rows]]
+    """A table whose columns also line up as plain text. Cells are escaped, but for what is between two stars."""
+    lines = [[escape_markdown(cell) for cell in line] for line in [header, *rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
     formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
@@ -169,21 +210,26 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 def _draw(table, path: Path) -> None:
     columns = primary_columns(next(iter(table.values())))
     positions, width = np.arange(len(columns)), 0.8 / len(table)
-    # Room for a number above each bar
-    figure, axis = plt.subplots(figsize=(len(columns) * max(1.6, 0.34 * len(table)) + 1, 4.6))
-    for number, (model, row) in enumerate(table.items()):
+    models = [plot_text(model) for model in table]
+    # Room for a name, and for a number above each bar
+    name_width = 0.7 + 0.09 * max(map(len, models))
+    figure_width = min(WIDEST, max(name_width, len(columns) * max(1.6, 0.34 * len(table)) + 1))
+    names_a_line = min(5, len(table), int(figure_width / name_width))
+    name_lines = math.ceil(len(table) / names_a_line)
+    figure, axis = plt.subplots(figsize=(figure_width, min(HIGHEST, 4.4 + 0.2 * name_lines)))
+    for number, (model, row) in enumerate(zip(models, table.values(), strict=True)):
         values = [100 * row[task]["metrics"][metric] for task, metric in columns]
         bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)
         axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-    axis.set_xticks(
-        positions, [title.replace(": ", "\n").replace(", ", "\n") for title in columns.values()], fontsize=9
-    )
+    titles = [re.split(": |, ", one_line(title)) for title in columns.values()]
+    axis.set_xticks(positions, ["\n".join(plot_text(part, 24) for part in title[:6]) for title in titles], fontsize=9)
     axis.set_ylim(0, 108)
     axis.set_ylabel("%")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=min(5, len(table)), frameon=False)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=names_a_line, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    with new_file(path) as partial:
+        figure.savefig(partial, dpi=130, format="png")
     plt.close(figure)
 
 
@@ -192,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files that evaluation.evaluate wrote")
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--baseline", help="model to compare the others with")
     args = parser.parse_args(argv)
     with one_line_errors():

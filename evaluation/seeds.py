@@ -12,8 +12,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.files import one_line_errors
-from evaluation.report import arrange, markdown_table, primary_columns
+from conversion.files import one_line_errors, write_text
+from evaluation.report import SHARED, arrange, computed_with, differ, escape_markdown, markdown_table, primary_columns
+from evaluation.results import named_folder
+
+# What runs must agree in for each model and task, or their spread is not that of the seed.
+SAME = (*SHARED, "dtype", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
 
@@ -53,17 +57,20 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     table = markdown_table(["model", *columns.values()], rows)
     sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
     if baseline is not None:
-        sections.append(f"In brackets: the difference to {baseline}, mean ± deviation of the seeds' differences.")
-    result = next(iter(next(iter(first.values())).values()))
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    protocols = [f"- {task}: {r['protocol']}" for task, r in next(iter(first.values())).items()]
-    sections += [table, "\n".join(protocols), f"Commit {result['commit']}, {versions}."]
+        name = escape_markdown(baseline)
+        sections.append(f"In brackets: the difference to {name}, mean ± deviation of the seeds' differences.")
+    results = next(iter(first.values()))
+    protocols = [
+        f"- {escape_markdown(task)}: {escape_markdown(result['protocol'])}" for task, result in results.items()
+    ]
+    made_with = escape_markdown(computed_with(next(iter(results.values()))))
+    sections += [table, "\n".join(protocols), f"{made_with[0].upper()}{made_with[1:]}."]
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "seeds.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_text(output_dir / "seeds.md", "\n\n".join(sections))
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
-    (output_dir / "seeds.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
     return table
 
 
@@ -82,8 +89,8 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
-            for key in ("protocol", "num_samples", "dtype", "commit", "versions"):
-                if other[model][task][key] != result[key]:
+            for key in SAME:
+                if differ(result, other[model][task], key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
                         f"{other_folder}; such scores cannot be averaged"
@@ -95,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a seed")
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--baseline", help="model to compare the others with")
     args = parser.parse_args(argv)
     with one_line_errors():

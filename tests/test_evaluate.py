@@ -16,8 +16,9 @@ from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPCo
 from conversion.provenance import fingerprint
 from conversion.upcycle import PRESETS, upcycle
 from evaluation import datasets as benchmarks
-from evaluation import evaluate
+from evaluation import evaluate, report, seeds
 from evaluation.evaluate import Embedder, evaluate_model
+from evaluation.report import write_report
 from training import glyphs
 from training.data import DataArguments
 
@@ -49,14 +50,18 @@ def sparse(dense):
 @pytest.fixture(autouse=True)
 def small_benchmarks(monkeypatch):
     """The glyph tasks on a few glyphs."""
-    small = {name: dataclasses.replace(b, load=cut(b.load)) for name, b in benchmarks.BENCHMARKS.items()}
+    small = {
+        name: dataclasses.replace(b, load=cut(b.load), load_train=b.load_train and cut(b.load_train))
+        for name, b in benchmarks.BENCHMARKS.items()
+    }
     monkeypatch.setattr(evaluate, "BENCHMARKS", small)
 
 
 def cut(load):
     def first():
         original = glyphs.load, glyphs.load_pairs
-        glyphs.load = lambda split, style, number, kinds: original[0](split, style, 40, kinds)
+        sizes = {"test": 40, "train": 400}
+        glyphs.load = lambda split, style, number, kinds: original[0](split, style, sizes[split], kinds)
         glyphs.load_pairs = lambda split, number: original[1](split, 12)
         try:
             return load()
@@ -69,7 +74,8 @@ def cut(load):
 def test_every_glyph_task(sparse, tmp_path):
     results = evaluate_model(sparse, list(benchmarks.BENCHMARKS), tmp_path, name="a model/x")
     for result in results:
-        stored = json.loads((tmp_path / f"{result['task']}--a_model_x.json").read_text())
+        (file,) = tmp_path.glob(f"{result['task']}--a_model_x-*.json")
+        stored = json.loads(file.read_text())
         assert stored == result
         assert set(result["primary"]) <= set(result["metrics"])
         assert all(0 <= value <= 1 for value in result["metrics"].values())
@@ -257,6 +263,15 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
         (["one"], None, ["a photo"], "a photo"),
         (["one"], None, ["{} and {}"], "one {} for the class's name"),
         (["one"], None, ["a {name}"], "one {} for the class's name"),
+        (["one"], None, ["a {"], "one {} for the class's name, got .'a {'"),
+        (["one"], None, ["a {}}"], "one {} for the class's name"),
+        (["one"], None, ["a {:d}"], "one {} for the class's name"),
+        (["one"], None, ["a {!r}"], "one {} for the class's name"),
+        (["one"], None, ["a {:{}}"], "one {} for the class's name"),
+        (["one"], None, ["a {0.x}"], "one {} for the class's name"),
+        (["one"], None, [], "got none"),
+        (["one", ""], None, ["a {}"], "class 0 has no name"),
+        ([0, 1], ["one", " "], ["a {}"], "class 1 has no name"),
         ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
         (["one", None], None, ["a {}"], "row 1 of column label has None"),
         ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
@@ -274,9 +289,17 @@ def test_command_on_columns(dense, tmp_path, capsys):
     command = ["--model", str(dense), "--dataset", str(tmp_path / "glyphs.parquet"), "--image-column", "jpg"]
     command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert "retrieval (20 samples, 0 skipped)" in capsys.readouterr().out
-    result = json.loads((tmp_path / "scores" / "zero_shot--dense.json").read_text())
-    assert "all rows of" in result["protocol"] and "1 templates" in result["protocol"]
+    out = capsys.readouterr().out
+    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-test-texts-" in out
+    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-test-kind-*--dense.json")
+    assert json.loads(file.read_text())["protocol"] == (
+        f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and kind; {len(set(rows['kind']))} "
+        "classes, 1 templates: 'a photo of a {}.'"
+    )
+    (file,) = (tmp_path / "scores").glob("retrieval-*.json")
+    result = json.loads(file.read_text())
+    assert result["protocol"] == f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and texts"
+    assert result["num_captions"] == 40
 
 
 def test_skipped_images_are_in_the_result(dense, tmp_path):
@@ -290,17 +313,185 @@ def test_skipped_images_are_in_the_result(dense, tmp_path):
     assert (result["num_samples"], result["num_skipped"]) == (19, 1)
 
 
+def evaluated(model, tmp_path, *arguments, tasks="retrieval"):
+    """The command on two folders of the same glyphs; what it wrote."""
+    for source in ("one", "two"):
+        (tmp_path / source).mkdir(exist_ok=True)
+        for split in ("train", "test"):
+            rows = glyphs.load(split, "web", 12).add_column("number", [0, 1] * 6)
+            rows = rows.rename_column("color", "other caption")
+            photos = rows.select_columns("image").rename_column("image", "photo")
+            rows = datasets.concatenate_datasets([rows, photos], axis=1)
+            rows.to_parquet(tmp_path / source / f"{split}.parquet")
+    before = set((tmp_path / "scores").glob("*.json"))
+    command = ["--model", str(model), "--dataset", str(tmp_path / "one"), "--tasks", tasks]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores"), *arguments])
+    return sorted(set((tmp_path / "scores").glob("*.json")) - before)
+
+
+@pytest.mark.parametrize(
+    ("task", "change"),
+    [
+        ("retrieval", ["--dataset", "two"]),
+        ("retrieval", ["--split", "train"]),
+        ("retrieval", ["--num-samples", "11"]),
+        ("retrieval", ["--image-column", "photo"]),
+        ("retrieval", ["--caption-column", "other caption"]),
+        ("zero_shot", ["--label-column", "other caption"]),
+        ("zero_shot", ["--templates", "a photo of a {}.", "a {}"]),
+        ("zero_shot", ["--label-column", "number", "--classes", "classes.txt"]),
+        ("zero_shot", ["--label-column", "number", "--classes", "others.txt"]),
+        ("linear_probe", ["--train-split", "test"]),
+    ],
+)
+def test_results_of_other_data_are_kept_apart(dense, tmp_path, monkeypatch, task, change):
+    monkeypatch.chdir(tmp_path)
+    Path("classes.txt").write_text("one\ntwo\n")
+    Path("others.txt").write_text("two\none\n")
+    plain = ["--label-column", "texture"]
+    if "--classes" in change:
+        plain = ["--label-column", "number", "--classes", "third.txt"]
+        Path("third.txt").write_text("three\nfour\n")
+    (first,) = evaluated(dense, tmp_path, *plain, tasks=task)
+    (second,) = evaluated(dense, tmp_path, *plain, *change, tasks=task)
+    assert evaluated(dense, tmp_path, *plain, tasks=task) == []  # the same once more is the same file
+    results = [json.loads(file.read_text()) for file in (first, second)]
+    assert results[0]["task"] != results[1]["task"] and results[0]["data"] != results[1]["data"]
+    assert results[0]["protocol"] != results[1]["protocol"] or "--classes" in change
+    header = write_report(results, tmp_path / "report").splitlines()[0]
+    assert len(set(header.strip("|").split("|"))) == 1 + 2 * len(results[0]["primary"])
+    results[1]["task"] = results[0]["task"]
+    for model in ("dense", "another"):
+        with pytest.raises(ValueError, match="two results of|cannot be compared|need the same metrics"):
+            write_report([results[0], results[1] | {"model": model}], tmp_path / "report")
+
+
+def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
+    names = ["a b", "a_b", "a/b", "ä", "ö", "x" * 300, "x" * 301, "dense"]
+    for name in names:
+        evaluate_model(dense, ["glyphs_pairs"], tmp_path, name=name)
+    files = [json.loads(file.read_text())["model"] for file in tmp_path.glob("glyphs_pairs--*.json")]
+    assert sorted(files) == sorted(names)
+    assert (tmp_path / "glyphs_pairs--a_b.json").is_file() and (tmp_path / "glyphs_pairs--dense.json").is_file()
+    with pytest.raises(ValueError, match="a model needs a name, not ' '"):
+        evaluate_model(dense, ["glyphs_pairs"], tmp_path, name=" ")
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
+def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatch, old):
+    other = shutil.copytree(dense, tmp_path / "other" / "dense")
+    damage(other, lambda weights: weights["visual_projection.weight"].mul_(2))
+    evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+    path = tmp_path / "glyphs_pairs--dense.json"
+    before = json.loads(path.read_text())
+    if old:
+        del before["weights"]
+        path.write_text(json.dumps(before))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "measure", None)  # calling it would fail
+        command = ["--model", str(other), "--tasks", "glyphs_retrieval,glyphs_pairs", "--output-dir", str(tmp_path)]
+        with pytest.raises(SystemExit) as exit:
+            evaluate.main(command)
+    assert f"{path} holds the result of another model, 'dense' from {dense}: " in exit.value.code
+    assert "--name" in exit.value.code
+    assert json.loads(path.read_text()) == before
+    evaluate_model(dense, ["glyphs_pairs"], tmp_path)  # the same weights
+    evaluate_model(other, ["glyphs_pairs"], tmp_path, name="other")
+    path.write_text(json.dumps({**before, "model": "Dense"}))  # another name where files ignore case
+    with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
+        evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ValueError, match=f"{path.name} is not JSON"):
+        evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+
+
+def test_an_output_folder_is_made_before_the_work(dense, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
+    for output in ("file", "file/below"):
+        with pytest.raises(SystemExit) as exit:
+            evaluate.main(["--model", str(dense), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path / output)])
+        assert exit.value.code.startswith("error: ") and "file" in exit.value.code
+
+
+def test_tasks_with_blanks_between(dense, tmp_path, capsys):
+    command = ["--model", str(dense), "--tasks", " glyphs_pairs, glyphs_retrieval ", "--output-dir", str(tmp_path)]
+    evaluate.main(command)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["glyphs_pairs", "glyphs_retrieval"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"one\n\ntwo\n", "classes.txt has no class in line 2"),
+        (b"one\n  \t\ntwo", "classes.txt has no class in line 2"),
+        (b"\none\ntwo", "classes.txt has no class in line 1"),
+        (b"one\ntwo\n\n", "classes.txt has no class in line 3"),
+        (b"", "classes.txt has no class in line 1"),
+        (b"one\ntwo \xff", "classes.txt is no text in UTF-8"),
+        (b"one\none", "occur twice: one"),
+        (None, "classes.txt"),
+    ],
+)
+def test_lists_of_classes(dense, tmp_path, content, message):
+    if content is None:
+        (tmp_path / "classes.txt").mkdir()
+    else:
+        (tmp_path / "classes.txt").write_bytes(content)
+    arguments = ["--label-column", "number", "--classes", str(tmp_path / "classes.txt")]
+    with pytest.raises(SystemExit) as exit:
+        evaluated(dense, tmp_path, *arguments, tasks="zero_shot")
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
+
+
+def test_a_list_of_classes_as_other_programs_write_it(dense, tmp_path):
+    r"""With a byte order mark, \r\n and a line separator within a name, which `str.splitlines` takes for a new line."""
+    (tmp_path / "classes.txt").write_bytes("\ufeffone\u2028half \r\ntwo\r\n".encode())
+    assert benchmarks.read_classes(tmp_path / "classes.txt") == ["one\u2028half", "two"]
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "", "cuda:99", "hpu", "vulkan", "privateuseone"])
+def test_devices_that_cannot_compute(device):
+    with pytest.raises(ValueError, match=f"cannot compute on the device {device}"):
+        evaluate.usable_device(device)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "nope"], "unknown task nope; there are glyphs_zero_shot"),
         (["--tasks", "retrieval"], "the task retrieval needs --dataset"),
+        (["--tasks", "retrieval", "--dataset", ""], "the task retrieval needs --dataset"),
+        (["--tasks", "glyphs_pairs,glyphs_retrieval, glyphs_pairs"], "these tasks occur twice: glyphs_pairs"),
+        (["--tasks", "glyphs_pairs,"], "unknown task ''; there are"),
+        (["--tasks", ""], "unknown task ''; there are"),
         (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
         (["--tasks", "glyphs_pairs", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--tasks", "glyphs_pairs", "--device", "nonsense"], "cannot compute on the device nonsense"),
+        (["--tasks", "glyphs_pairs", "--device", "meta"], "cannot compute on the device meta"),
+        (["--tasks", "glyphs_pairs", "--name", ""], "a model needs a name, not ''"),
     ],
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
     with pytest.raises(SystemExit) as exit:
-        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path), *arguments])
+        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path / "new"), *arguments])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
+    assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.mark.parametrize("command", [evaluate.main, report.main, seeds.main])
+def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, capsys, command):
+    """It would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    inputs = ["--model", str(dense), "--tasks", "glyphs_pairs"] if command is evaluate.main else ["x"]
+    with pytest.raises(SystemExit) as exit:
+        command([*inputs, "--output-dir", ""])
+    assert exit.value.code == 2 and capsys.readouterr().err.endswith("argument --output-dir: a folder needs a name\n")
+
+
+@pytest.mark.parametrize("task", ["retrieval", "zero_shot", "linear_probe"])
+def test_one_column_is_not_two(dense, tmp_path, task):
+    column = "--caption-column" if task == "retrieval" else "--label-column"
+    with pytest.raises(SystemExit) as exit:
+        evaluated(dense, tmp_path, column, "image", tasks=task)
+    assert "the column image cannot hold both the images and" in exit.value.code

@@ -1,12 +1,15 @@
 """Results side by side."""
 
 import json
+import re
 
 import PIL.Image
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evaluation import report
-from evaluation.report import write_report
+from evaluation.report import arrange, best_of, markdown_table, plot_text, write_report
 
 
 def result(model, task="retrieval", value=0.5, **changes):
@@ -50,6 +53,11 @@ def test_table_and_picture(tmp_path):
         ([result("a"), result("b", metrics={"recall": 0.5, "other": 0.5, "more": 1})], "need the same metrics"),
         ([result("a", metrics={"other": 0.5})], "with the primary ones"),
         ([result("a", value=float("nan"))], "recall of 'a' is not finite"),
+        ([result("a", data={"split": "test"}), result("b", data={"split": "train"})], "data is .*test.* but .*train"),
+        ([result("a", num_captions=5), result("b", num_captions=6)], "num_captions is 5 for 'a' but 6 for 'b'"),
+        ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
+        ([result("a"), result("a", "pairs", dtype="bfloat16")], "'a' has results of different models: dtype"),
+        ([3], "a result is a dictionary or a file, not 3"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
@@ -70,7 +78,15 @@ def test_command(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not JSON"), ("{}", "lacks model"), ("3", "holds no JSON object"), ("null", "holds no JSON object")],
+    [
+        ("{", "x.json is not JSON"),
+        ("[" * 100_000, "x.json is not JSON"),
+        ("1" * 5000, "x.json is not JSON"),
+        ("{}", "lacks model"),
+        ("3", "holds no JSON object"),
+        ("null", "holds no JSON object"),
+        ("[]", "holds no JSON object"),
+    ],
 )
 def test_files_that_are_no_results(tmp_path, content, message):
     (tmp_path / "x.json").write_text(content)
@@ -87,5 +103,162 @@ def test_every_part_of_a_result_is_needed(tmp_path, key):
     assert f"it lacks {key}" in exit.value.code
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": {"recall": "good", "other": 0.5}}, "metrics.recall is 'good'"),
+        ({"metrics": {"recall": None, "other": 0.5}}, "metrics.recall is None"),
+        ({"metrics": {"recall": True, "other": 0.5}}, "metrics.recall is True"),
+        ({"metrics": {"recall": 10**400, "other": 0.5}}, "metrics.recall is 1000"),
+        ({"metrics": None}, "metrics is None"),
+        ({"metrics": [0.5]}, "metrics is [0.5]"),
+        ({"primary": {}}, "primary is {}"),
+        ({"primary": ["recall"]}, "primary is ['recall']"),
+        ({"model": ["a"]}, "model is ['a']"),
+        ({"model": ""}, "model is ''"),
+        ({"title": "\ud800"}, "title is '\\ud800'"),
+        ({"task": None}, "task is None"),
+        ({"num_samples": "many"}, "num_samples is 'many'"),
+        ({"versions": "2"}, "versions is '2'"),
+    ],
+)
+def test_parts_of_the_wrong_kind(tmp_path, change, message):
+    (tmp_path / "x.json").write_text(json.dumps(result("a") | change))
+    with pytest.raises(SystemExit) as exit:
+        report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path / "out")])
+    assert exit.value.code.startswith("error: ") and message in exit.value.code and "x.json" in exit.value.code
+    with pytest.raises(ValueError):
+        write_report([result("a") | change], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["file", "file/below"])
+def test_an_output_folder_that_cannot_be_made(tmp_path, part):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "x.json").write_text(json.dumps(result("a")))
+    with pytest.raises(SystemExit) as exit:
+        report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path / part)])
+    assert exit.value.code.startswith("error: ") and "file" in exit.value.code
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_bar_in_a_name_is_no_column(tmp_path):
     assert r"a\|b" in write_report([result("a|b")], tmp_path).splitlines()[2]
+
+
+HOSTILE = [
+    "a|b",
+    "a\\|b",
+    "two\nlines\r\n\n| of | a table |",
+    "$\\frac{$",
+    "$x",
+    "a $ and a $",
+    "_x_",
+    "`code",
+    "<script>alert(1)</script>",
+    "[here](javascript:alert)",
+    "![](http://example.org/counter.png)",
+    "&lt;b&gt;",
+    "🙂 汉字",
+    "\x00\x1b[31mred\u202e",
+    "x" * 10_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
+def test_any_text_is_only_text(tmp_path, text):
+    """In names of models, tasks and titles: the table keeps its shape, nothing is markup, and the picture its size."""
+    results = [
+        result(model, task, title=f"{text} {task}", primary={"recall": text}, protocol=text, source=text, dtype=text)
+        for model in (text, "plain")
+        for task in (text, "pairs")
+    ]
+    table = write_report(results, tmp_path, baseline=text)
+    assert len(table.splitlines()) == 4
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    tables = [line for line in written.splitlines() if line.startswith("|")]
+    # A bar is escaped if an odd number of backslashes stands before it.
+    counts = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in tables]
+    assert counts == [4] * 4 + [4] * 6
+    assert len(written.splitlines()) == 24
+    unescaped = re.sub(r"\\.", "", written)
+    assert not re.search(r"[`<$]|\]\(j|\]\(h|_x_|&lt;", unescaped)
+    width, height = PIL.Image.open(tmp_path / "report.png").size
+    assert width < 2000 and height < 2000
+
+
+def test_every_model_is_in_the_legend(tmp_path, monkeypatch):
+    """matplotlib leaves out labels that begin with an underscore."""
+    drawn = []
+    monkeypatch.setattr(report.plt, "close", drawn.append)
+    write_report([result("_x_"), result("$y$"), result("z")], tmp_path)
+    labels = [text.get_text().strip() for text in drawn[0].axes[0].get_legend().get_texts()]
+    monkeypatch.undo()
+    report.plt.close(drawn[0])
+    assert labels == ["_x_", r"\$y\$", "z"]
+
+
+def test_a_picture_of_many_models_and_tasks_is_not_endless(tmp_path):
+    results = [result(f"model {i} {'long ' * 20}", f"task {j}") for i in range(20) for j in range(20)]
+    write_report(results, tmp_path)
+    width, height = PIL.Image.open(tmp_path / "report.png").size
+    assert width <= 10_000 and height <= 3_000
+
+
+def test_texts_in_tables_and_pictures():
+    table = markdown_table(["a_b: R@1", "**best**"], [["a\nb", "5.0% ± 1"]])
+    assert table.splitlines()[0].split("|")[1:3] == [" a_b: R@1 ", " **best** "]  # what needs no escape has none
+    assert table.splitlines()[2].startswith("| a b ")
+    assert [plot_text(text) for text in ("a_b", "_a", "a$b", "a\nb", "x" * 50)] == [
+        "a_b", " _a", r"a\$b", "a b", "x" * 39 + "…"
+    ]  # fmt: skip
+
+
+def test_columns_of_one_title_are_told_apart(tmp_path):
+    results = [result("a", "retrieval-x", title="retrieval"), result("a", "retrieval-y", title="retrieval")]
+    header = write_report(results, tmp_path).splitlines()[0]
+    assert "retrieval (retrieval-x): R@1" in header and "retrieval (retrieval-y): R@1" in header
+
+
+def test_all_that_the_results_of_a_model_were_computed_with(tmp_path):
+    write_report([result("a"), result("a", "pairs", commit="def")], tmp_path)
+    assert all(f"commit {commit}, torch 2" in (tmp_path / "report.md").read_text() for commit in ("abc", "def"))
+
+
+def test_the_best_of_several_models_has_no_weights():
+    """Who looks for the scores of a model by its weights must not find those of an oracle."""
+    results = [result("a", value=0.5, weights="1", fingerprint="2"), result("b", value=0.6, weights="3")]
+    (best,) = best_of(results, "best", ["a", "b"])
+    assert best["metrics"]["recall"] == 0.6 and not {"weights", "fingerprint"} & set(best)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(result("a"))), anything, max_size=3), anything)
+def test_whatever_is_in_a_file_is_a_result_or_an_error(tmp_path_factory, change, other):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    for content in (result("a") | change, other):
+        path.write_text(json.dumps(content))
+        try:
+            table = arrange([path])
+        except ValueError:
+            continue
+        assert all(
+            isinstance(value, int | float) for value in table[content["model"]][content["task"]]["metrics"].values()
+        )
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_whatever_is_in_a_text_is_one_cell_and_one_label(text):
+    table = markdown_table(["model", text], [[text, "50.0%"]])
+    lines = table.split("\n")
+    assert len(table.splitlines()) == len(lines) == 3
+    assert all(re.sub(r"\\.", "", line).count("|") == 3 for line in lines)
+    label = plot_text(text)
+    assert label.isprintable() and len(label.replace(r"\$", "$")) <= 41 and not re.search(r"(?<!\\)\$", label)

@@ -58,11 +58,22 @@ def test_what_cannot_be_averaged(folders, tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_samples": 10}, {"commit": "def"}, {"dtype": "bfloat16"}, {"versions": {"torch": "3"}}]
+    "change",
+    [
+        {"num_samples": 10},
+        {"commit": "def"},
+        {"dtype": "bfloat16"},
+        {"versions": {"torch": "3"}},
+        {"data": {"split": "train"}},
+        {"num_captions": 5},
+    ],
 )
 def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
+    for folder in folders:  # of those that results of earlier versions lack
+        for model in ("sparse", "dense"):
+            write(folder, result(model, data={"split": "test"}, num_captions=4))
     for model in ("sparse", "dense"):
-        write(folders[2], result(model, **change))
+        write(folders[2], result(model, **{"data": {"split": "test"}, "num_captions": 4, **change}))
     with pytest.raises(ValueError, match=rf"{next(iter(change))} is .* in .* but .* in .*; such scores cannot be"):
         write_seeds(folders, tmp_path / "out")
 
@@ -75,3 +86,27 @@ def test_too_few(folders, tmp_path):
         write_seeds([folders[0], tmp_path], tmp_path / "out")
     with pytest.raises(ValueError, match="the baseline 'nope' has no results"):
         write_seeds(folders, tmp_path / "out", baseline="nope")
+
+
+def test_any_name_is_only_text(tmp_path):
+    name = "two\nlines | `$a$` <b> _x_"
+    folders = []
+    for number in range(2):
+        folders.append(tmp_path / str(number))
+        folders[-1].mkdir()
+        for place, model in enumerate((name, "plain")):
+            content = result(model, protocol=name, versions={name: "1"}, commit=name)
+            (folders[-1] / f"task--{place}.json").write_text(json.dumps(content))
+    table = write_seeds(folders, tmp_path / "out", baseline=name)
+    escaped = r"two lines \| \`\$a\$\` \<b> \_x\_"
+    assert table.splitlines()[2].startswith(f"| {escaped} |")
+    text = (tmp_path / "out" / "seeds.md").read_text()
+    assert f"the difference to {escaped}, mean" in text and f"- retrieval: {escaped}\n" in text
+    assert f"Commit {escaped}, {escaped} 1." in text
+
+
+def test_an_output_folder_that_cannot_be_made(folders, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as exit:
+        main([*map(str, folders), "--output-dir", str(tmp_path / "file")])
+    assert exit.value.code.startswith("error: ") and "file" in exit.value.code
