@@ -7,7 +7,8 @@ MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    """A text without line breaks, control characters and others that cannot be seen or written."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
 
 
 def escape(text: object) -> str:

@@ -22,9 +22,10 @@ from accelerate.utils import set_seed
 
 from conversion.files import one_line_errors, write_text
 from conversion.provenance import environment, weights_fingerprint
-from evaluation.datasets import BENCHMARKS, Benchmark
-from evaluation.evaluate import Embedder, measure, require_known, usable_device
+from evaluation.datasets import BENCHMARKS, Benchmark, kept
+from evaluation.evaluate import Embedder, measure, parse_tasks, require_known, usable_device
 from evaluation.report import markdown_table
+from evaluation.results import named_folder
 from evaluation.routing import (
     GateMean,
     RouterCounts,
@@ -68,7 +69,7 @@ def analyze_experts(
         ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts;
             else as `evaluation.evaluate.Embedder`.
     """
-    benchmarks = BENCHMARKS if benchmarks is None else benchmarks
+    benchmarks = kept(BENCHMARKS if benchmarks is None else benchmarks)
     require_known(tasks, benchmarks)
     set_seed(0)
     output_dir = Path(output_dir)
@@ -138,7 +139,7 @@ def analyze_experts(
         ]
         header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
         text += f"\n{markdown_table(header, rows)}\n\n![fusion gates](gates.png)\n"
-    (output_dir / "experts.md").write_text(text, encoding="utf-8")
+    write_text(output_dir / "experts.md", text.rstrip("\n"))
     write_text(output_dir / "experts.json", json.dumps(result, indent=2))
     return table
 
@@ -184,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
     parser.add_argument("--tasks", required=True, help=", ".join(BENCHMARKS))
-    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument(
         "--num-experts-per-tok", type=int, nargs="+", default=[], metavar="K", help="other numbers of experts a token"
     )
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", help="default: the accelerator, if there is one")
     args = parser.parse_args(argv)
     with one_line_errors():
-        tasks = args.tasks.split(",")
+        tasks = parse_tasks(args.tasks)
         table = analyze_experts(
             args.model,
             tasks,

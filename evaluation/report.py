@@ -15,6 +15,7 @@ import matplotlib
 import numpy as np
 
 from conversion.files import new_file, one_line_errors, write_text
+from conversion.markdown import escape, one_line
 from evaluation.results import named_folder, read_result, require_result
 
 matplotlib.use("Agg")
@@ -25,8 +26,8 @@ Results = Sequence[dict[str, Any] | str | Path]
 SHARED = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # What results of one model must agree in, or they do not belong in one row.
 OF_MODEL = ("weights", "dtype")
-# What would be more than text in markdown. Underscores within words, and two stars, are left as they are.
-MARKUP = re.compile(r"[\\|`<\[\]$~]|(?<!\w)_|_(?!\w)|(?<!\*)\*(?!\*)|&(?=#?\w+;)")
+# A score in bold, which is all that a cell of a table may hold but text
+BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
 WIDEST, HIGHEST = 60, 20
 
@@ -171,23 +172,13 @@ def _protocols(table) -> str:
         for result in results.values():
             line = f"{model}: {result['source']}, {result['dtype']}, {computed_with(result)}"
             lines += [line] if line not in lines else []
-    return "\n".join(f"- {escape_markdown(line)}" for line in lines)
+    return "\n".join(f"- {escape(line)}" for line in lines)
 
 
 def computed_with(result: dict[str, Any]) -> str:
     """The commit and the versions of a result."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return f"commit {result['commit']}, {versions}"
-
-
-def one_line(text: str) -> str:
-    """A text without line breaks, control characters and others that cannot be seen or written."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def escape_markdown(text: str) -> str:
-    """A text of somebody else as one line of markdown that shows it as it is."""
-    return MARKUP.sub(r"\\\g<0>", one_line(text))
 
 
 def plot_text(text: str, length: int = 40) -> str:
@@ -199,8 +190,8 @@ def plot_text(text: str, length: int = 40) -> str:
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns also line up as plain text. Cells are escaped, but for what is between two stars."""
-    lines = [[escape_markdown(cell) for cell in line] for line in [header, *rows]]
+    """A table whose columns also line up as plain text. Cells are shown as they are, but for scores in bold."""
+    lines = [[cell if BOLD.fullmatch(cell) else escape(cell) for cell in line] for line in [header, *rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
     formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")

@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 import torch
 
+from evaluation.report import plot_text
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel, CLIPMoERouter, CLIPMoESparseMoeBlock
 
 matplotlib.use("Agg")
@@ -226,7 +227,7 @@ def draw_shares(
             axis.set_yticks(range(len(layers)), list(layers))
             tokens = "all tokens" if of_row is shares else POOLED_TOKEN[tower]
             axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower, {tokens}")
-    figure.suptitle(title.replace("$", r"\$"))  # or matplotlib reads what is between two as a formula
+    figure.suptitle(plot_text(title, 120))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conversion.files import one_line_errors, write_text
-from evaluation.report import SHARED, arrange, computed_with, differ, escape_markdown, markdown_table, primary_columns
+from conversion.markdown import escape
+from evaluation.report import SHARED, arrange, computed_with, differ, markdown_table, primary_columns
 from evaluation.results import named_folder
 
 # What runs must agree in for each model and task, or their spread is not that of the seed.
@@ -57,13 +58,11 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     table = markdown_table(["model", *columns.values()], rows)
     sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
     if baseline is not None:
-        name = escape_markdown(baseline)
+        name = escape(baseline)
         sections.append(f"In brackets: the difference to {name}, mean ± deviation of the seeds' differences.")
     results = next(iter(first.values()))
-    protocols = [
-        f"- {escape_markdown(task)}: {escape_markdown(result['protocol'])}" for task, result in results.items()
-    ]
-    made_with = escape_markdown(computed_with(next(iter(results.values()))))
+    protocols = [f"- {escape(task)}: {escape(result['protocol'])}" for task, result in results.items()]
+    made_with = escape(computed_with(next(iter(results.values()))))
     sections += [table, "\n".join(protocols), f"{made_with[0].upper()}{made_with[1:]}."]
     output_dir.mkdir(parents=True, exist_ok=True)
     write_text(output_dir / "seeds.md", "\n\n".join(sections))

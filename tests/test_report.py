@@ -207,8 +207,8 @@ def test_a_picture_of_many_models_and_tasks_is_not_endless(tmp_path):
 
 
 def test_texts_in_tables_and_pictures():
-    table = markdown_table(["a_b: R@1", "**best**"], [["a\nb", "5.0% ± 1"]])
-    assert table.splitlines()[0].split("|")[1:3] == [" a_b: R@1 ", " **best** "]  # what needs no escape has none
+    table = markdown_table(["a_b: R@1", "**50.1%**"], [["a\nb", "5.0% ± 1"]])
+    assert table.splitlines()[0].split("|")[1:3] == [" a_b: R@1 ", " **50.1%** "]  # what needs no escape has none
     assert table.splitlines()[2].startswith("| a b ")
     assert [plot_text(text) for text in ("a_b", "_a", "a$b", "a\nb", "x" * 50)] == [
         "a_b", " _a", r"a\$b", "a b", "x" * 39 + "…"

@@ -42,6 +42,7 @@ from conversion.provenance import ATTEMPTS, MANIFEST, environment, manifest_fing
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
+from evaluation.datasets import BENCHMARKS, kept
 from evaluation.evaluate import evaluate_model, write_result
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
@@ -659,11 +660,9 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
     """Models side by side, with a report."""
     if not run.accelerator.is_main_process:
         return
-    results = []
+    results, options = [], {"batch_size": stage.batch_size, "benchmarks": kept(BENCHMARKS)}
     for title, reference in stage.models.items():
-        results += evaluate_model(
-            run.folder(reference), stage.tasks, directory, name=title, batch_size=stage.batch_size
-        )
+        results += evaluate_model(run.folder(reference), stage.tasks, directory, name=title, **options)
     oracles = [result for title, rows in stage.oracles.items() for result in best_of(results, title, rows)]
     for result in oracles:
         write_result(result, directory)
