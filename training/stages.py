@@ -44,7 +44,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
 from conversion.files import locked, write_text
-from conversion.provenance import ATTEMPTS, MANIFEST, environment
+from conversion.provenance import ATTEMPTS, ENVIRONMENT, MANIFEST, RECIPE, environment
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, upcycle
@@ -235,7 +235,11 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     unknown = sorted(set(experts or ()) - set(numbers))
     if unknown:
         raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
-    run = Run(recipe, Path(recipe.output_dir), make_accelerator(recipe))
+    output_dir = Path(recipe.output_dir)
+    files = [path for path in (output_dir, *output_dir.parents) if path.exists() and not path.is_dir()]
+    if files:
+        raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
+    run = Run(recipe, output_dir, make_accelerator(recipe))
     wanted = set(names) if experts is None else run.needed_by(experts)
     wanted_stages = [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
     with locked(run.output_dir) if run.accelerator.is_main_process else nullcontext():
@@ -244,8 +248,8 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
                 _require_made_alike(run, stage)
         if run.accelerator.is_main_process:
             run.output_dir.mkdir(parents=True, exist_ok=True)
-            write_text(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
-            write_text(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
+            write_text(run.output_dir / RECIPE, yaml.safe_dump(dump(recipe), sort_keys=False))
+            write_text(run.output_dir / ENVIRONMENT, json.dumps(environment(), indent=2))
         for stage in wanted_stages:
             with stage_errors(run, stage):
                 run_stage(run, stage)
@@ -267,7 +271,7 @@ def stage_errors(run: Run, stage: Stage) -> Iterator[None]:
         yield
     except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
         raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
-    except (FloatingPointError, OSError, ValueError, StrictDataclassError) as error:
+    except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
         kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
         named = str(error).startswith((f"{stage.name}", f"stage {stage.name}"))
