@@ -43,7 +43,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model
-from conversion.files import locked, write_text
+from conversion.files import locked, respect_umask, write_text
 from conversion.provenance import ATTEMPTS, ENVIRONMENT, MANIFEST, RECIPE, environment
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
@@ -244,14 +244,14 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     wanted_stages = [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
     with locked(run.output_dir) if run.accelerator.is_main_process else nullcontext():
         for stage in wanted_stages:
-            with stage_errors(run, stage):
+            with stage_errors(stage):
                 _require_made_alike(run, stage)
         if run.accelerator.is_main_process:
             run.output_dir.mkdir(parents=True, exist_ok=True)
             write_text(run.output_dir / RECIPE, yaml.safe_dump(dump(recipe), sort_keys=False))
             write_text(run.output_dir / ENVIRONMENT, json.dumps(environment(), indent=2))
         for stage in wanted_stages:
-            with stage_errors(run, stage):
+            with stage_errors(stage):
                 run_stage(run, stage)
         if only is None and experts is None:
             for name, repository in recipe.push_to_hub.items():
@@ -265,7 +265,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
 
 
 @contextmanager
-def stage_errors(run: Run, stage: Stage) -> Iterator[None]:
+def stage_errors(stage: Stage) -> Iterator[None]:
     """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
     try:
         yield
@@ -308,6 +308,7 @@ def run_stage(run: Run, stage: Stage) -> None:
         write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
         for leftover in partial.rglob("*.partial"):  # of attempts that were killed
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        respect_umask(partial)
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
