@@ -207,7 +207,7 @@ def test_every_error_names_its_stage(write, tmp_path):
     ("arguments", "message"),
     [
         (["--seed", "["], "--seed is not valid YAML"),
-        (["--seed", "!!python/object/apply:os.system [ls]"], "--seed is not valid YAML"),
+        (["--seed", "!!python/object/apply:os.system [ls]"], "--seed: line 1: a recipe has no tags"),
         (["--seed", "9" * 30], "--seed: the number 999"),
         (["--seed", ".nan"], "seed"),
         (["--defaults", "5"], "defaults needs keys with settings, not 5"),

@@ -22,7 +22,7 @@ def read_yaml(text: str, name: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"{name} has {len(text)} characters, more than the {MOST_CHARACTERS} of any recipe")
     try:
-        loader = _UniqueKeyLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -80,8 +80,11 @@ def _plain(value: Any, key: str = "") -> Any:
     return value
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets a later key silently replace an earlier one; a recipe must not."""
+class _Loader(yaml.SafeLoader):
+    """YAML without tags, which recipes do not need, and without keys that are given twice, of which the last counts."""
+
+    def fetch_tag(self):
+        raise ValueError(f"line {self.line + 1}: a recipe has no tags: put a text with ! into quotes")
 
     def construct_mapping(self, node, deep=False):
         keys = Counter(str(self.construct_object(key, deep=deep)) for key, _ in node.value)
