@@ -216,3 +216,27 @@ def test_stages_that_were_carried_here_or_are_older_than_their_identity_stay_don
     layout("parquet", tmp_path / "a", first=100)
     train(data)
     assert "tuned: done before, skipped" in capsys.readouterr().out
+
+
+def test_names_do_not_depend_on_where_one_stands(tmp_path, monkeypatch):
+    for number, kind in enumerate(["folder", "parquet", "sharegpt4v"]):
+        settings = layout(kind, tmp_path / str(number))
+        expected = identity(DataArguments(**settings))
+        monkeypatch.chdir(tmp_path)
+        relative = {key: os.path.relpath(value, tmp_path) for key, value in settings.items()}
+        assert identity(DataArguments(**relative)) == expected
+
+
+def test_only_the_files_of_the_split_count(tmp_path):
+    for split in ("train", "test"):
+        images(tmp_path / "data" / split)
+    data = DataArguments(source=str(tmp_path / "data"))
+    before = identity(data)
+    images(tmp_path / "data" / "test", first=100)
+    assert identity(data) == before
+    images(tmp_path / "data" / "train", first=100)
+    assert identity(data) != before
+    assert (
+        identity(DataArguments(source="nobody/nothing")) is None
+        and identity(DataArguments(source="glyphs", num_samples=1)) is None
+    )

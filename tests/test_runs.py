@@ -1,5 +1,6 @@
 """Runs in rough hands: refused, locked out, interrupted, out of disk. One line each, and nothing is lost."""
 
+import json
 import os
 import resource
 import shutil
@@ -16,6 +17,9 @@ from test_training import recipe, same_weights
 
 from training import engine, stages, upcycle
 from training.arguments import load_recipe
+from training.data_clusters import load_index
+from training.hidden_states import HiddenStates
+from training.manifests import require_same
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -76,17 +80,40 @@ def test_a_later_stage_is_refused_before_an_earlier_one_runs(write):
     assert (output / "other" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["dense/manifest.json", "tuned.partial/manifest.json", "tuned.partial/attempts.json"])
-@pytest.mark.parametrize("damage", ["", "{", "5", "\xff", "[" * 100_000])
-def test_damaged_records_are_named(write, name, damage, monkeypatch):
+def test_damaged_records_are_named(write, monkeypatch):
     path = write(3)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "save_checkpoint", interrupt_after(engine.save_checkpoint))
         with pytest.raises(KeyboardInterrupt):
             run_recipe(load_recipe(path))
-    record = path.parent / "out" / name
-    record.write_bytes(damage.encode("latin-1"))
-    assert f"{record} is damaged" in failed("--config", path)
+    for name in ("dense/manifest.json", "tuned.partial/manifest.json", "tuned.partial/attempts.json"):
+        record = path.parent / "out" / name
+        whole = record.read_bytes()
+        for damage in (b"", whole[:-10], b"5", b"\xff", b"[" * 100_000):
+            record.write_bytes(damage)
+            assert f"{record} is damaged" in failed("--config", path)
+        record.write_bytes(whole)
+    run_recipe(load_recipe(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_damaged_indices_are_named(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
+        load_index(tmp_path, "an embed_captions stage")
+    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
+        HiddenStates(tmp_path, None, "", 1)
+
+
+def test_settings_that_are_younger_than_a_stage_count_as_off(write):
+    path = write()
+    output = run_recipe(load_recipe(path))
+    manifest = output / "sparse" / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    younger = {**entries, "stage": {**entries["stage"], "new": False, "other": None}}
+    require_same(output / "sparse", younger, None)
+    with pytest.raises(ValueError, match="stage.new: None -> 0"):
+        require_same(output / "sparse", {**younger, "stage": {**younger["stage"], "new": 0}}, None)
 
 
 def interrupt_after(function):

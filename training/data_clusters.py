@@ -268,4 +268,4 @@ def load_index(directory: Path, maker: str) -> dict:
     """
     if not (directory / INDEX).is_file():
         raise FileNotFoundError(f"{directory} is not the folder of {maker}")
-    return read_record(directory / INDEX, dict)
+    return read_record(directory / INDEX, dict, ("num_rows", "part_size", "encoder", "data", "dataset_fingerprint"))

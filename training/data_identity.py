@@ -104,9 +104,9 @@ def _commit(dataset: str) -> dict[str, str] | None:
 
 def source_files(arguments: DataArguments) -> list[str]:
     """The files of a local source that hold its split, in order: without images that only its rows name."""
-    source = Path(arguments.source)
+    source = Path(os.path.abspath(arguments.source))
     if not source.is_dir():
-        return sorted(glob(str(source), recursive=True))
+        return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))
     saved = _saved(arguments)
     if saved is not None:  # `datasets` keeps its caches in the same folder
         names = [file["filename"] for file in json.loads((saved / "state.json").read_text())["_data_files"]]

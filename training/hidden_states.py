@@ -144,7 +144,7 @@ class HiddenStates:
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
-        index = read_record(directory / INDEX, dict)
+        index = read_record(directory / INDEX, dict, ("part_size", "captions", "dataset_fingerprint", "weights"))
         if index["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(f"the hidden states in {directory} are of {OTHER_DATA}")
         if index["captions"] != captions:

@@ -1,6 +1,7 @@
 """What made a stage's folder, as its `manifest.json` tells, and whether that is what a run asks for."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from training.data_identity import newest_file
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
 
 
-def read_record(path: Path, kind: type) -> Any:
-    """A dictionary or a list that a stage wrote as JSON.
+def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
+    """A dictionary with these keys, or a list, that a stage wrote as JSON.
 
     Raises:
         ValueError: the file is damaged.
@@ -22,6 +23,9 @@ def read_record(path: Path, kind: type) -> Any:
         record = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(record, kind):
             raise ValueError(f"it holds no {kind.__name__}")
+        missing = [key for key in keys if key not in record]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to make it anew") from error
     return record
@@ -61,7 +65,8 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
     old, new = flatten(old), flatten(new)
-    # A setting that is younger than the folder counts as its default, None
+    # A setting that is younger than the folder counts as its default, None or False
+    old = {key: False for key, value in new.items() if value is False} | old
     changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
     if changed:
         raise ValueError(f"{folder} was made with other settings ({'; '.join(changed)}). {way_out}")

@@ -136,6 +136,7 @@ class Run:
     accelerator: Accelerator
     # The last pairs that were loaded, by their settings: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
+    _models: dict[str, str] = field(default_factory=dict)
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:
@@ -167,6 +168,14 @@ class Run:
         """See `data_fingerprint`; every process has to ask for it, as one reads while the others wait."""
         with self.accelerator.main_process_first():
             return data_fingerprint(rows, arguments.image_root)
+
+    def model_fingerprint(self, reference: str) -> str:
+        """What a stage, a folder or a hub name holds; folders that this run does not make are read once."""
+        if self._is_stage(reference):
+            return fingerprint(self.folder(reference))
+        if reference not in self._models:
+            self._models[reference] = fingerprint(reference)
+        return self._models[reference]
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `training.data_identity.identity`; every process has to ask for it."""
@@ -321,7 +330,7 @@ def _manifest(run: Run, stage: Stage) -> dict[str, Any]:
         "stage": comparable(dump(stage)),
         "seed": run.recipe.seed,
         "mixed_precision": run.accelerator.mixed_precision,
-        "inputs": {reference: fingerprint(run.folder(reference)) for reference in run.inputs(stage)},
+        "inputs": {reference: run.model_fingerprint(reference) for reference in run.inputs(stage)},
         "data": None if data is None else run.identity(data),
     }
 
