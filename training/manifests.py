@@ -71,7 +71,7 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     if changed:
         raise ValueError(f"{folder} was made with other settings ({'; '.join(changed)}). {way_out}")
     if data_then is not None and data_now is not None and data_then != data_now:
-        newest = f"; the file that changed last is {newest_file(data)}" if "files" in data_now else ""
+        newest = f", of which {newest_file(data)} changed last" if "files" in data_now else ""
         raise ValueError(
             f"{folder} was made with other data: {data.source} was {_short(data_then)} and is {_short(data_now)}"
             f"{newest}. {way_out}"
@@ -79,4 +79,6 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
 
 
 def _short(identity: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value if isinstance(value, int) else str(value)[:12]}" for key, value in identity.items())
+    if "commit" in identity:
+        return f"commit {identity['commit']}"
+    return f"{identity['files']} files with the hash {identity['sha256'][:12]}"
