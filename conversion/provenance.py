@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig
 
 # In the folder of a stage, and of a run
-MANIFEST, ATTEMPTS, RECIPE = "manifest.json", "attempts.json", "recipe.yaml"
+MANIFEST, ATTEMPTS, RECIPE, ENVIRONMENT = "manifest.json", "attempts.json", "recipe.yaml", "environment.json"
+LOGS = "logs"  # the folder of the trackers
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
 # What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.

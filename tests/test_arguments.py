@@ -114,7 +114,7 @@ def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
         ("max_steps: 20", "max_steps: 20, num_epochs: 2", "exactly one of max_steps"),
         ("max_steps: 20", "max_steps: null", "exactly one of max_steps"),
         ("max_steps: 20", "max_steps: -1", r"tuned\.max_steps"),
-        ("1e-3", ".nan", r"tuned\.learning_rate"),
+        ("1e-3", ".nan", "learning_rate: the number nan"),
         ("defaults:\n  train", "defaults:\n  trian", "trian"),
         ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
         ("stages:", "steps:", "no list of stages"),
@@ -124,6 +124,106 @@ def test_mistakes_are_named(recipe, old, new, message):
     assert old in RECIPE
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe(RECIPE.replace(old, new)))
+
+
+LAUGHS = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20))]
+MERGES = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{y{n}: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 20))]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n".join([*LAUGHS, RECIPE]), "more than 100000 values, with what aliases stand for"),
+        ("\n".join([*MERGES, RECIPE]), "more than 100000 values"),
+        (f"self: &self [*self]\n{RECIPE}", "line 1: an alias stands for a value that holds it"),
+        (f"deep: {'[' * 30}{']' * 30}\n{RECIPE}", "nested in more than 20 levels"),
+        (f"deep: {'[' * 50_000}{']' * 50_000}\n{RECIPE}", "nested in more than 20 levels"),
+        (f"deep: {'{a: ' * 5000}{'}' * 5000}\n{RECIPE}", "nested in more than 20 levels"),
+        (f"x: {'y' * 1_000_000}", "more than the 1000000 of any recipe"),
+        (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "line 1: a recipe has no tags"),
+        (f"x: !!int ''\n{RECIPE}", "a recipe has no tags"),
+        ("[", "not valid YAML"),
+        (f"{RECIPE}---\n{RECIPE}", "not valid YAML: expected a single document"),
+        (f"{{a: 1}}: 2\n{RECIPE}", "not valid YAML|given twice|is no text"),
+        ("", "no list of stages"),
+        ("5", "no list of stages"),
+        (f"5: x\n{RECIPE}", "the key 5 is no text: put it into quotes"),
+        (f"x: 2020-13-45\n{RECIPE}", "month must be in"),
+        (f"x: 2020-01-01\n{RECIPE}", "x: datetime.date.* is a date"),
+        (f"x: {'1' * 5000}\n{RECIPE}", "4300 digits"),
+        (f"seed: {'1' * 30}\n{RECIPE}", "seed: the number 1111.* has more than 64 bits"),
+        (f"seed: 4294967296\n{RECIPE}", "seed"),
+        (RECIPE.replace("source: glyphs", 'source: "a\\0b"'), r"source: .*characters that no file"),
+        (RECIPE.replace("source: glyphs", 'source: "\\ud800"'), r"source: .*characters that no file"),
+        (RECIPE.replace("output_dir: out", "output_dir: ''"), "output_dir"),
+        (RECIPE.replace("stage: train", "stage: [1]"), "keys name and stage, both texts"),
+        (RECIPE.replace("name: tuned", "name: 5"), "keys name and stage, both texts"),
+        (RECIPE.replace("name: tuned", "name: [tuned]"), "keys name and stage, both texts"),
+        (f"{RECIPE}  - 5\n", "keys name and stage, both texts, got 5"),
+        (f"{RECIPE}  -\n", "keys name and stage, both texts, got None"),
+        ("defaults: 5\nstages: [{name: a, stage: train}]", "defaults needs keys with settings, not 5"),
+        ("defaults: {train: 5}\nstages: [{name: a, stage: train}]", r"defaults.train needs keys with settings, not 5"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_at_once(recipe, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe(text))
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match="binary is no text in UTF-8"):
+        load_recipe(tmp_path / "binary")
+    with pytest.raises(FileNotFoundError, match="is a folder, not a recipe"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        " a",
+        ".",
+        "..",
+        "../out",
+        "a/b",
+        "/",
+        "a\\b",
+        ".git",
+        "-a",
+        "recipe.yaml",
+        "Recipe.YAML",
+        "environment.json",
+    ]
+    + ["tuned.partial", "a\nb", "a\tb", "x" * 201, "ü" * 101, "seed", "defaults", "SPARSE"],
+)
+def test_names_that_no_stage_can_have(recipe, name):
+    with pytest.raises(ValueError, match="cannot name a stage|are one folder"):
+        load_recipe(recipe(), {"tuned.name": name})
+
+
+def test_names_that_stages_can_have(recipe):
+    for name in ("CLIP-UP 1.5", "étape", "x" * 200):
+        assert load_recipe(recipe(), {"tuned.name": name}).stages[1].name == name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("defaults", 5), ("defaults.train", 5), ("tuned.stage", [1]), ("tuned.name", 5), ("stages", 5), ("stages", [5])]
+    + [
+        ("tuned..x", 1),
+        ("tuned.", 1),
+        (".", 1),
+        ("", 1),
+        ("tuned." + "a." * 1000 + "a", 1),
+        ("seed.x", 1),
+        ("stages.x", 1),
+    ],
+)
+def test_overrides_that_break_a_recipe_are_refused(recipe, key, value):
+    with pytest.raises(ValueError):
+        load_recipe(recipe(), {key: value})
 
 
 @pytest.mark.parametrize("key", ["tuned.learning_rte", "tuned", "nope.max_steps", "tuned.max_steps.x"])

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from training import glyphs
 from training.clustering import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters, split
-from training.data import fingerprint
+from training.data_identity import data_fingerprint
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 
@@ -75,8 +75,8 @@ def test_labels_accumulate_over_stages():
 def test_labels_know_their_data(tmp_path):
     rows = glyphs.load("train", "detailed", 30)
     clusters = accumulate(np.arange(30) % 4, np.random.default_rng(0).normal(size=(30, 3)))
-    save_clusters(tmp_path, clusters, fingerprint(rows))
-    loaded = load_clusters(tmp_path, fingerprint(glyphs.load("train", "detailed", 30)))
+    save_clusters(tmp_path, clusters, data_fingerprint(rows))
+    loaded = load_clusters(tmp_path, data_fingerprint(glyphs.load("train", "detailed", 30)))
     assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     for other in (
@@ -87,8 +87,8 @@ def test_labels_know_their_data(tmp_path):
         # The same captions with other images, which have no names
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ):
-        with pytest.raises(ValueError, match="belong to another dataset, or to another order of it"):
-            load_clusters(tmp_path, fingerprint(other))
+        with pytest.raises(ValueError, match="belong to another dataset, another order"):
+            load_clusters(tmp_path, data_fingerprint(other))
 
 
 def test_damaged_or_missing_labels(tmp_path):

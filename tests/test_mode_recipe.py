@@ -25,8 +25,9 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training import stages
 from training.arguments import load_recipe
-from training.data import DataArguments, fingerprint, load_pairs
+from training.data import DataArguments, load_pairs
 from training.data_clusters import load_data_clusters, load_data_labels, read_parts
+from training.data_identity import data_fingerprint
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -125,17 +126,17 @@ def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
 def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
     fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
     clusters, metadata = load_data_clusters(out / "coarse")
-    labels = load_data_labels(out / "coarse", fingerprint(rows))
+    labels = load_data_labels(out / "coarse", data_fingerprint(rows))
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
-    random = load_data_labels(out / "random", fingerprint(rows))
+    random = load_data_labels(out / "random", data_fingerprint(rows))
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
     assert (out / "coarse" / "clusters.png").stat().st_size > 10_000
 
 
 def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
-    labels = load_data_labels(out / "selected", fingerprint(rows))
+    labels = load_data_labels(out / "selected", data_fingerprint(rows))
     encoder = load_encoder(out / "captions" / "encoder")
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     metadata = encoder.encode(["heart", "star"])
@@ -157,7 +158,7 @@ def test_an_expert_sees_its_own_pairs_alone(run, out, rows, monkeypatch):
     monkeypatch.setattr(stages.PairLoader, "_collate", record)
     target = copy(out, "alone", "dense", "coarse", "assigned", "fine", "captions")
     run("alone", only=["expert_2"])
-    mine = load_data_labels(out / "coarse", fingerprint(rows)) == 1
+    mine = load_data_labels(out / "coarse", data_fingerprint(rows)) == 1
     captions = np.array(rows["caption"])
     assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
     assert len(seen) == mine.sum() // 8 * 8
@@ -349,7 +350,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     labels = np.concatenate([part for _, part in read_parts(target / "assigned", "labels", 300)])
     assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
-    assert len(load_data_labels(target / "coarse", fingerprint(rows))) == 300
+    assert len(load_data_labels(target / "coarse", data_fingerprint(rows))) == 300
     with pytest.raises(ValueError, match="belong to another dataset"):
         run("others", {"assigned.data": more}, only=["expert_1"])
 

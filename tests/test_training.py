@@ -254,7 +254,7 @@ def test_the_process_that_fails_says_why(run, tmp_path):
     )
     done = launch_two(tmp_path, script=str(script))
     assert done.returncode == 1
-    assert errors(done.stderr) == ["error: the loss of the second process"]
+    assert errors(done.stderr) == ["error: tuned: the loss of the second process"]
 
 
 def test_gradient_checkpointing_changes_nothing(run):
@@ -358,7 +358,7 @@ def test_trackers(run):
     output = run({"trackers": ["tensorboard"]})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(output / "clip_moe"))
+    events = EventAccumulator(str(output / "logs" / "clip_moe"))
     events.Reload()
     assert [event.step for event in events.Scalars("tuned/loss")] == [1, 2, 3, 4, 5, 6]
 
@@ -372,7 +372,7 @@ def test_a_tracker_that_is_not_there_ends_the_run_before_it_begins(run, tmp_path
 
 def test_a_tracker_that_cannot_start_ends_the_run_before_it_trains(run, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "clip_moe").write_text("where tensorboard wants a folder")
+    (tmp_path / "out" / "logs").write_text("where tensorboard wants a folder")
     with pytest.raises(ValueError, match="tuned: trackers: tensorboard cannot start"):
         run({"trackers": ["tensorboard"]})
     assert not list(tmp_path.rglob("log.jsonl"))

@@ -9,13 +9,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPTextConfig, CLIPVisionConfig
 
+from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.upcycle import PRESETS, require_routing
 from training.data import DataArguments
+from training.recipe_yaml import MOST_LEVELS, read_yaml
 from training.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -585,9 +586,9 @@ REFERENCES = {
 class Recipe:
     """A run: its stages, in order."""
 
-    output_dir: str
+    output_dir: str = Field(min_length=1)
     stages: list[Annotated[Stage, Field(discriminator="stage")]] = Field(min_length=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     # None: what `accelerate launch` or its configuration says.
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     # Any of Accelerate's trackers: tensorboard, wandb, ...
@@ -607,8 +608,12 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the stage name {name!r} is used twice")
-            if name in {field.name for field in fields(cls)} | {"defaults"} or Path(name).name != name:
-                raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe or no folder name")
+            alike = [other for other in names if other != name and other.casefold() == name.casefold()]
+            if alike:
+                raise ValueError(f"{name!r} and {alike[0]!r} are one folder where file names have no case: rename one")
+            problem = _problem_of_name(name)
+            if problem:
+                raise ValueError(f"{name!r:.60} cannot name a stage: {problem}")
         kinds = {stage.name: stage for stage in stages}
         for stage in stages:
             for (kind, key), wanted in REFERENCES.items():
@@ -629,6 +634,19 @@ class Recipe:
         return self
 
 
+def _problem_of_name(name: str) -> str:
+    """Why a stage cannot have this name, which is that of its folder, or nothing."""
+    if name in {field.name for field in fields(Recipe)} | {"defaults"}:
+        return "it is a key of the recipe"
+    if name.casefold() in (RECIPE, ENVIRONMENT, LOGS):
+        return "a file of the run has that name"
+    if not name.strip() or name != name.strip() or name.startswith((".", "-")) or name.endswith(".partial"):
+        return "it is empty, begins with a dot, a minus or a space, or ends in .partial or a space"
+    if any(character in "/\\" or not character.isprintable() for character in name):
+        return "it is no name of a folder"
+    return "it is longer than 200 bytes" if len(name.encode()) > 200 else ""
+
+
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe.
 
@@ -645,21 +663,21 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no recipe at {path}; the ones that come with the project are in training/recipes")
+        what = "is a folder, not a recipe" if path.is_dir() else "there is no such file"
+        raise FileNotFoundError(f"no recipe at {path}: {what}; the project's are in training/recipes")
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
-        raise ValueError(f"{path} has no list of stages")
-    for stage in raw["stages"]:
-        if not isinstance(stage, dict) or "name" not in stage or "stage" not in stage:
-            raise ValueError(f"{path}: a stage needs the keys name and stage, got {stage!r}")
-
-    raw = _without_aliases(raw)
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8, so no recipe: {error}") from error
+    raw = read_yaml(text, str(path))
+    _require_stages(raw, path)
     for key, value in (overrides or {}).items():
         _override(raw, key, value)
-    defaults = raw.pop("defaults", {})
+    _require_stages(raw, path)
+    defaults = raw.pop("defaults", None) or {}
+    for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
     used = {kind for stage in raw["stages"] for kind in _default_kinds(stage["stage"])}
     if set(defaults) - used:
         unused = ", ".join(sorted(set(defaults) - used))
@@ -681,11 +699,16 @@ def dump(settings) -> dict[str, Any]:
     return TypeAdapter(type(settings)).dump_python(settings, mode="json")
 
 
-def _without_aliases(value: Any) -> Any:
-    """A copy in which nothing is shared: what a YAML alias stands for is overridden in one place alone."""
-    if isinstance(value, dict):
-        return {key: _without_aliases(item) for key, item in value.items()}
-    return [_without_aliases(item) for item in value] if isinstance(value, list) else value
+def _require_stages(raw: Any, path: Path) -> None:
+    """Raises:
+    ValueError: what the overrides and the defaults have to find in a recipe is not there.
+    """
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
+        raise ValueError(f"{path} has no list of stages")
+    for stage in raw["stages"]:
+        keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []
+        if not keys or not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"{path}: a stage needs the keys name and stage, both texts, got {_short(stage)}")
 
 
 def _override(raw: dict, key: str, value: Any) -> None:
@@ -704,6 +727,8 @@ def _override(raw: dict, key: str, value: Any) -> None:
             f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
             f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
         )
+    if "" in rest or len(rest) > MOST_LEVELS:
+        raise ValueError(f"--{_short(key)}: keys are written KEY.KEY, at most {MOST_LEVELS} of them")
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}
@@ -741,14 +766,3 @@ def _message(error: dict) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets a later key silently replace an earlier one; a recipe must not."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} is given twice")
-        return super().construct_mapping(node, deep=deep)

@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from conversion.files import new_file
 from training.data import decode_image, first_caption
+from training.data_identity import OTHER_DATA
 from training.embedding import open_arrays
 
 FILE = "clusters.safetensors"
@@ -138,7 +139,7 @@ def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
     """The clusters of a cluster stage.
 
     Args:
-        dataset_fingerprint: `training.data.fingerprint` of the samples they are to be used for.
+        dataset_fingerprint: `training.data_identity.data_fingerprint` of the samples they are to be used for.
 
     Raises:
         FileNotFoundError: the folder has no clusters.
@@ -149,7 +150,7 @@ def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
         arrays = {name: file.get_tensor(name) for name in ("labels", "tuples", "centers")}
     if found != dataset_fingerprint:
         raise ValueError(
-            f"the labels in {directory} belong to another dataset, or to another order of it (fingerprint "
+            f"the labels in {directory} belong to {OTHER_DATA} (fingerprint "
             f"{found[:12]}, not {dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and "
             "cluster these data"
         )

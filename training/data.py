@@ -1,7 +1,6 @@
 """Pairs of images and captions: from where they lie to the batches of a process."""
 
 import glob
-import hashlib
 import io
 import json
 import logging
@@ -124,23 +123,6 @@ def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> dataset
         return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
 
     return rows.map(lambda row: {"image": whole(row["image"])})
-
-
-def fingerprint(rows: datasets.Dataset) -> str:
-    """The hash of all captions and images in their order, by which labels know their dataset.
-
-    Of an image in a file of its own its name counts, without folders, so that it is the same on every machine; of
-    others the bytes. Nothing is decoded.
-    """
-    digest = hashlib.sha256()
-    files = rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
-    for batch in files.select_columns(["image", "caption"]).iter(1000):
-        for image, caption in zip(batch["image"], batch["caption"], strict=True):
-            path = image if isinstance(image, str) else image["path"]
-            digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
-            if path is None:
-                digest.update(hashlib.sha256(image["bytes"]).digest())
-    return digest.hexdigest()
 
 
 def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:

@@ -14,7 +14,9 @@ from sklearn.cluster import kmeans_plusplus
 from tqdm.auto import tqdm
 
 from conversion.files import new_file
+from training.data_identity import OTHER_DATA
 from training.embedding import open_arrays
+from training.manifests import read_record
 
 INDEX, CENTERS, LABELS = "index.json", "centers.safetensors", "labels.safetensors"
 # Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses
@@ -249,8 +251,7 @@ def load_data_labels(directory: Path, dataset_fingerprint: str) -> np.ndarray:
     with open_arrays(directory / LABELS, "a cluster_coarse or select stage") as file:
         if file.metadata()["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(
-                f"the labels in {directory} belong to another dataset, or to another order of it: use the same data "
-                "settings in all stages"
+                f"the labels in {directory} belong to {OTHER_DATA}: use the same data settings in all stages"
             )
         return file.get_tensor("labels")
 
@@ -267,4 +268,4 @@ def load_index(directory: Path, maker: str) -> dict:
     """
     if not (directory / INDEX).is_file():
         raise FileNotFoundError(f"{directory} is not the folder of {maker}")
-    return json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    return read_record(directory / INDEX, dict, ("num_rows", "part_size", "encoder", "data", "dataset_fingerprint"))

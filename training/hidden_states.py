@@ -4,7 +4,6 @@ The layers below are frozen in CLIP-FMoE's stages: with their output on disk, no
 """
 
 import hashlib
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from tqdm.auto import tqdm
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from training.data import PairLoader
+from training.data_identity import OTHER_DATA
+from training.manifests import read_record
 
 INDEX = "index.json"
 BATCHES_PER_PART = 8
@@ -131,7 +132,7 @@ class HiddenStates:
     Args:
         directory: of a hidden_states stage.
         model: the one that is to be trained on them.
-        dataset_fingerprint: of the pairs, see `training.data.fingerprint`.
+        dataset_fingerprint: of the pairs, see `training.data_identity.data_fingerprint`.
         captions: of an image.
 
     Raises:
@@ -143,9 +144,9 @@ class HiddenStates:
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        index = read_record(directory / INDEX, dict, ("part_size", "captions", "dataset_fingerprint", "weights"))
         if index["dataset_fingerprint"] != dataset_fingerprint:
-            raise ValueError(f"the hidden states in {directory} are of another dataset, or of another order of it")
+            raise ValueError(f"the hidden states in {directory} are of {OTHER_DATA}")
         if index["captions"] != captions:
             raise ValueError(f"the hidden states in {directory} are of {index['captions']} captions, not of {captions}")
         if index["weights"] != frozen_weights(model):

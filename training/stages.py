@@ -15,7 +15,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,9 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -37,8 +40,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, has_file, load_clip, load_model, require_loadable
-from conversion.files import write_text
-from conversion.provenance import ATTEMPTS, MANIFEST, environment, manifest_fingerprint
+from conversion.files import locked, respect_umask, write_text
+from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
@@ -84,7 +87,6 @@ from training.arguments import (
 from training.captions import build_captions
 from training.clustering import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
 from training.data import DataArguments, PairLoader, caption_columns, first_caption, load_pairs
-from training.data import fingerprint as data_fingerprint
 from training.data_clusters import (
     BATCHES_PER_PART,
     DataClusters,
@@ -103,6 +105,7 @@ from training.data_clusters import (
     squared_distances,
     write_parts,
 )
+from training.data_identity import data_fingerprint, identity
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.engine import CHECKPOINTS, start_trackers, train
 from training.freezing import set_trainable
@@ -115,11 +118,11 @@ from training.hidden_states import (
     require_all_parts,
 )
 from training.initialize import random_clip
+from training.manifests import comparable, flatten, has_work, read_record, require_same
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 from training.tokenizer import SAMPLE, all_captions, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 
-# How often something is logged or saved, and by how many workers data is read, does not change what is computed.
-NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
+GO_ON = "What is done is kept: run the same command again to go on from there"
 # Of the pictures of data experts: pairs that samples are drawn from
 SAMPLES_DRAWN_FROM = 20_000
 
@@ -133,6 +136,8 @@ class Run:
     accelerator: Accelerator
     # The last pairs that were loaded, by their settings: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
+    _models: dict[str, str] = field(default_factory=dict)
+    _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:
         """The folder or hub name that a stage names: an earlier stage, a folder or a hub name.
@@ -159,11 +164,33 @@ class Run:
                 self._pairs[key] = load_pairs(arguments)
         return self._pairs[key]
 
+    def fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
+        """See `data_fingerprint`; every process has to ask for it, as one reads while the others wait."""
+        with self.accelerator.main_process_first():
+            return data_fingerprint(rows, arguments.image_root)
+
+    def model_fingerprint(self, reference: str) -> str:
+        """What a stage, a folder or a hub name holds; folders that this run does not make are read once."""
+        if self._is_stage(reference):
+            return fingerprint(self.folder(reference))
+        if reference not in self._models:
+            self._models[reference] = fingerprint(reference)
+        return self._models[reference]
+
+    def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
+        """See `training.data_identity.identity`; every process has to ask for it."""
+        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
+        key = json.dumps(dump(arguments))
+        if key not in self._identities:
+            with self.accelerator.main_process_first():
+                self._identities[key] = identity(arguments)
+        return self._identities[key]
+
     def inputs(self, stage: Stage) -> list[str]:
         """The stages, folders and hub names that a stage reads; of datasets and tokenizers, only those that a stage
         makes."""
-        reads = TrainStage | EmbedStage | EmbedCaptionsStage | AssignStage | HiddenStatesStage | TokenizerStage
-        made = [stage.data.source] if isinstance(stage, reads) and stage.data is not None else []
+        data = getattr(stage, "data", None)
+        made = [] if data is None else [data.source]
         made += [stage.tokenizer] if isinstance(stage, InitializeStage) else []
         return _inputs(stage) + [source for source in made if self._is_stage(source)]
 
@@ -194,7 +221,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         cpu=not torch.accelerator.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=recipe.trackers or None,
-        project_dir=recipe.output_dir,
+        # Not beside the stages, one of which may be called as the trackers' project
+        project_config=ProjectConfiguration(recipe.output_dir, logging_dir=str(Path(recipe.output_dir) / LOGS)),
         # The other processes wait while the first one evaluates or writes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
     )
@@ -227,19 +255,28 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     unknown = sorted(set(experts or ()) - set(numbers))
     if unknown:
         raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
-    run = Run(recipe, Path(recipe.output_dir), make_accelerator(recipe))
-    if run.accelerator.is_main_process:
-        run.output_dir.mkdir(parents=True, exist_ok=True)
-        write_text(run.output_dir / "recipe.yaml", yaml.safe_dump(dump(recipe), sort_keys=False))
-        write_text(run.output_dir / "environment.json", json.dumps(environment(), indent=2))
+    output_dir = Path(recipe.output_dir)
+    files = [path for path in (output_dir, *output_dir.parents) if path.exists() and not path.is_dir()]
+    if files:
+        raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
+    run = Run(recipe, output_dir, make_accelerator(recipe))
     wanted = set(names) if experts is None else run.needed_by(experts)
-    for stage in recipe.stages:
-        if stage.name in wanted and (only is None or stage.name in only):
-            run_stage(run, stage)
-    if only is None and experts is None:
-        for name, repository in recipe.push_to_hub.items():
-            if run.accelerator.is_main_process:
-                print(f"{name} is at {publish.publish(run.output_dir / name, repository)}")
+    wanted_stages = [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
+    with locked(run.output_dir) if run.accelerator.is_main_process else nullcontext():
+        for stage in wanted_stages:
+            with stage_errors(stage):
+                _require_made_alike(run, stage)
+        if run.accelerator.is_main_process:
+            run.output_dir.mkdir(parents=True, exist_ok=True)
+            write_text(run.output_dir / RECIPE, yaml.safe_dump(dump(recipe), sort_keys=False))
+            write_text(run.output_dir / ENVIRONMENT, json.dumps(environment(), indent=2))
+        for stage in wanted_stages:
+            with stage_errors(stage):
+                run_stage(run, stage)
+        if only is None and experts is None:
+            for name, repository in recipe.push_to_hub.items():
+                if run.accelerator.is_main_process:
+                    print(f"{name} is at {publish.publish(run.output_dir / name, repository)}")
     # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
     # may wait: a deadlock at the very end.
     gc.collect()
@@ -247,51 +284,85 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     return run.output_dir
 
 
+@contextmanager
+def stage_errors(stage: Stage) -> Iterator[None]:
+    """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
+    try:
+        yield
+    except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
+        raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
+    except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
+        kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+        named = str(error).startswith((f"{stage.name}", f"stage {stage.name}"))
+        message = str(error) if named else f"{stage.name}: {error}"
+        if kind is OSError and GO_ON not in message:
+            message = f"{message}. {GO_ON}"
+        raise kind(message) from error
+
+
 def run_stage(run: Run, stage: Stage) -> None:
-    """Run one stage, unless its folder is there and was made by the same settings, seed and inputs."""
+    """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
     final, partial = run.output_dir / stage.name, run.output_dir / f"{stage.name}.partial"
-    manifest = {
-        "stage": _comparable(dump(stage)),
-        "seed": run.recipe.seed,
-        "mixed_precision": run.accelerator.mixed_precision,
-        "inputs": {reference: fingerprint(run.folder(reference)) for reference in run.inputs(stage)},
-    }
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process and not _has_work(partial):
-        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed at once, perhaps for its settings
-    run.accelerator.wait_for_everyone()
-    for folder in (final, partial):
-        if (folder / MANIFEST).is_file():
-            _require_same(json.loads((folder / MANIFEST).read_text(encoding="utf-8")), manifest, folder)
+    _require_made_alike(run, stage)
     if (final / MANIFEST).is_file():
         run.accelerator.print(f"{stage.name}: done before, skipped")
         if run.accelerator.is_main_process:
             shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
         return
+    manifest = _manifest(run, stage)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
+        if not has_work(partial):
+            shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed at once, perhaps for its settings
         partial.mkdir(parents=True, exist_ok=True)
         write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
     run.accelerator.wait_for_everyone()
     set_seed(run.recipe.seed, device_specific=True)
     attempts = _begin_attempt(run, partial)
     started = time.perf_counter()
-    try:
-        STAGES[type(stage)](run, stage, partial)
-    except ValueError as error:
-        if type(error) is not ValueError or str(error).startswith(f"{stage.name}"):
-            raise
-        raise ValueError(f"{stage.name}: {error}") from error
+    STAGES[type(stage)](run, stage, partial)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
         write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
         if isinstance(stage, MODEL_STAGES):
             require_loadable(partial)
+        for leftover in partial.rglob("*.partial"):  # of attempts that were killed
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        respect_umask(partial)
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
     run.accelerator.wait_for_everyone()
+
+
+def _manifest(run: Run, stage: Stage) -> dict[str, Any]:
+    data = getattr(stage, "data", None)
+    return {
+        "stage": comparable(dump(stage)),
+        "seed": run.recipe.seed,
+        "mixed_precision": run.accelerator.mixed_precision,
+        "inputs": {reference: run.model_fingerprint(reference) for reference in run.inputs(stage)},
+        "data": None if data is None else run.identity(data),
+    }
+
+
+def _require_made_alike(run: Run, stage: Stage) -> None:
+    """Compare what is in a stage's folders with what the run asks for, as far as its inputs are there. Writes nothing.
+
+    Raises:
+        ValueError: they were made otherwise, or the folder is not that of a stage.
+    """
+    final, partial = run.output_dir / stage.name, run.output_dir / f"{stage.name}.partial"
+    if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
+        raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
+    folders = [final] if (final / MANIFEST).is_file() else []
+    folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
+    if folders and all(map(run.finished, run.inputs(stage))):
+        manifest = _manifest(run, stage)
+        for folder in folders:
+            require_same(folder, manifest, getattr(stage, "data", None))
 
 
 def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
@@ -343,7 +414,7 @@ def embed(run: Run, stage: EmbedStage, directory: Path) -> None:
     embed_pairs(run.accelerator, load_clip(source, dtype=torch.float32), loader, len(rows), directory)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
-        join_parts(directory, len(rows), stage.data, data_fingerprint(rows))
+        join_parts(directory, len(rows), stage.data, data_fingerprint(rows, stage.data.image_root))
 
 
 def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
@@ -371,7 +442,7 @@ def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
     dtype = getattr(torch, stage.dtype)
     index = {
         "captions": _captions(rows, stage),
-        "dataset_fingerprint": data_fingerprint(rows),
+        "dataset_fingerprint": run.fingerprint(rows, stage.data),
         "weights": frozen_weights(model),
     }
     announce_size(run.accelerator, model, loader, dtype, directory)
@@ -390,7 +461,7 @@ def cluster(run: Run, stage: ClusterStage, directory: Path) -> None:
     rows = run.pairs(data)
     if not run.accelerator.is_main_process:
         return
-    if data_fingerprint(rows) != fingerprint:
+    if data_fingerprint(rows, data.image_root) != fingerprint:
         raise ValueError(f"{stage.name}: {data.source} has changed since {source} was made; delete it to embed it anew")
     features = load_features(source)
     previous = None if stage.previous is None else load_clusters(Path(run.folder(stage.previous)), fingerprint)
@@ -445,7 +516,7 @@ def embed_captions(run: Run, stage: EmbedCaptionsStage, directory: Path) -> None
     if run.accelerator.is_main_process:
         for _ in read_parts(directory, "embeddings", len(rows)):
             pass  # raises where one is missing
-        save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows)})
+        save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, stage.data.image_root)})
 
 
 def cluster_fine(run: Run, stage: ClusterFineStage, directory: Path) -> None:
@@ -500,7 +571,7 @@ def assign(run: Run, stage: AssignStage, directory: Path) -> None:
     for _, labels in read_parts(directory, "labels", index["num_rows"]):
         sizes += np.bincount(labels, minlength=len(centers))
     save_centers(directory, centers, encoder_name)
-    fingerprint = index.get("dataset_fingerprint") or data_fingerprint(rows)
+    fingerprint = index.get("dataset_fingerprint") or data_fingerprint(rows, stage.data.image_root)
     save_index(directory, {**index, "dataset_fingerprint": fingerprint})
     print(f"{stage.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
@@ -597,14 +668,14 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         rows = _pairs_of_expert(run, stage, rows)
     sampler = None
     if isinstance(stage, TrainExpertsStage):
-        clusters = load_clusters(Path(run.folder(stage.clusters)), data_fingerprint(rows))
+        clusters = load_clusters(Path(run.folder(stage.clusters)), run.fingerprint(rows, stage.data))
         labels = _labels(stage, clusters, share * num_processes, accelerator)
         sampler = ClusterBatchSampler(labels, share, rank, num_processes, seed, stage.order)
     hidden_states = None
     if stage.hidden_states is not None:
         _require_frozen_below(model, trainable, stage)
         kept = Path(run.folder(stage.hidden_states))
-        hidden_states = HiddenStates(kept, model, data_fingerprint(rows), _captions(rows, stage))
+        hidden_states = HiddenStates(kept, model, run.fingerprint(rows, stage.data), _captions(rows, stage))
     loader = PairLoader(
         rows,
         processor,
@@ -627,7 +698,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         f"{stage.name}: {total_steps} steps of {stage.global_batch_size} pairs on {accelerator.num_processes} x "
         f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
     )
-    start_trackers(accelerator, _flatten(dump(stage)))
+    start_trackers(accelerator, flatten(dump(stage)))
     # Whatever was drawn on the way here, such as by a cache that had to be filled
     set_seed(run.recipe.seed, device_specific=True)
     state_dict = train(accelerator, model, loader.batches, stage, total_steps, directory, seed)
@@ -721,15 +792,10 @@ def fingerprint(model: str) -> str:
     return model_fingerprint(model)
 
 
-def _has_work(partial: Path) -> bool:
-    """Whether a stage that has not finished has written more than what tells how it was begun."""
-    return any(path.name not in (MANIFEST, ATTEMPTS) and path.suffix != ".partial" for path in partial.glob("*"))
-
-
 def _begin_attempt(run: Run, partial: Path) -> list[dict[str, Any]]:
     """What a stage ran on, each time that it was begun; its time is not known until it has ended."""
     path, device = partial / ATTEMPTS, run.accelerator.device
-    attempts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    attempts = read_record(path, list) if path.is_file() else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
     here = {"device": name, "num_processes": run.accelerator.num_processes, **environment(), "seconds": None}
     attempts.append(here)
@@ -896,7 +962,7 @@ def _save_experts(
     """
     assignment = Path(run.folder(stage.assignment))
     index = load_index(assignment, "an assign stage")
-    if data_fingerprint(rows) != index["dataset_fingerprint"]:
+    if data_fingerprint(rows, index["data"]["image_root"]) != index["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
     parts = read_parts(assignment, "labels", index["num_rows"])
     labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
@@ -924,7 +990,7 @@ def _pairs_of_expert(run: Run, stage: TrainDataExpertStage, rows: datasets.Datas
     known = len(load_data_clusters(folder)[0].coarse_centers)
     if stage.cluster >= known:
         raise ValueError(f"{stage.name}: there is no cluster {stage.cluster}; {stage.clusters} has {known}")
-    chosen = np.flatnonzero(load_data_labels(folder, data_fingerprint(rows)) == stage.cluster)
+    chosen = np.flatnonzero(load_data_labels(folder, run.fingerprint(rows, stage.data)) == stage.cluster)
     if len(chosen) < stage.global_batch_size:
         raise ValueError(
             f"{stage.name}: cluster {stage.cluster} of {stage.clusters} has {len(chosen)} pairs, fewer than "
@@ -932,27 +998,3 @@ def _pairs_of_expert(run: Run, stage: TrainDataExpertStage, rows: datasets.Datas
         )
     run.accelerator.print(f"{stage.name}: {len(chosen)} of {len(rows)} pairs")
     return rows.select(chosen)
-
-
-def _comparable(settings: Any) -> Any:
-    if isinstance(settings, dict):
-        return {key: _comparable(value) for key, value in settings.items() if key not in NOT_COMPARED}
-    return settings
-
-
-def _require_same(old: dict, new: dict, folder: Path) -> None:
-    old, new = _flatten(old), _flatten(new)
-    # A setting that is younger than the folder counts as its default, None
-    changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-    if changed:
-        raise ValueError(
-            f"{folder} was made with other settings ({'; '.join(changed)}). Delete it to make it anew, or choose "
-            "another --output-dir"
-        )
-
-
-def _flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -8,11 +8,10 @@ import argparse
 import os
 from pathlib import Path
 
-import yaml
-
 from conversion.files import one_line_errors
 from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
 from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
+from training.recipe_yaml import read_yaml
 from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -21,6 +20,7 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="training/upcycle.py",
+        allow_abbrev=False,  # --stage is none of the options, and no stage's name is taken for one
         description=(
             "Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it "
             "stopped."
@@ -38,13 +38,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     known, rest = parser.parse_known_args(argv)
     silence_other_processes()
-    with one_line_errors(), first_failure_speaks():
+    with one_line_errors("run the same command again to go on from the last checkpoint"), first_failure_speaks():
         overrides = _overrides(rest)
         if known.output_dir is not None:
             overrides["output_dir"] = known.output_dir
         recipe = load_recipe(known.config, overrides)
-        only = known.stages.split(",") if known.stages else None
-        output_dir = run_recipe(recipe, only, _numbers(known.experts) if known.experts else None)
+        only = None if known.stages is None else _names(known.stages)
+        output_dir = run_recipe(recipe, only, None if known.experts is None else _numbers(known.experts))
     models = [
         stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage | AssembleStage)
     ]
@@ -57,6 +57,13 @@ def main(argv: list[str] | None = None) -> None:
             "    from transformers import AutoModel\n"
             f'    model = AutoModel.from_pretrained("{output_dir / finished[-1].name}")\n'
         )
+
+
+def _names(argument: str) -> list[str]:
+    names = [name.strip() for name in argument.split(",")]
+    if not all(names):
+        raise ValueError(f"--stages takes names of stages, such as upcycled,clip_up, not {argument!r}")
+    return names
 
 
 def _numbers(argument: str) -> list[int]:
@@ -78,7 +85,7 @@ def _overrides(arguments: list[str]) -> dict[str, object]:
             if not remaining:
                 raise ValueError(f"--{key} has no value")
             value = remaining.pop(0)
-        overrides[key] = yaml.safe_load(value)
+        overrides[key] = read_yaml(value, f"--{key}")
     return overrides
 
 

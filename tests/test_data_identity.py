@@ -1,0 +1,242 @@
+"""Labels, stages and checkpoints know their data: what is the same, what is not, and what is read again."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import yaml
+from test_training import recipe
+
+from training import data_identity
+from training.arguments import load_recipe
+from training.data import DataArguments, load_pairs
+from training.data_identity import content_digests, data_fingerprint, identity
+from training.stages import run_recipe
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def draw(seed, size=16):
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def images(folder, first=0, count=8):
+    """Images of one size in bytes, and their captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        draw(first + number).save(folder / f"{number}.bmp")
+    lines = [json.dumps({"file_name": f"{number}.bmp", "caption": f"a caption {number}"}) for number in range(count)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def sharegpt4v(path, folder, count=8):
+    entries = [
+        {"image": f"{number}.bmp", "conversations": [{"from": "gpt", "value": f"a caption {number}"}]}
+        for number in range(count)
+    ]
+    path.write_text(json.dumps(entries))
+    return {"source": str(path), "image_root": str(folder)}
+
+
+def write_parquet(path, first=0, count=8):
+    """Bytes under names that stay the same."""
+    rows = {"image": [], "caption": [f"a caption {number}" for number in range(count)]}
+    for number in range(count):
+        content = io.BytesIO()
+        draw(first + number).save(content, "bmp")
+        rows["image"].append({"bytes": content.getvalue(), "path": f"{number}.bmp"})
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+    return {"source": str(path)}
+
+
+def layout(kind, folder, first=0):
+    """The same eight pairs, in a source of each kind; of another `first`, others under the same names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "folder":
+            return {"source": str(images(folder / "data", first))}
+        case "parquet":
+            return write_parquet(folder / "data.parquet", first)
+        case "sharegpt4v":
+            return sharegpt4v(folder / "data.json", images(folder / "images", first))
+        case "saved":
+            images(folder / "images", first)
+            if not (folder / "saved").exists():
+                names = [str(folder / "images" / f"{number}.bmp") for number in range(8)]
+                captions = [f"a caption {number}" for number in range(8)]
+                datasets.Dataset.from_dict({"image": names, "caption": captions}).save_to_disk(folder / "saved")
+            return {"source": str(folder / "saved")}
+
+
+KINDS = ["folder", "parquet", "sharegpt4v", "saved"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_images_under_the_same_names_are_other_data(kind, tmp_path):
+    data = DataArguments(**layout(kind, tmp_path / "a"))
+    rows, source = data_fingerprint(load_pairs(data), data.image_root), identity(data)
+    layout(kind, tmp_path / "a", first=100)
+    assert data_fingerprint(load_pairs(data), data.image_root) != rows
+    assert identity(data)["files"] == source["files"] and identity(data)["sha256"] != source["sha256"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "sharegpt4v"])
+def test_a_copy_elsewhere_is_the_same_data(kind, tmp_path):
+    here, there = (DataArguments(**layout(kind, tmp_path / name)) for name in ("a", "b"))
+    assert data_fingerprint(load_pairs(here), here.image_root) == data_fingerprint(load_pairs(there), there.image_root)
+    assert identity(here) == identity(there)
+
+
+def test_streams_know_their_shards(tmp_path):
+    shards = [write_parquet(tmp_path / f"{number}.parquet", first=10 * number)["source"] for number in range(2)]
+    data = DataArguments(source=str(tmp_path / "*.parquet"), streaming=True)
+    before = identity(data)
+    write_parquet(Path(shards[1]), first=50)
+    assert before["files"] == 2 and identity(data) != before
+
+
+def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_bytes(b"x" * 100)
+        os.utime(file, (1, 1))
+    read, original = [], data_identity._content_digest
+    monkeypatch.setattr(data_identity, "_content_digest", lambda path: read.append(Path(path)) or original(path))
+    first = content_digests(files)
+    assert read == files and len(set(first)) == 1
+    assert content_digests(files) == first and read == files
+    files[1].write_bytes(b"y" * 100)
+    os.utime(files[1], (1, 1))  # as rsync -t leaves it: only the time of the inode tells
+    assert content_digests(files)[1] != first[1] and read == [*files, files[1]]
+
+
+def test_a_file_that_was_written_just_now_is_read_again(tmp_path):
+    """Its times could stay while it changes."""
+    (tmp_path / "a").write_bytes(b"x")
+    first = content_digests([tmp_path / "a"])
+    kept = data_identity._Kept()
+    assert kept.get({str(tmp_path / "a"): data_identity._stamp(tmp_path / "a")}) == {}
+    (tmp_path / "a").write_bytes(b"y")
+    assert content_digests([tmp_path / "a"]) != first
+
+
+def test_large_files_are_read_at_sixteen_places(tmp_path):
+    content = np.random.default_rng(0).integers(0, 256, 40 * 2**20, dtype=np.uint8)
+    digests = set()
+    for changed in (None, 0, 19 * 2**20, len(content) - 1):  # the start, in a block, the end
+        other = content.copy()
+        if changed is not None:
+            other[changed] ^= 1
+        (tmp_path / "large").write_bytes(other.tobytes())
+        digests |= set(content_digests([tmp_path / "large"]))
+    (tmp_path / "large").write_bytes(content[:-1].tobytes())
+    digests |= set(content_digests([tmp_path / "large"]))
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize("damage", ["a folder", "no database"])
+def test_digests_do_not_need_their_cache(damage, tmp_path, cache):
+    (tmp_path / "a").write_bytes(b"x")
+    expected = content_digests([tmp_path / "a"])
+    shutil.rmtree(cache)
+    if damage == "a folder":
+        (cache / "clip_moe_digests.sqlite").mkdir(parents=True)
+    else:
+        cache.mkdir()
+        (cache / "clip_moe_digests.sqlite").write_text("no database " * 1000)
+    assert content_digests([tmp_path / "a"]) == expected
+
+
+@pytest.fixture
+def train(tmp_path):
+    def train(data, **overrides):
+        path = tmp_path / "recipe.yaml"
+        settings = recipe(data=data, max_steps=4, save_steps=2, global_batch_size=4)
+        path.write_text(yaml.safe_dump(settings))
+        return run_recipe(load_recipe(path, {"output_dir": str(tmp_path / "out"), **overrides}))
+
+    return train
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "stream"])
+def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys):
+    data = layout(kind.replace("stream", "parquet"), tmp_path / "a") | {"streaming": kind == "stream"}
+    train(data)
+    train(data)
+    assert "tuned: done before, skipped" in capsys.readouterr().out
+    layout(kind.replace("stream", "parquet"), tmp_path / "a", first=100)
+    with pytest.raises(ValueError, match=r"tuned was made with other data: .* Delete it"):
+        train(data)
+
+
+def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatch):
+    from training import engine
+
+    data, original = layout("parquet", tmp_path / "a"), engine.save_checkpoint
+
+    def save(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", save)
+        with pytest.raises(KeyboardInterrupt):
+            train(data)
+    layout("parquet", tmp_path / "a", first=100)
+    with pytest.raises(ValueError, match=r"tuned.partial was made with other data: .*data\.parquet.* Delete it"):
+        train(data)
+
+
+def test_stages_that_were_carried_here_or_are_older_than_their_identity_stay_done(tmp_path, train, capsys):
+    data = layout("parquet", tmp_path / "a")
+    train(data)
+    shutil.copy(data["source"], tmp_path / "copy")
+    os.replace(tmp_path / "copy", data["source"])  # other times, another inode
+    train(data)
+    Path(data["source"]).unlink()  # the data need not be carried
+    train(data)
+    assert capsys.readouterr().out.count("tuned: done before, skipped") == 2
+    manifest = tmp_path / "out" / "tuned" / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    assert entries.pop("data")
+    manifest.write_text(json.dumps(entries))
+    layout("parquet", tmp_path / "a", first=100)
+    train(data)
+    assert "tuned: done before, skipped" in capsys.readouterr().out
+
+
+def test_names_do_not_depend_on_where_one_stands(tmp_path, monkeypatch):
+    for number, kind in enumerate(["folder", "parquet", "sharegpt4v"]):
+        settings = layout(kind, tmp_path / str(number))
+        expected = identity(DataArguments(**settings))
+        monkeypatch.chdir(tmp_path)
+        relative = {key: os.path.relpath(value, tmp_path) for key, value in settings.items()}
+        assert identity(DataArguments(**relative)) == expected
+
+
+def test_only_the_files_of_the_split_count(tmp_path):
+    for split in ("train", "test"):
+        images(tmp_path / "data" / split)
+    data = DataArguments(source=str(tmp_path / "data"))
+    before = identity(data)
+    images(tmp_path / "data" / "test", first=100)
+    assert identity(data) == before
+    images(tmp_path / "data" / "train", first=100)
+    assert identity(data) != before
+    assert (
+        identity(DataArguments(source="nobody/nothing")) is None
+        and identity(DataArguments(source="glyphs", num_samples=1)) is None
+    )

@@ -1,0 +1,269 @@
+"""Runs in rough hands: refused, locked out, interrupted, out of disk. One line each, and nothing is lost."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from test_training import recipe, same_weights
+
+from training import engine, stages, upcycle
+from training.arguments import load_recipe
+from training.data_clusters import load_index
+from training.hidden_states import HiddenStates
+from training.manifests import require_same
+from training.stages import run_recipe
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "training.upcycle"]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A recipe's file, by default of its models before training alone."""
+
+    def write(stages=2, **training):
+        settings = recipe(**training)
+        settings |= {"output_dir": str(tmp_path / "out"), "stages": settings["stages"][:stages]}
+        settings |= {} if stages == 3 else {"defaults": {}}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return path
+
+    return write
+
+
+def failed(*arguments):
+    """The error of a command: one line."""
+    with pytest.raises(SystemExit) as exit:
+        upcycle.main([str(argument) for argument in arguments])
+    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
+    return exit.value.code
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("refused", [{"seed": 1}, {"sparse.changes.num_experts": 8}])
+def test_a_refused_run_writes_nothing(write, refused):
+    """Also where it is not the first stage that is refused."""
+    path = write()
+    output = run_recipe(load_recipe(path))
+    before = contents(output)
+    with pytest.raises(ValueError, match="was made with other settings"):
+        run_recipe(load_recipe(path, {**refused, "mixed_precision": "no"}))
+    assert contents(output) == before
+
+
+def test_a_later_stage_is_refused_before_an_earlier_one_runs(write):
+    path = write()
+    output = run_recipe(load_recipe(path))
+    manifest = (output / "dense" / "manifest.json").read_bytes()
+    shutil.rmtree(output / "dense")
+    # What it reads is not there yet, so that its inputs cannot be compared before
+    with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
+        run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}))
+    assert (output / "dense" / "manifest.json").read_bytes() == manifest
+    (output / "other").mkdir()
+    (output / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="other is in the way: it has no manifest.json.* Move it away"):
+        run_recipe(load_recipe(path, {"sparse.name": "other"}))
+    assert (output / "other" / "notes.txt").read_text() == "mine"
+
+
+def test_damaged_records_are_named(write, monkeypatch):
+    path = write(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", interrupt_after(engine.save_checkpoint))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(load_recipe(path))
+    for name in ("dense/manifest.json", "tuned.partial/manifest.json", "tuned.partial/attempts.json"):
+        record = path.parent / "out" / name
+        whole = record.read_bytes()
+        for damage in (b"", whole[:-10], b"5", b"\xff", b"[" * 100_000):
+            record.write_bytes(damage)
+            assert f"{record} is damaged" in failed("--config", path)
+        record.write_bytes(whole)
+    run_recipe(load_recipe(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_damaged_indices_are_named(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
+        load_index(tmp_path, "an embed_captions stage")
+    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
+        HiddenStates(tmp_path, None, "", 1)
+
+
+def test_settings_that_are_younger_than_a_stage_count_as_off(write):
+    path = write()
+    output = run_recipe(load_recipe(path))
+    manifest = output / "sparse" / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    younger = {**entries, "stage": {**entries["stage"], "new": False, "other": None}}
+    require_same(output / "sparse", younger, None)
+    with pytest.raises(ValueError, match="stage.new: None -> 0"):
+        require_same(output / "sparse", {**younger, "stage": {**younger["stage"], "new": 0}}, None)
+
+
+def interrupt_after(function):
+    def interrupted(*arguments):
+        function(*arguments)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
+    path = write(3, max_steps=100_000)
+    first = subprocess.Popen([*COMMAND, "--config", path], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
+        while first.poll() is None and not log.exists():
+            time.sleep(0.05)
+        error = failed("--config", path, "--stages", "dense")
+        assert f"out is in use: process {first.pid} on " in error
+        assert "is in use" not in failed("--config", path, "--output-dir", tmp_path / "other", "--stages", "sparse")
+    finally:
+        first.kill()
+        first.wait()
+    run_recipe(load_recipe(path), ["dense"])  # the lock ends with its process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
+    path = write(3, max_steps=100_000)
+    run = subprocess.Popen([*COMMAND, "--config", path], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
+    while run.poll() is None and not log.exists():
+        time.sleep(0.05)
+    run.send_signal(number)
+    error = run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + number and "Traceback" not in error
+    if number == signal.SIGINT:
+        expected = "interrupted: run the same command again to go on from the last checkpoint"
+        assert expected in error
+    assert not list((tmp_path / "out").glob("*.tmp")) and not list((tmp_path / "out").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size"), [("dense", 0), ("dense", 3000), ("sparse", 3000), ("features", 0), ("tuned", 30_000)]
+)
+def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeypatch, stage, size):
+    """No file may be longer than a few bytes, from the stage's own work on."""
+    path = write(3, save_steps=None)
+    settings = yaml.safe_load(path.read_text())
+    data = {"source": "glyphs", "num_samples": 8}
+    settings["stages"].append({"name": "features", "stage": "embed", "model": "dense", "data": data})
+    path.write_text(yaml.safe_dump(settings))
+    limits, kinds = resource.getrlimit(resource.RLIMIT_FSIZE), {type(s): s.name for s in load_recipe(path).stages}
+
+    def on_full_disk(kind):
+        original = stages.STAGES[kind]
+
+        def run(*arguments):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            try:
+                return original(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        kind = next(kind for kind, name in kinds.items() if name == stage)
+        patch.setitem(stages.STAGES, kind, on_full_disk(kind))
+        error = failed("--config", path)
+    assert error.startswith(f"error: {stage}: ") and "run the same command again to go on" in error
+    assert not (tmp_path / "out" / stage).exists()
+    resumed = run_recipe(load_recipe(path))
+    whole = run_recipe(load_recipe(path, {"output_dir": str(tmp_path / "whole")}))
+    assert same_weights(resumed / "tuned", whole / "tuned")
+    assert contents(resumed / "features").keys() == contents(whole / "features").keys()
+
+
+def test_what_killed_attempts_left_is_no_part_of_a_stage(write, tmp_path, monkeypatch):
+    path = write(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", interrupt_after(engine.save_checkpoint))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(load_recipe(path))
+    left = tmp_path / "out" / "tuned.partial"
+    (left / "model.safetensors.123.partial").write_text("half a model")
+    (left / "encoder.partial").mkdir()
+    (left / "encoder.partial" / "config.json").write_text("{}")
+    output = run_recipe(load_recipe(path))
+    assert not list((output / "tuned").rglob("*.partial"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_files_of_a_stage_are_readable_as_the_umask_says(write, umask, mode):
+    before = os.umask(umask)
+    try:
+        output = run_recipe(load_recipe(write()))
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in output.rglob("*") if path.is_file()}
+    assert "model.safetensors" in modes and set(modes.values()) == {mode}, modes
+
+
+def test_every_error_names_its_stage(write, tmp_path):
+    path = write()
+    with pytest.raises(OSError, match="^sparse: .*nowhere"):
+        run_recipe(load_recipe(path, {"sparse.model": "nowhere/"}))
+    run_recipe(load_recipe(path), ["dense"])
+    (tmp_path / "out" / "dense" / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="^sparse: "):
+        run_recipe(load_recipe(path))
+    with pytest.raises(FloatingPointError, match="^tuned: .*tensor"):
+        with stages.stage_errors(load_recipe(write(3)).stages[2]):
+            raise FloatingPointError("a tensor is not finite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "["], "--seed is not valid YAML"),
+        (["--seed", "!!python/object/apply:os.system [ls]"], "--seed: line 1: a recipe has no tags"),
+        (["--seed", "9" * 30], "--seed: the number 999"),
+        (["--seed", ".nan"], "seed"),
+        (["--defaults", "5"], "defaults needs keys with settings, not 5"),
+        (["--defaults.train", "5"], "defaults.train needs keys with settings, not 5"),
+        (["--dense.stage", "[1]"], "keys name and stage, both texts"),
+        (["--dense.name", "5"], "keys name and stage, both texts"),
+        (["--dense.name", ".."], "'..' cannot name a stage"),
+        (["--dense.projection_dim", "&a [*a]"], "an alias stands for a value that holds it"),
+        (["--output-dir", ""], "output_dir"),
+        (["--output-dir", "FILE"], "is a file"),
+        (["--output-dir", "FILE/below"], "is a file"),
+        (["--stages", ""], "--stages takes names of stages, such as upcycled,clip_up, not ''"),
+        (["--stages", "dense,,sparse"], "--stages takes names"),
+        (["--stages", "nope"], "the recipe has no stage nope"),
+        (["--stage", "dense"], "'stage' is neither an option"),
+        (["--experts", ""], "--experts takes numbers"),
+        (["--experts", "-1"], "--experts takes numbers"),
+        (["--experts", "99999999999999999999"], "the recipe trains no expert [99999999999999999999]"),
+        (["--experts", "9" * 5000], "digits"),
+        (["--config", "FOLDER"], "is a folder, not a recipe"),
+        (["--config", ""], "is a folder, not a recipe"),
+        (["--config", "BINARY"], "is no text in UTF-8"),
+        (["--config", "x" * 5000], "File name too long"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_arguments_that_make_no_sense_end_in_one_line(write, tmp_path, arguments, message):
+    path = write()
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    places = {"FILE": path, "FILE/below": path / "below", "FOLDER": tmp_path, "BINARY": tmp_path / "binary"}
+    assert message in failed("--config", path, *(places.get(argument, argument) for argument in arguments))
+    assert not (tmp_path / "out").exists()

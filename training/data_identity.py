@@ -1,0 +1,216 @@
+"""What pairs are, by names and contents, so that labels, stages and checkpoints know their data on every machine.
+
+Contents are read once: their digests are kept beside the cache of `datasets`, and a file is read again only when its
+size, times or inode have changed. Copies on another machine have other times, but the same digests.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.data_files import DataFilesDict, get_data_patterns
+from huggingface_hub import snapshot_download
+from tqdm.auto import trange
+
+from training.data import DataArguments, open_rows
+
+# What others say of a fingerprint that is not that of the pairs
+OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
+
+logger = logging.getLogger(__name__)
+
+# Of a larger file, such as a shard, so many blocks of one MiB count, which lie evenly over it from its start to its end
+BLOCKS, BLOCK = 16, 2**20
+AT_ONCE = 1000
+# A file that is younger may change again without a change of its times, which have the resolution of the file system
+SECONDS_UNTIL_KEPT = 2
+
+
+def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> str:
+    """The hash of all captions and images in their order, by which labels know their dataset.
+
+    Of an image in a file of its own the name without folders and the content count, of others the bytes and the name
+    that they have there, if any. So it is the same on every machine. Nothing is decoded.
+
+    Args:
+        rows: columns `image` and `caption`.
+        image_root: what relative paths of images start from.
+
+    Raises:
+        OSError: a file is gone.
+    """
+    kept = _Kept()
+    key, stamp = f"rows {rows._fingerprint}", " ".join(_stamp(file["filename"]) for file in rows.cache_files)
+    if rows.cache_files and key in (found := kept.get({key: stamp})):
+        return found[key]
+    holds_images = isinstance(rows.features["image"], datasets.Image)
+    files = rows.cast_column("image", datasets.Image(decode=False)) if holds_images else rows
+    digest, in_files = hashlib.sha256(), False
+    for batch in files.select_columns(["image", "caption"]).iter(AT_ONCE):
+        images = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch["image"]]
+        paths = [os.path.join(image_root or "", image["path"]) for image in images if image["bytes"] is None]
+        in_files = in_files or bool(paths)
+        contents = iter(content_digests(paths))
+        for image, caption in zip(images, batch["caption"], strict=True):
+            path, content = image["path"], image["bytes"]
+            digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
+            digest.update(bytes.fromhex(next(contents)) if content is None else hashlib.sha256(content).digest())
+    if rows.cache_files and not in_files:
+        kept.put({key: (stamp, digest.hexdigest())})
+    return digest.hexdigest()
+
+
+def identity(arguments: DataArguments) -> dict[str, Any] | None:
+    """What a source holds, without opening its images or shards as pairs: for the manifests of stages.
+
+    Returns:
+        The number of files and the hash of their names and contents; of a Hub dataset, its commit; None where that is
+        all in the settings (glyphs) or cannot be known now (data that are gone, a Hub that cannot be reached).
+    """
+    source = arguments.source
+    if source == "glyphs":
+        return None
+    files = source_files(arguments)
+    if not files:
+        return None if os.path.exists(source) else _commit(source)
+    named = _named_images(arguments)
+    images = [image for image in named if os.path.isfile(image)]
+    if named and not images:
+        return None
+    folder = source if os.path.isdir(source) else os.path.dirname(files[0])
+    names = [Path(os.path.relpath(file, folder)).as_posix() for file in files]
+    names += [os.path.basename(image) for image in images]
+    digest = hashlib.sha256(json.dumps([names, content_digests([*files, *images])]).encode())
+    return {"files": len(names), "sha256": digest.hexdigest()}
+
+
+def _commit(dataset: str) -> dict[str, str] | None:
+    try:  # offline, the last one that was here
+        return {"commit": Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=[])).name}
+    except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
+        return None
+
+
+def source_files(arguments: DataArguments) -> list[str]:
+    """The files of a local source that hold its split, in order: without images that only its rows name."""
+    source = Path(os.path.abspath(arguments.source))
+    if not source.is_dir():
+        return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))
+    saved = _saved(arguments)
+    if saved is not None:  # `datasets` keeps its caches in the same folder
+        names = [file["filename"] for file in json.loads((saved / "state.json").read_text())["_data_files"]]
+        return [str(saved / name) for name in ("state.json", "dataset_info.json", *names)]
+    try:
+        splits = DataFilesDict.from_patterns(get_data_patterns(str(source)), base_path=str(source))
+    except FileNotFoundError:
+        return []
+    files = {str(file) for file in splits.get(arguments.split) or [file for split in splits.values() for file in split]}
+    return sorted(files | {str(path) for path in source.glob("metadata.*")})
+
+
+def newest_file(arguments: DataArguments) -> str:
+    """The file of a local source that was written last."""
+    files = [file for file in [*source_files(arguments), *_named_images(arguments)] if os.path.isfile(file)]
+    return max(files, key=os.path.getmtime)
+
+
+def content_digests(paths: Iterable[str]) -> list[str]:
+    """The hashes of files by size and content, in hexadecimal digits.
+
+    Of a file above 16 MiB 16 blocks of 1 MiB count: it would take a change in place, of the same size and between them,
+    to go unnoticed.
+
+    Raises:
+        OSError: a file is gone.
+    """
+    paths = [os.path.abspath(path) for path in paths]
+    kept, digests = _Kept(), {}
+    for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5):
+        stamps = {path: _stamp(path) for path in paths[start : start + AT_ONCE]}
+        digests |= kept.get(stamps)
+        missing = [path for path in stamps if path not in digests]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = dict(zip(missing, pool.map(_content_digest, missing), strict=True))
+        kept.put({path: (stamps[path], content) for path, content in found.items() if _is_old(path)})
+        digests |= found
+    return [digests[path] for path in paths]
+
+
+def _content_digest(path: str) -> str:
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(f"{size} ".encode())
+    with open(path, "rb") as file:
+        if size <= BLOCKS * BLOCK:
+            digest.update(file.read())
+        else:
+            for number in range(BLOCKS):
+                file.seek(number * (size - BLOCK) // (BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def _stamp(path: str) -> str:
+    """What changes whenever a file is written or replaced; its times are set back easily, that of its inode is not."""
+    stat = os.stat(path)
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def _is_old(path: str) -> bool:
+    return os.stat(path).st_mtime < time.time() - SECONDS_UNTIL_KEPT
+
+
+def _named_images(arguments: DataArguments) -> list[str]:
+    """The files of images that the rows of a local source only name, in a column of texts."""
+    in_memory = _saved(arguments) is not None or arguments.source.endswith(".json")
+    rows = open_rows(replace(arguments, streaming=not in_memory, in_memory=False))
+    column = arguments.image_column
+    if getattr((rows.features or {}).get(column), "dtype", None) not in ("string", "large_string"):
+        return []
+    names = dict.fromkeys(row[column] for row in rows.select_columns([column]))
+    return [os.path.join(arguments.image_root or "", name) for name in names if name]
+
+
+def _saved(arguments: DataArguments) -> Path | None:
+    """The folder of a dataset that `save_to_disk` wrote, if the source is one."""
+    folders = Path(arguments.source), Path(arguments.source) / arguments.split
+    return next((folder for folder in folders if (folder / "state.json").is_file()), None)
+
+
+class _Kept:
+    """Digests that were computed before: under a key, with a stamp that tells whether one still holds.
+
+    Where its file cannot be used, everything is read each time.
+    """
+
+    def __init__(self):
+        self.path = Path(datasets.config.HF_DATASETS_CACHE) / "clip_moe_digests.sqlite"
+
+    def get(self, stamps: dict[str, str]) -> dict[str, str]:
+        marks = ", ".join("?" * len(stamps))
+        rows = self._run(lambda table: table.execute(f"SELECT * FROM digests WHERE key IN ({marks})", list(stamps)))
+        return {key: digest for key, stamp, digest in rows if stamps[key] == stamp}
+
+    def put(self, digests: dict[str, tuple[str, str]]) -> None:
+        rows = [(key, stamp, digest) for key, (stamp, digest) in digests.items()]
+        self._run(lambda table: table.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", rows))
+
+    def _run(self, command: Callable[[sqlite3.Connection], Iterable]) -> list[tuple[str, str, str]]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
+                connection.execute("CREATE TABLE IF NOT EXISTS digests (key TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
+                return list(command(connection))
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("digests of files cannot be kept in %s (%s): they are computed each time", self.path, error)
+            return []

@@ -1,0 +1,84 @@
+"""What made a stage's folder, as its `manifest.json` tells, and whether that is what a run asks for."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from conversion.provenance import ATTEMPTS, MANIFEST
+from training.data import DataArguments
+from training.data_identity import newest_file
+
+# How often something is logged or saved, and by how many workers data is read, does not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
+
+
+def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
+    """A dictionary with these keys, or a list, that a stage wrote as JSON.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, kind):
+            raise ValueError(f"it holds no {kind.__name__}")
+        missing = [key for key in keys if key not in record]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to make it anew") from error
+    return record
+
+
+def has_work(partial: Path) -> bool:
+    """Whether a stage that has not finished has written more than what tells how it was begun."""
+    return any(path.name not in (MANIFEST, ATTEMPTS) and path.suffix != ".partial" for path in partial.glob("*"))
+
+
+def comparable(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: comparable(value) for key, value in settings.items() if key not in NOT_COMPARED}
+    return settings
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) -> None:
+    """Compare a folder's manifest, if it has one, with what it would be now.
+
+    Args:
+        data: of the stage, whose identity is in `new`.
+
+    Raises:
+        ValueError: they differ, or the manifest is damaged.
+    """
+    if not (folder / MANIFEST).is_file():
+        return
+    way_out = "Delete it to make it anew, or choose another --output-dir"
+    old, new = read_record(folder / MANIFEST, dict), dict(new)
+    # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
+    data_then, data_now = old.pop("data", None), new.pop("data", None)
+    old, new = flatten(old), flatten(new)
+    # A setting that is younger than the folder counts as its default, None or False
+    old = {key: False for key, value in new.items() if value is False} | old
+    changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    if changed:
+        raise ValueError(f"{folder} was made with other settings ({'; '.join(changed)}). {way_out}")
+    if data_then is not None and data_now is not None and data_then != data_now:
+        newest = f", of which {newest_file(data)} changed last" if "files" in data_now else ""
+        raise ValueError(
+            f"{folder} was made with other data: {data.source} was {_short(data_then)} and is {_short(data_now)}"
+            f"{newest}. {way_out}"
+        )
+
+
+def _short(identity: dict[str, Any]) -> str:
+    if "commit" in identity:
+        return f"commit {identity['commit']}"
+    return f"{identity['files']} files with the hash {identity['sha256'][:12]}"
