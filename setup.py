@@ -12,6 +12,7 @@ from setuptools import setup
 training = [
     "accelerate>=1.15",
     "datasets>=5.0",
+    "filelock>=4.0",
     "matplotlib>=3.9",
     "pillow>=11",
     "psutil>=6.0",

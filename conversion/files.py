@@ -1,15 +1,18 @@
-"""Files that appear whole or not at all, and commands that end in one line."""
+"""Files that appear whole or not at all, folders with one writer at a time, and commands that end in one line."""
 
 import contextlib
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
@@ -58,6 +61,50 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _absolute(path: str | Path) -> Path:
+    """The path behind all symbolic links.
+
+    Raises:
+        OSError: the links lead in a circle.
+    """
+    resolved = Path(os.path.realpath(path))  # `Path.resolve` raises RuntimeError on a circle, in some versions
+    if resolved.is_symlink():
+        raise OSError(f"{path} is a symbolic link that leads back to itself: remove it")
+    return resolved
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lets no other process into the block for the same folder, which need not be there yet.
+
+    The lock is the system's, on a hidden file beside the folder (in it, where nothing may be written beside it), so
+    it ends with the process however that ends.
+
+    Raises:
+        ValueError: another process holds it; says which, and since when.
+        OSError: the file cannot be written.
+    """
+    folder = _absolute(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = os.access(folder.parent, os.W_OK)
+    path = folder.with_name(f".{folder.name}.lock") if beside else folder / ".lock"
+    lock = FileLock(path, timeout=0.2)  # not 0: a file that its holder removes just now is tried again
+    try:
+        lock.acquire()
+    except Timeout:
+        with contextlib.suppress(OSError):
+            raise ValueError(f"{folder} is in use: {path.read_text(encoding='utf-8')}") from None
+        raise ValueError(f"{folder} was in use until just now: try again") from None
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        holder = f"process {os.getpid()} on {socket.gethostname()} has been writing there since {since}"
+        path.write_text(holder, encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the release: whoever opened it meanwhile sees that it is gone
+        lock.release()
+
+
 @contextlib.contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
@@ -65,20 +112,22 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     So a full disk, a kill or a failed check leaves no half-written `output`.
 
     Raises:
-        ValueError: `output` exists and is not an empty folder.
+        ValueError: `output` exists and is not an empty folder, or another process writes it.
     """
-    output = Path(output).resolve()
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    output = _absolute(output)
+    with locked(output):
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
+        temporary = output.with_name(f".{output.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        temporary.mkdir()
+        try:
+            yield temporary
+            if output.exists():
+                output.rmdir()
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
