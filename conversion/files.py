@@ -106,6 +106,16 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turns whatever a library raises when it cannot write into an OSError: tokenizers raises a plain `Exception` on a
+    full disk, torch a RuntimeError. So nothing but their writing belongs into the block."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+@contextlib.contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
 
@@ -123,11 +133,25 @@ def new_folder(output: str | Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            respect_umask(temporary)
             if output.exists():
                 output.rmdir()
             temporary.rename(output)
+        except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
+            raise OSError(f"cannot write {output}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def respect_umask(folder: Path) -> None:
+    """Gives the files in a folder the mode that the user's umask asks for, as the folder has it already.
+
+    safetensors makes files that their owner alone can read, from its version 0.8 on.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 @contextlib.contextmanager
@@ -135,7 +159,10 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`, which takes its place when the block ends without an error."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the umask gives, and safetensors does not
         yield temporary
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
