@@ -108,11 +108,12 @@ def locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turns whatever a library raises when it cannot write into an OSError: tokenizers raises a plain `Exception` on a
-    full disk, torch a RuntimeError. So nothing but their writing belongs into the block."""
+    full disk, torch a RuntimeError about positions in the file. So nothing but their writing belongs into the block."""
     try:
         yield
     except Exception as error:
-        raise OSError(f"cannot write {path}: {error}") from error
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"cannot write {path}: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -334,7 +334,8 @@ def write_checkpoint(source: str, output: Path) -> None:
             if output.suffix == ".safetensors":
                 save_file(state, partial)
             else:
-                torch.save(state, partial)
+                with partial.open("wb") as file:  # torch's own writer does not say what went wrong
+                    torch.save(state, file)
         verify(read_state_dict(partial), model.float())
 
 
