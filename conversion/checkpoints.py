@@ -68,6 +68,7 @@ JSON_FILES = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+MOST_LAYERS = 1000  # a damaged number of them is not tried out
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -128,7 +129,12 @@ def load_config(source: str | Path) -> PreTrainedConfig:
     check_json(source)
     with reading(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)  # not given, it is asked for
+        if not isinstance(config.architectures or [], list):
+            raise ValueError(f"architectures must be a list of names, got {config.architectures!r}")
         for tower in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+            layers = getattr(tower, "num_hidden_layers", None) or 0
+            if layers > MOST_LAYERS:
+                raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
             if isinstance(tower, (CLIPTextConfig, CLIPVisionConfig)):
                 check_tower(tower)
             if isinstance(tower, CLIPTextConfig) and not (
@@ -153,13 +159,15 @@ def load_pickle(path: str | Path):
         raise ValueError(f"{path} is damaged or holds more than tensors, and was not loaded") from error
 
 
-def check_weights(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuses weights, each with its name, that nothing can be computed with.
+def check_weights(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Refuses weights, each with its name, that nothing can be computed with; returns how many numbers they are.
 
     Raises:
         ValueError: one is not of floating point, or not finite.
     """
+    numbers = 0
     for name, tensor in tensors:
+        numbers += tensor.numel()
         if name.endswith("position_ids"):
             continue  # old files have them, and nothing reads them
         if tensor.dtype not in FLOATS:
@@ -171,6 +179,7 @@ def check_weights(tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not finite.all():
             what, finite = ("rows", finite.flatten(1).all(dim=1)) if tensor.dim() > 1 else ("values", finite.flatten())
             raise ValueError(f"{name} has {(~finite).sum()} of {len(finite)} {what} that are not finite")
+    return numbers
 
 
 def stored_weights(source: str | Path, subfolder: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -211,6 +220,20 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     return load_weights(model_class, source, config, **kwargs)
 
 
+def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, stored: int) -> None:
+    """Refuses a configuration that says far more than the numbers stored, before memory is taken for it.
+
+    Raises:
+        ValueError: as said. What differs less is named tensor by tensor when it is loaded.
+    """
+    if not isinstance(config, model_class.config_class):
+        config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
+    with torch.device("meta"):
+        described = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if described > 2 * stored + 10**6:
+        raise ValueError(f"the configuration describes a model of {described} numbers, but the files hold {stored}")
+
+
 def load_weights(
     model_class: type[PreTrainedModel], source: str | Path, stored: PreTrainedConfig, **kwargs
 ) -> PreTrainedModel:
@@ -221,7 +244,8 @@ def load_weights(
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
     try:
         with reading(source):
-            check_weights(stored_weights(source))
+            numbers = check_weights(stored_weights(source))
+            _check_size(model_class, kwargs.get("config", stored), numbers)
             model, info = model_class.from_pretrained(
                 source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
             )
