@@ -109,7 +109,7 @@ def tensors(change, path):
     save_file(state, path, metadata={"format": "pt"})
 
 
-def some(damages, command, number=25):
+def some(damages, command, number=16):
     """All damages for one command, some for the others, which open sources by the same functions."""
     return damages if command == "upcycle" else random.Random(command).sample(damages, number)
 
@@ -183,7 +183,8 @@ def test_random_bytes(check, command):
     files = [
         f"{folder}/{name}" for folder in folders for name in ("config.json", "tokenizer.json", "model.safetensors")
     ]
-    files = [file for file in files if "heads_of_64/tok" not in file] + [ARCHIVES[command]] * 3 * (command in ARCHIVES)
+    files = [file for file in files if "heads_of_64/tok" not in file]
+    files += [ARCHIVES[command]] * 3 if command in ARCHIVES else []
 
     def flip(content):
         changed = bytearray(content)
