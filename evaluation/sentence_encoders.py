@@ -207,7 +207,10 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
         settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if settings["kind"] == "tfidf":
             arrays = load_file(folder / WEIGHTS)
-            return TfidfEncoder(settings["words"], arrays["idf"], arrays["components"])
+            idf, components = arrays["idf"], arrays["components"]
+            if not (components.shape[1] == len(idf) and np.isfinite(idf).all() and np.isfinite(components).all()):
+                raise ValueError(f"{WEIGHTS} does not fit its words, or holds numbers that are not finite")
+            return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         name, pooling = settings["name"], settings.get("pooling", "mean")
         if not (isinstance(source, str) and isinstance(name, str) and pooling in get_args(Pooling)):

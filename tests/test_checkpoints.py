@@ -7,15 +7,18 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from converters import COMMANDS, make_sources, run
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from test_upcycle import WORDS
 from transformers import CLIPModel
 
 from conversion.checkpoints import load_clip, load_config, load_mixture, load_model, load_processor
-from evaluation.sentence_encoders import load_encoder, open_encoder
+from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
 
@@ -272,4 +275,14 @@ def test_a_block_that_is_missing_far_up(copy, tmp_path):
 def test_a_damaged_sentence_encoder(tmp_path, text):
     (tmp_path / "encoder.json").write_text(text)
     with pytest.raises((ValueError, OSError), match=f"cannot load {tmp_path}: "):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda idf: idf[1:], lambda idf: np.append(idf[1:], np.nan)])
+def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
+    TfidfEncoder.fit(WORDS, len(WORDS), seed=0).save(tmp_path)
+    assert load_encoder(tmp_path).encode(["red"]).any()
+    arrays = load_arrays(tmp_path / "tfidf.safetensors")
+    save_arrays(arrays | {"idf": change(arrays["idf"])}, tmp_path / "tfidf.safetensors")
+    with pytest.raises(ValueError, match="tfidf.safetensors does not fit its words, or holds numbers that are not"):
         load_encoder(tmp_path)
