@@ -123,8 +123,8 @@ def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, num
 
 
 @pytest.fixture
-def full_disk():
-    """Makes files end at a number of bytes for this process, as a full disk does."""
+def full_disk(capsys):
+    """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
