@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from conversion.checkpoints import check_equal, copy_processor, load_clip, sample_inputs
+from conversion.checkpoints import check_equal, copy_processor, load_clip, load_mixture, sample_inputs
 from conversion.files import new_folder, one_line_errors
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
@@ -78,7 +78,7 @@ def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
     Raises:
         ValueError: they do not compute the same.
     """
-    mixture = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1, dtype=torch.float32)
+    mixture = load_mixture(folder, max_loaded_experts=1, dtype=torch.float32)
     expected, found = {}, {}
     for number, source in enumerate(experts):
         model = load_clip(source, dtype=torch.float32)

@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 
-from conversion.checkpoints import WAY_OUT, check_equal, has_file, load_config, load_model
-from conversion.files import new_folder, one_line_errors
+from conversion.checkpoints import (
+    IMAGE_PROCESSOR_FILES,
+    WAY_OUT,
+    check_equal,
+    has_file,
+    load_config,
+    load_image_processor,
+    load_model,
+    load_processor,
+    load_weights,
+)
+from conversion.files import new_folder, one_line_errors, writing
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 
@@ -34,7 +43,7 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
     if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
         way_out = WAY_OUT.get(config.model_type, "")
         raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{way_out}")
-    return CLIPMoEVisionModel.from_pretrained(source, **{"dtype": "auto"} | kwargs).eval()
+    return load_weights(CLIPMoEVisionModel, source, config, **kwargs)
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> None:
@@ -109,9 +118,9 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
     Raises:
         ValueError: its images have not the size that the tower takes.
     """
-    processor, config = AutoProcessor.from_pretrained(source), AutoConfig.from_pretrained(folder).vision_config
-    if has_file(tower_source, "processor_config.json", "preprocessor_config.json"):
-        processor.image_processor = AutoImageProcessor.from_pretrained(tower_source)
+    processor, config = load_processor(source), load_config(folder).vision_config
+    if has_file(tower_source, *IMAGE_PROCESSOR_FILES):
+        processor.image_processor = load_image_processor(tower_source)
     size = processor.image_processor(Image.new("RGB", (64, 64)), return_tensors="pt").pixel_values.shape[-1]
     if size != config.image_size:
         raise ValueError(
@@ -119,7 +128,8 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
             f"processor that belongs to the tower into {tower_source}"
         )
     processor.patch_size = config.patch_size
-    processor.save_pretrained(folder)
+    with writing(folder):
+        processor.save_pretrained(folder)
 
 
 def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:

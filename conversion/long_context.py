@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
 from conversion.checkpoints import (
+    TOKENIZER_FILES,
     check_equal,
     copy_processor,
     forget_last_use,
@@ -24,9 +25,10 @@ from conversion.checkpoints import (
     load_clip,
     load_config,
     load_model,
+    load_tokenizer,
     sample_inputs,
 )
-from conversion.files import new_folder, one_line_errors
+from conversion.files import new_folder, one_line_errors, writing
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEEP = 20
@@ -126,10 +128,11 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> 
 
 def set_text_length(folder: str | Path, length: int) -> None:
     """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
-    if has_file(folder, "tokenizer.json", "vocab.json"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=length)
+    if has_file(folder, *TOKENIZER_FILES):
+        tokenizer = load_tokenizer(folder, model_max_length=length)
         forget_last_use(tokenizer)  # it may have been the old length
-        tokenizer.save_pretrained(folder)
+        with writing(folder):
+            tokenizer.save_pretrained(folder)
 
 
 def main(argv: list[str] | None = None) -> None:

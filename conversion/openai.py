@@ -21,7 +21,6 @@ what the weights published on the Hub say. Set it to the id of the end-of-text t
 import argparse
 import hashlib
 import math
-import pickle
 import re
 import sys
 import zipfile
@@ -34,7 +33,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
 
-from conversion.checkpoints import check_equal, copy_processor, load_model, sample_inputs
+from conversion.checkpoints import (
+    check_equal,
+    check_weights,
+    copy_processor,
+    load_model,
+    load_pickle,
+    reading,
+    sample_inputs,
+)
 from conversion.files import new_folder, one_line_errors
 from conversion.rules import Rule, apply_rules, cut
 
@@ -102,7 +109,7 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; a damaged file; a file
-            that holds anything but tensors.
+            that holds anything but tensors; a weight that is not of floating point or not finite.
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
@@ -112,24 +119,23 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
             f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
             f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
         )
-    try:
-        if archive.suffix == ".safetensors":
+    with reading(archive):
+        if ".safetensors" in archive.suffixes:  # more may follow while it is written
             content = load_file(archive)
         elif torchscript:
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
-            content = torch.load(archive, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{archive} is damaged or holds more than tensors, and was not loaded") from error
-    except Exception as error:  # on damaged bytes the readers raise almost anything
-        raise ValueError(f"{archive} cannot be read: {error}") from error
+            content = load_pickle(archive)
     if isinstance(content, dict) and "state_dict" in content:
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
     ):
         raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
-    return {key.removeprefix("module."): value for key, value in content.items()}
+    state = {key.removeprefix("module."): value for key, value in content.items()}
+    with reading(archive):
+        check_weights((key, tensor) for key, tensor in state.items() if key not in ("attn_mask", *SETTINGS))
+    return state
 
 
 def is_torchscript(archive: Path) -> bool:
@@ -164,7 +170,7 @@ def infer_config(
         raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
     if "logit_bias" in state:
         raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
-    if wrong := [key for key, dims in NEEDED.items() if key in state and state[key].ndim != dims]:
+    if wrong := [key for key, dims in NEEDED.items() if key in state and _is_not_of(state[key], dims)]:
         raise ValueError(f"of the wrong shape: {cut(f'{key} {tuple(state[key].shape)}' for key in wrong)}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
@@ -191,6 +197,10 @@ def infer_config(
     )
 
 
+def _is_not_of(tensor: Tensor, dims: int) -> bool:
+    return tensor.ndim != dims or tensor.numel() == 0
+
+
 def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> dict[str, int]:
     """The sizes of one tower as transformers' config fields."""
     block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
@@ -198,9 +208,11 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> 
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
     if heads is None and width % HEAD_WIDTH:
         raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision-heads and --text-heads")
-    heads = heads or width // HEAD_WIDTH
+    heads = width // HEAD_WIDTH if heads is None else heads
     if heads < 1 or width % heads:
         raise ValueError(f"{heads} heads do not divide a width of {width}")
+    if missing := sorted(set(range(len(layers))) - layers):
+        raise ValueError(f"{prefix}transformer.resblocks.{missing[0]} is missing: there are blocks up to {max(layers)}")
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,

@@ -12,7 +12,6 @@ appears, what was written is read again and compared with the source.
 """
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, sample_inputs
-from conversion.files import new_folder, one_line_errors
+from conversion.files import locked, new_file, new_folder, one_line_errors, writing
 from conversion.long_context import KEEP, set_text_length
 from conversion.openai import (
     HEAD_WIDTH,
@@ -329,17 +328,15 @@ def write_checkpoint(source: str, output: Path) -> None:
     if output.exists():
         raise ValueError(f"{output} already exists: remove it or choose another output")
     model = load_model(CLIPMoEModel, source)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.stem}.{os.getpid()}.tmp{output.suffix}")  # its suffix says how to read it
-    try:
-        if output.suffix == ".safetensors":
-            save_file(export(model), partial)
-        else:
-            torch.save(export(model), partial)
+    with locked(output), new_file(output) as partial:
+        state = export(model)
+        with writing(output):
+            if output.suffix == ".safetensors":
+                save_file(state, partial)
+            else:
+                with partial.open("wb") as file:  # torch's own writer does not say what went wrong
+                    torch.save(state, file)
         verify(read_state_dict(partial), model.float())
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -164,6 +165,25 @@ def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     return rules
 
 
+def check_memory(config: CLIPMoEConfig) -> None:
+    """Refuses a model whose experts do not fit into memory, before any of it is taken.
+
+    Raises:
+        ValueError: as said.
+    """
+    parameters = 0
+    for tower in sparse_ffns(config).values():
+        expert = (2 * tower.intermediate_size + 1) * tower.hidden_size + tower.intermediate_size
+        parameters += len(tower.moe_layers) * tower.num_experts * (expert + tower.hidden_size)  # and a router's row
+    needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
+    if needed > free:
+        numbers = " and ".join(sorted({str(tower.num_experts) for tower in sparse_ffns(config).values()}))
+        raise ValueError(
+            f"{numbers} experts a layer need {needed / 2**30:,.1f} GiB of memory, of which {free / 2**30:,.1f} are "
+            "free: choose fewer with --num-experts"
+        )
+
+
 def build_sparse(
     config: CLIPMoEConfig,
     source: Mapping[str, Tensor],
@@ -180,8 +200,11 @@ def build_sparse(
             A fusion gate starts near 1/2: its bias is 0.
 
     Raises:
-        ValueError: see `apply_rules`.
+        ValueError: the experts need more memory than there is, a seed that torch does not take, or see `apply_rules`.
     """
+    check_memory(config)
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = CLIPMoEModel(config)
     state = sparse.state_dict()

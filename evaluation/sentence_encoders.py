@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -16,9 +16,18 @@ from safetensors.numpy import load_file, save_file
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
-from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPConfig
+from transformers import AutoModel, CLIPConfig, PreTrainedModel
 
-from conversion.checkpoints import has_file, load_clip
+from conversion.checkpoints import (
+    check_json,
+    check_weights,
+    has_file,
+    load_clip,
+    load_config,
+    load_tokenizer,
+    reading,
+    stored_weights,
+)
 from modeling_clip_moe import CLIPMoEConfig
 
 FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -79,11 +88,19 @@ class SentenceTransformerEncoder:
 
     def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
         try:
-            from sentence_transformers import SentenceTransformer
+            import sentence_transformers
         except ImportError as error:
             raise ValueError(f"{source} is a sentence-transformers model: pip install sentence-transformers") from error
+        if int(sentence_transformers.__version__.split(".")[0]) < 6:  # which run the modules that a folder brings
+            raise ValueError(
+                f"sentence-transformers {sentence_transformers.__version__} runs code of the folders that it loads: "
+                "pip install 'sentence-transformers>=6'"
+            )
         self.source, self.name = source, name or _name(source)
-        self.model = SentenceTransformer(source, device=str(device))
+        check_json(source)
+        with reading(source):
+            self.model = sentence_transformers.SentenceTransformer(source, device=str(device), trust_remote_code=False)
+            check_weights(self.model.state_dict().items())
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""
@@ -113,15 +130,15 @@ class TransformersEncoder:
         name: str | None = None,
         device: str | torch.device = "cpu",
     ):
-        config = AutoConfig.from_pretrained(source)
+        config = load_config(source)
         self.is_clip = config.model_type in (CLIPConfig.model_type, CLIPMoEConfig.model_type)
         self.source, self.pooling = source, pooling
         self.name = name or (_name(source) if self.is_clip else f"{_name(source)}:{pooling}")
-        self.tokenizer = AutoTokenizer.from_pretrained(source)
+        self.tokenizer = load_tokenizer(source)
         text_config = config.text_config if self.is_clip else config
         longest = getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         self.max_length = min(longest, self.tokenizer.model_max_length)
-        self.model = (load_clip(source) if self.is_clip else AutoModel.from_pretrained(source)).eval()
+        self.model = (load_clip(source) if self.is_clip else _load_text_model(source)).eval()
         self.model.to(device)
 
     @torch.no_grad()
@@ -178,6 +195,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
 
     Raises:
         FileNotFoundError: the folder has none, or what is kept there by name cannot be had.
+        ValueError: a file of it is damaged.
     """
     folder = Path(folder)
     if not (folder / FILE).is_file():
@@ -185,12 +203,19 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             f"{folder} holds no sentence encoder. An embed_captions stage has it in encoder/, a mixture in "
             "metadata_encoder/: copy the one that the cluster centers were made with"
         )
-    settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    if settings["kind"] == "tfidf":
-        arrays = load_file(folder / WEIGHTS)
-        return TfidfEncoder(settings["words"], arrays["idf"], arrays["components"])
-    source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
-    return open_encoder(source, settings.get("pooling", "mean"), settings["name"], device)
+    with reading(folder):
+        settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if settings["kind"] == "tfidf":
+            arrays = load_file(folder / WEIGHTS)
+            idf, components = arrays["idf"], arrays["components"]
+            if not (components.shape[1] == len(idf) and np.isfinite(idf).all() and np.isfinite(components).all()):
+                raise ValueError(f"{WEIGHTS} does not fit its words, or holds numbers that are not finite")
+            return TfidfEncoder(settings["words"], idf, components)
+        source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
+        name, pooling = settings["name"], settings.get("pooling", "mean")
+        if not (isinstance(source, str) and isinstance(name, str) and pooling in get_args(Pooling)):
+            raise ValueError(f"{FILE} has a source, name or pooling that is none: {source!r}, {name!r}, {pooling!r}")
+    return open_encoder(source, pooling, name, device)
 
 
 def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
@@ -206,6 +231,12 @@ def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarra
     if unknown:
         raise ValueError(f"the encoder {encoder.name} knows no word of {unknown[0]!r} ({len(unknown)} of {len(texts)})")
     return embeds
+
+
+def _load_text_model(source: str) -> PreTrainedModel:
+    with reading(source):
+        check_weights(stored_weights(source))
+        return AutoModel.from_pretrained(source, trust_remote_code=False)
 
 
 def _vectorizer(**options) -> TfidfVectorizer:

@@ -1,5 +1,6 @@
 """MoDE configuration: which data experts there are, and how a task is routed to them."""
 
+import math
 from dataclasses import field
 
 from huggingface_hub.dataclasses import strict
@@ -49,8 +50,8 @@ class CLIPMoDEConfig(PreTrainedConfig):
 
     def validate_routing(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
-        if not self.routing_temperature > 0:
-            raise ValueError(f"routing_temperature must be greater than 0, got {self.routing_temperature}.")
+        if not 0 < self.routing_temperature < math.inf:
+            raise ValueError(f"routing_temperature must be greater than 0 and finite, got {self.routing_temperature}.")
         if self.num_centers < 0:
             raise ValueError(f"num_centers must not be negative, got {self.num_centers}.")
         if self.num_centers and (self.metadata_encoder is None or self.metadata_dim is None):

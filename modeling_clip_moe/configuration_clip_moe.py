@@ -1,11 +1,25 @@
 """CLIP-MoE configuration: transformers' CLIP configuration plus, in each tower, what its sparse layers look like."""
 
+import math
 from dataclasses import field
 
 from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.distributed import DistributedConfig
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "projection_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "image_size",
+    "patch_size",
+    "num_channels",
+)
 _LAYERS = "encoder.layers.*"
 # How experts are split over processes. Before transformers 5.19 it is the router that leaves out those of the others
 _EP_STYLES = (
@@ -19,6 +33,24 @@ def _auto_map(config: str, **models: str) -> dict[str, str]:
     """Where `trust_remote_code=True` finds the classes, in the copy of this code that every saved folder holds."""
     models = {auto_class: f"modeling_clip_moe.{model}" for auto_class, model in models.items()}
     return {"AutoConfig": f"configuration_clip_moe.{config}", **models}
+
+
+def check_tower(config: CLIPTextConfig | CLIPVisionConfig) -> None:
+    """
+    Refuses what no CLIP tower can have, sparse or dense.
+
+    Raises:
+        ValueError: if a size is not a whole number above 0, the activation is unknown, or the patches are larger than
+            the images.
+    """
+    for name in _SIZES:
+        value = getattr(config, name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} of {config.base_config_key} must be a whole number above 0, got {value}.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act must be an activation that transformers knows, got {config.hidden_act!r}.")
+    if getattr(config, "patch_size", 1) > getattr(config, "image_size", 1):
+        raise ValueError(f"patch_size must be at most image_size ({config.image_size}), got {config.patch_size}.")
 
 
 @strict
@@ -82,6 +114,7 @@ class CLIPMoETowerConfig(PreTrainedConfig):
 
     def validate_moe(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        check_tower(self)
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {self.num_experts}.")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -100,8 +133,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
             raise ValueError("fusion_gate=True needs sparse layers, but moe_layers is [].")
         for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be greater than 0, or None for no limit, got {value}.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be greater than 0 and finite, or None for no limit, got {value}.")
         if not 0 <= self.router_jitter_noise < 1:
             raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
 
@@ -179,10 +212,10 @@ class CLIPMoEConfig(PreTrainedConfig):
         self.validate_router_losses()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     def validate_router_losses(self):
-        """Part of `@strict`-powered validation. Refuses negative weights of the router losses."""
+        """Part of `@strict`-powered validation. Refuses negative or infinite weights of the router losses."""
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}.")
 
 
 __all__ = ["CLIPMoEConfig", "CLIPMoETextConfig", "CLIPMoEVisionConfig"]

@@ -1,195 +1,288 @@
-"""Checkpoints of training: they run no code, are refused when they are damaged, and lose no random number."""
+"""conversion/checkpoints.py: what is refused where a source is opened, and that no code of a source runs."""
 
 import json
 import os
 import pickle
 import shutil
-from types import SimpleNamespace
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
-import yaml
-from accelerate.utils import DistributedType
+from converters import COMMANDS, make_sources, run
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
-from test_training import losses, recipe, same_weights
+from test_upcycle import WORDS
+from transformers import CLIPModel
 
-from training.arguments import load_recipe
-from training.checkpoints import require_support
-from training.stages import run_recipe
-
-
-class Stop(Exception):
-    pass
+from conversion.checkpoints import load_clip, load_config, load_mixture, load_model, load_processor
+from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
+from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs a recipe, perhaps up to an optimizer step of its training."""
-
-    def run(output="out", stop=None, **training):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe(**training)))
-        loaded = load_recipe(path, {"output_dir": str(tmp_path / output)})
-        if stop is None:
-            return run_recipe(loaded)
-        count, original = iter(range(stop)), torch.optim.AdamW.step
-
-        def step(self, *arguments, **options):
-            if next(count, None) is None:
-                raise Stop
-            return original(self, *arguments, **options)
-
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(torch.optim.AdamW, "step", step)
-            run_recipe(loaded)
-        return tmp_path / output
-
-    return run
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    make_sources(folder)
+    assert run("assemble", folder, folder / "mixture") is None
+    return folder
 
 
 @pytest.fixture
-def checkpoint(run):
-    """Of step 4 of 6."""
-    return run(stop=5) / "tuned.partial" / "checkpoints" / "step-00000004"
+def copy(sources, tmp_path):
+    """A place with copies of the sources that may be damaged."""
+    return shutil.copytree(sources, tmp_path / "sources")
 
 
-def evil(marker):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {marker}",)
+class Planted:
+    """Pickled, it makes a file when it is loaded."""
 
-    return Evil()
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
+def plant(folder, ran):
+    (folder / "model.safetensors").unlink()
+    torch.save({"logit_scale": Planted(ran)}, folder / "pytorch_model.bin")
+
+
+def change_weights(path, change):
+    state = load_file(path)
+    change(state)
+    save_file(state, path, metadata={"format": "pt"})
+
+
+def change_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_planted_pickle_does_not_run(copy, tmp_path):
+    ran = tmp_path / "ran"
+    for name in ("dense", "sparse", "mixture/expert_0"):
+        plant(copy / name, ran)
+    torch.save({"logit_scale": Planted(ran)}, copy / "archive.pt")
+    with (copy / "plain.pt").open("wb") as file:
+        pickle.dump({"logit_scale": Planted(ran)}, file)
+    for command in ("upcycle", "dense", "average", "assemble", "unify", "long_context", "llava"):
+        error = run(command, copy, tmp_path / "out")
+        assert "pytorch_model.bin is damaged or holds more than tensors, and was not loaded" in error
+    for archive in ("archive.pt", "plain.pt"):
+        shutil.copy(copy / archive, copy / "openai.safetensors")
+        assert run("openai", copy, tmp_path / "out").startswith("error: ")
+    with pytest.raises(ValueError, match="holds more than tensors, and was not loaded"):
+        load_mixture(copy / "mixture", max_loaded_experts=1)
+    for model_class, name in ((CLIPModel, "dense"), (CLIPMoEModel, "sparse"), (CLIPMoDEModel, "mixture")):
+        with pytest.raises(pickle.UnpicklingError):  # transformers' own, without a converter around it
+            model_class.from_pretrained(copy / name)
+    assert not ran.exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_code_beside_a_source_does_not_run(copy, tmp_path, known):
+    """Not even where somebody says yes to what transformers would ask."""
+    (copy / "dense" / "planted.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+        "from transformers import CLIPConfig as Config, CLIPModel as Model, CLIPTokenizer as Tokenizer\n"
+    )
+    code = {"AutoConfig": "planted.Config", "AutoModel": "planted.Model", "AutoTokenizer": ["planted.Tokenizer"] * 2}
+    for file in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        change_json(copy / "dense" / file, lambda content: content.update(auto_map=code))
+    if not known:
+        change_json(copy / "dense" / "config.json", lambda content: content.update(model_type="planted"))
+    command = [sys.executable, "-m", "conversion.upcycle", copy / "dense", tmp_path / "out", "--preset", "clip_moe"]
+    result = subprocess.run(command, input="y\n", capture_output=True, text=True)
+    assert (result.returncode == 0) == known
+    assert "Traceback" not in result.stderr and "[y/N]" not in result.stdout
+    assert known or "trust_remote_code=True" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_modules_of_a_sentence_encoder_do_not_run(copy, tmp_path, monkeypatch):
+    folder = copy / "dense"
+    (folder / "planted.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "planted.Model"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match=f"cannot load {folder}: .*'planted.Model', which is not part of"):
+        open_encoder(str(folder))
+    monkeypatch.setattr("sentence_transformers.__version__", "5.7.0")
+    with pytest.raises(ValueError, match="sentence-transformers 5.7.0 runs code of the folders that it loads"):
+        open_encoder(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+TABLE = "text_model.embeddings.token_embedding.weight"
+UNFIT = {
+    "a row": (lambda t: t.index_fill(0, torch.tensor(3), torch.nan), "has 1 of 40 rows that are not finite"),
+    "infinite": (lambda t: t.index_fill(1, torch.tensor(3), -torch.inf), "has 40 of 40 rows that are not finite"),
+    "int8": (lambda t: t.to(torch.int8), "is of int8, not of floating point: take the model as it was before"),
+    "bool": (lambda t: t > 0, "is of bool, not of floating point"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), "is of float8_e4m3fn, not of floating point"),
+}
+
+
+@pytest.mark.parametrize("change, message", UNFIT.values(), ids=UNFIT)
+def test_weights_that_nothing_can_be_computed_with(copy, tmp_path, change, message):
+    for name in ("dense", "sparse", "heads_of_64", "mixture/expert_1"):
+        change_weights(copy / name / "model.safetensors", lambda state: state.update({TABLE: change(state[TABLE])}))
+    key = TABLE.removeprefix("text_model.embeddings.")
+    for name in ("openai", "released"):
+        change_weights(copy / f"{name}.safetensors", lambda state: state.update({key: change(state[key])}))
+    for command in set(COMMANDS) - {"llava"}:
+        assert f"token_embedding.weight {message}" in run(command, copy, tmp_path / "out"), command
+    assert f"cannot load {copy / 'sparse'}: {TABLE} {message}" in run("llava", copy, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"expert_1: {TABLE} {message}"):
+        load_mixture(copy / "mixture", max_loaded_experts=1)
+    with pytest.raises(ValueError, match=f"{TABLE} {message}"):
+        load_clip(copy / "sparse")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_number_and_shards(copy, tmp_path):
+    model = CLIPModel.from_pretrained(copy / "dense")
+    model.logit_scale.data.fill_(torch.nan)
+    model.save_pretrained(copy / "dense", max_shard_size="20KB")
+    (copy / "dense" / "model.safetensors").unlink(missing_ok=True)
+    assert "logit_scale has 1 of 1 values that are not finite" in run("upcycle", copy, tmp_path / "out")
+    model.logit_scale.data.fill_(1.0)
+    model.save_pretrained(copy / "dense", max_shard_size="20KB")
+    assert run("upcycle", copy, tmp_path / "out") is None
+    index = copy / "dense" / "model.safetensors.index.json"
+    shard = json.loads(index.read_text())["weight_map"][TABLE]
+    shutil.move(copy / "dense" / shard, copy)
+    change_json(index, lambda content: content["weight_map"].update({TABLE: f"../{shard}"}))
+    assert "which is not a file beside it" in run("upcycle", copy, tmp_path / "other")
+    change_json(index, lambda content: content["weight_map"].update({TABLE: shard}))
+    assert f"does not appear to have a file named {shard}" in run("upcycle", copy, tmp_path / "other")
+
+
+def test_old_and_half_precision_sources_load_as_before(copy, tmp_path):
+    """The Hub's CLIPs hold position ids; half precision stays what it is."""
+    path = copy / "dense" / "model.safetensors"
+    ids = {f"{tower}.embeddings.position_ids": torch.arange(5)[None] for tower in ("text_model", "vision_model")}
+    change_weights(path, lambda state: state.update(ids))
+    assert run("upcycle", copy, tmp_path / "out") is None
+    CLIPModel.from_pretrained(copy / "sparse/../dense", dtype=torch.bfloat16).save_pretrained(copy / "dense")
+    assert load_model(CLIPModel, copy / "dense").dtype == torch.bfloat16
+
+
+def test_quantized_sources_are_refused(copy, tmp_path):
+    quantization = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8"}}
+    change_json(copy / "dense" / "config.json", lambda content: content.update(quantization))
+    assert "dense: it is quantized: take the model as it was before" in run("upcycle", copy, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
 @pytest.mark.parametrize(
-    "name",
+    "tower, field, value, message",
     [
-        "custom_checkpoint_0.pkl",
-        "random_states_0.pkl",
-        "optimizer.bin",
-        "pytorch_model.bin",
-        "scheduler.bin",
-        "sampler.bin",
-        "scaler.pt",
+        ("vision_config", "patch_size", 0, "patch_size of vision_config must be a whole number above 0, got 0"),
+        ("vision_config", "patch_size", 17, r"patch_size must be at most image_size \(16\), got 17"),
+        ("vision_config", "hidden_size", -32, "hidden_size of vision_config must be .* got -32"),
+        ("vision_config", "num_channels", 0, "num_channels of vision_config must be"),
+        ("vision_config", "num_attention_heads", -2, "num_attention_heads of vision_config must be"),
+        ("text_config", "hidden_act", "nope", "hidden_act must be an activation that transformers knows, got 'nope'"),
+        ("text_config", "vocab_size", 0, "vocab_size of text_config must be"),
+        ("text_config", "eos_token_id", 40, r"eos_token_id, .*, must be below vocab_size \(40\), got 40"),
+        ("text_config", "eos_token_id", None, "eos_token_id"),
     ],
 )
-def test_a_planted_pickle_is_not_executed(run, checkpoint, tmp_path, name):
-    """Whatever file Accelerate might unpickle."""
-    marker = tmp_path / "executed"
-    (checkpoint / name).write_bytes(pickle.dumps(evil(marker)))
-    run()
-    assert not marker.exists()
+def test_impossible_configurations(copy, name, tower, field, value, message):
+    change_json(copy / name / "config.json", lambda content: content[tower].update({field: value}))
+    with pytest.raises(ValueError, match=f"cannot load {copy / name}: .*{message}"):
+        load_config(copy / name)
 
 
-def test_a_checkpoint_is_no_pickle(checkpoint):
-    assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors", ".json"}
+def test_damaged_json_is_named(copy):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json"):
+        path = copy / "dense" / name
+        whole = path.read_text()
+        for text, message in (("null", "NoneType"), ("[]", "list"), (whole[:-5], "is no JSON"), ("[" * 9**5, "is no")):
+            path.write_text(text)
+            with pytest.raises(ValueError, match=f"cannot load {copy / 'dense'}: {name} .*{message}"):
+                load_processor(copy / "dense")
+        path.write_text(whole)
+    assert load_processor(copy / "dense").tokenizer(WORDS[0]).input_ids
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random_states_0.json"])
-@pytest.mark.parametrize("damage", ["gone", "cut", "pickle", "another"])
-def test_a_damaged_checkpoint_is_refused(run, checkpoint, tmp_path, name, damage):
-    path, marker = checkpoint / name, tmp_path / "executed"
-    if damage == "gone":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-20])
-    elif damage == "pickle":
-        path.write_bytes(pickle.dumps(evil(marker)))
-    elif name.endswith(".json"):
-        path.write_text('["another"]')
-    else:
-        save_file({"another": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=f"cannot go on from the checkpoint .*{checkpoint.name}: .*Delete it"):
-        run()
-    assert not marker.exists()
+def test_processors_that_no_image_and_no_text_gets_through(copy):
+    path = copy / "dense" / "processor_config.json"
+    for change in ({"image_std": [0, 0, 0]}, {"size": {"shortest_edge": 0}}, {"image_mean": "x"}, {"crop_size": -3}):
+        before = path.read_text()
+        change_json(path, lambda content, change=change: content["image_processor"].update(change))
+        with pytest.raises(ValueError, match=f"cannot load {copy / 'dense'}: "):
+            load_processor(copy / "dense")
+        path.write_text(before)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"dense has no image processor \(processor_config.json or"):
+        load_processor(copy / "dense")
+    (copy / "dense" / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"dense has no tokenizer \(tokenizer.json or vocab.json\)"):
+        load_processor(copy / "dense")
 
 
-def test_weights_of_another_shape_or_type_are_refused(run, checkpoint):
-    path = checkpoint / "model.safetensors"
-    good = load_file(path)
-    name = "model.visual_projection.weight"
-    for bad, found in ((good[name][:3], r"\(3, 16\)"), (good[name].to(torch.int8), "torch.int8")):
-        save_file(good | {name: bad}, path)
-        with pytest.raises(ValueError, match=f"{name} is .*{found}"):
-            run()
-
-
-def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(run):
-    output = run(stop=5, save_total_limit=2)
-    shutil.rmtree(output / "tuned.partial" / "checkpoints" / "step-00000004")
-    assert same_weights(run(save_total_limit=2) / "tuned", run(output="whole") / "tuned")
-
-
-NOISE = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("stop", [3, 5])
-def test_resumed_with_jitter_and_dropout_is_the_same(run, monkeypatch, stop, in_memory):
-    """Over the end of an epoch, where a new DataLoader begins."""
-    original = recipe
-
-    def with_noise(**training):
-        changed = original(**training)
-        for tower in ("text_config", "vision_config"):
-            changed["stages"][1][tower] = {"capacity_group_size": 4, **NOISE}
-        return changed
-
-    monkeypatch.setitem(globals(), "recipe", with_noise)
-    data = {"source": "glyphs", "num_samples": 24, "in_memory": in_memory}
-    resumed = run(stop=stop, data=data)
-    run(data=data)
-    whole = run(output="whole", data=data)
-    assert losses(resumed / "tuned") == losses(whole / "tuned")
-    assert same_weights(resumed / "tuned", whole / "tuned")
-    monkeypatch.undo()
-    assert not same_weights(whole / "tuned", run(output="without", data=data) / "tuned")
-
-
-def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, monkeypatch):
-    """Its loss and gradient are finite: only the weights tell."""
-    original = torch.optim.AdamW.step
-
-    def overflow(last):
-        count = iter(range(100))
-
-        def step(self, *arguments, **options):
-            result = original(self, *arguments, **options)
-            if next(count) == last:
-                with torch.no_grad():
-                    self.param_groups[0]["params"][0].view(-1)[0] = float("inf")
-            return result
-
-        return step
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", overflow(5))
-        with pytest.raises(FloatingPointError, match="stage tuned, step 6: .* is not finite after the step"):
-            run()
-    assert not (tmp_path / "out" / "tuned").exists()
-    run()  # goes on from step 4
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", overflow(3))
-        with pytest.raises(FloatingPointError, match="step 4: .* is not finite after the step"):
-            run(output="other")
-    checkpoints = tmp_path / "other" / "tuned.partial" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
-
-
-def test_another_number_of_processes_is_said(run, checkpoint, capsys):
-    state = json.loads((checkpoint / "state.json").read_text())
-    (checkpoint / "state.json").write_text(json.dumps(state | {"num_processes": 2}))
-    run()
-    assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
+def test_tokens_that_the_model_does_not_know(copy, tmp_path):
+    change_json(copy / "dense" / "tokenizer.json", lambda content: content["model"]["vocab"].update(new=40))
+    for command in ("upcycle", "average", "assemble", "unify", "long_context", "openai", "released_clip_moe"):
+        error = run(command, copy, tmp_path / "out")
+        assert f"the tokenizer of {copy / 'dense'} has token ids up to 40, but the model 40 tokens alone" in error
 
 
 @pytest.mark.parametrize(
-    ("distributed_type", "is_fsdp2", "name"),
-    [(DistributedType.DEEPSPEED, False, "DeepSpeed"), (DistributedType.FSDP, False, "FSDP version 1")],
+    "command, arguments, message",
+    [
+        ("upcycle", ["--num-experts", "1000000000"], "1000000000 experts a layer need .* GiB of memory, of which"),
+        ("upcycle", ["--num-experts", str(10**30)], "GiB of memory"),
+        ("upcycle", ["--num-experts", "0"], "num_experts must be at least 1, got 0"),
+        ("upcycle", ["--num-experts", "-4"], "num_experts must be at least 1, got -4"),
+        ("upcycle", ["--capacity-factor", "inf"], "capacity_factor must be greater than 0 and finite"),
+        ("upcycle", ["--capacity-factor", "nan"], "capacity_factor must be greater than 0 and finite"),
+        ("upcycle", ["--seed", "-1"], r"seed must be a whole number from 0 to 2\*\*64 - 1, got -1"),
+        ("unify", ["--seed", str(2**64)], "seed must be a whole number"),
+        ("unify", ["--num-experts-per-tok", "9"], "num_experts_per_tok must be between 1 and"),
+        ("released_clip_moe", ["--num-experts-per-tok", "0"], "num_experts_per_tok must be between 1 and"),
+        ("openai", ["--vision-heads", "0"], "0 heads do not divide a width of 64"),
+        ("openai", ["--text-heads", "-1"], "-1 heads do not divide a width of 64"),
+        ("long_context", ["--length", "0"], "cannot be stretched to 0"),
+        ("long_context", ["--keep", "-1"], "none to interpolate between"),
+        ("dense", ["--expert", "7"], "there is no expert 7, only 0 to 3"),
+    ],
 )
-def test_checkpoints_that_would_be_pickles_are_refused(distributed_type, is_fsdp2, name):
-    with pytest.raises(ValueError, match=f"save_steps: {name} keeps checkpoints as pickles"):
-        require_support(SimpleNamespace(distributed_type=distributed_type, is_fsdp2=is_fsdp2))
-    require_support(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
-    require_support(SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))
+def test_impossible_arguments(sources, tmp_path, command, arguments, message):
+    error = run(command, sources, tmp_path / "out", *arguments)
+    assert error.startswith("error: ")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_is_missing_far_up(copy, tmp_path):
+    """A number in a tensor's name is no reason to build as many layers."""
+    block = "transformer.resblocks.99999999.ln_1.bias"
+    change_weights(copy / "openai.safetensors", lambda state: state.update({block: torch.zeros(64)}))
+    assert "resblocks.1 is missing: there are blocks up to 99999999" in run("openai", copy, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "[]", "{", "{}", '{"kind": "tfidf"}', '{"kind": 3}', '{"kind": "transformers"}']
+)
+def test_a_damaged_sentence_encoder(tmp_path, text):
+    (tmp_path / "encoder.json").write_text(text)
+    with pytest.raises((ValueError, OSError), match=f"cannot load {tmp_path}: "):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda idf: idf[1:], lambda idf: np.append(idf[1:], np.nan)])
+def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
+    TfidfEncoder.fit(WORDS, len(WORDS), seed=0).save(tmp_path)
+    assert load_encoder(tmp_path).encode(["red"]).any()
+    arrays = load_arrays(tmp_path / "tfidf.safetensors")
+    save_arrays(arrays | {"idf": change(arrays["idf"])}, tmp_path / "tfidf.safetensors")
+    with pytest.raises(ValueError, match="tfidf.safetensors does not fit its words, or holds numbers that are not"):
+        load_encoder(tmp_path)

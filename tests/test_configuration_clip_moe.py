@@ -53,7 +53,7 @@ def test_contradictions_name_field_and_value(config_class, fields):
 
 @pytest.mark.parametrize("name", ["router_aux_loss_coef", "router_z_loss_coef"])
 def test_negative_loss_weights_are_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} must not be negative, got -0\.1"):
+    with pytest.raises(ValueError, match=rf"{name} must be finite and not negative, got -0\.1"):
         CLIPMoEConfig(**{name: -0.1})
 
 

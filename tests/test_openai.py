@@ -322,7 +322,7 @@ def test_files_that_cannot_be_read(state, tmp_path):
     archive.write_text("<html>not found</html>")
     assert str(archive) in error_of(archive, tmp_path / "out")
     (tmp_path / "archive.safetensors").write_bytes(b"12345678{}")
-    assert "cannot be read" in error_of(tmp_path / "archive.safetensors", tmp_path / "out")
+    assert "cannot load" in error_of(tmp_path / "archive.safetensors", tmp_path / "out")
     torch.save({"lr": 0.1, "weights": torch.ones(1)}, archive)
     assert "is not a state dict" in error_of(archive, tmp_path / "out")
 

@@ -1,0 +1,85 @@
+"""All converters, with tiny sources that each of them takes."""
+
+import torch
+from safetensors.torch import save_file
+from test_openai import openai_state_dict
+from test_upcycle import processor, tiny_clip
+from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+from conversion import assemble, average, dense, llava, long_context, openai, released_clip_moe, unify, upcycle
+
+# Command: its function, and its arguments for folders of sources and an output
+COMMANDS = {
+    "upcycle": (upcycle.main, lambda s, out: [s / "dense", out, "--preset", "clip_moe"]),
+    "dense": (dense.main, lambda s, out: [s / "sparse", out, "--expert", "1"]),
+    "average": (average.main, lambda s, out: [out, "--models", s / "dense", s / "dense"]),
+    "assemble": (assemble.main, lambda s, out: [out, "--experts", s / "dense", s / "sparse"]),
+    "unify": (unify.main, lambda s, out: [s / "dense", out, "--experts", s / "dense"]),
+    "long_context": (long_context.main, lambda s, out: [s / "dense", out, "--length", "22", "--keep", "2"]),
+    "llava": (llava.main, lambda s, out: [s / "llava", s / "sparse", out]),
+    "openai": (openai.main, lambda s, out: [s / "openai.safetensors", out, "--processor", s / "dense"]),
+    "released_clip_moe": (
+        released_clip_moe.main,
+        lambda s, out: [s / "released.safetensors", out, "--processor", s / "dense"],
+    ),
+    "released_clip_moe --reverse": (
+        released_clip_moe.main,
+        lambda s, out: [s / "heads_of_64", out, "--reverse"],
+    ),
+}
+
+
+def run(command, sources, output, *arguments):
+    """Runs a converter in this process. Returns what it ended with: None, or its line of error."""
+    main, arguments_of = COMMANDS[command]
+    try:
+        main([str(argument) for argument in [*arguments_of(sources, output), *arguments]])
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def make_sources(folder):
+    model = tiny_clip(2, 2)
+    model.save_pretrained(folder / "dense")
+    processor().save_pretrained(folder / "dense")
+    sparse = upcycle.upcycle(model, upcycle.PRESETS["clip_moe"])
+    sparse.save_pretrained(folder / "sparse")
+    processor().save_pretrained(folder / "sparse")
+
+    state = openai_state_dict((64, 64), (1, 1), 8, 16, 16)
+    state["token_embedding.weight"] = state["token_embedding.weight"][:40].clone()
+    state["vocab_size"] = torch.tensor(40)
+    save_file(state, folder / "openai.safetensors")
+    released = {}
+    for key, tensor in state.items():
+        if ".mlp." in key:
+            block, name = key.split("mlp.")
+            released |= {f"{block}experts.{number}.{name}": tensor.clone() for number in range(2)}
+            released[f"{block}gate.weight"] = torch.eye(2, 64)
+        elif key not in openai.SETTINGS:
+            released[key] = tensor
+    save_file(released, folder / "released.safetensors")
+    released_clip_moe.convert(released).save_pretrained(folder / "heads_of_64")
+
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = model.config.vision_config
+    config = LlavaConfig(
+        vision_config=vision.to_dict(),
+        text_config=LlamaConfig(**text).to_dict(),
+        image_token_index=37,
+        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
+    )
+    whole = LlavaForConditionalGeneration(config)
+    whole.model.vision_tower.load_state_dict(model.vision_model.state_dict())
+    whole.save_pretrained(folder / "llava")
+    parts = processor()
+    parts.tokenizer.add_tokens(["<image>"])
+    LlavaProcessor(
+        image_processor=parts.image_processor,
+        tokenizer=parts.tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder / "llava")

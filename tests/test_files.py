@@ -1,0 +1,194 @@
+"""conversion/files.py: one process in a folder at a time, nothing half-written, errors in one line."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from converters import COMMANDS, make_sources, run
+from safetensors.torch import save_file
+from test_upcycle import tiny_clip
+
+from conversion.checkpoints import copy_processor
+from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from conversion.files import locked
+if len(sys.argv) > 2 and os.getuid() == 0:
+    os.setuid(int(sys.argv[2]))  # root may write anywhere
+with locked(Path(sys.argv[1])):
+    print("holds it", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    make_sources(folder)
+    return folder
+
+
+@pytest.fixture
+def converter(sources, tmp_path):
+    """A process that is in the middle of writing `tmp_path / "out"`, with enough to do."""
+    models = [str(sources / "dense")] * 2000
+    command = [sys.executable, "-m", "conversion.average", str(tmp_path / "out"), "--models", *models]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / ".out.tmp").is_dir():
+        assert process.poll() is None
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def hold(folder, *arguments):
+    """A process that holds the lock of a folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "holds it\n"
+    return process
+
+
+def test_the_second_process_says_who_holds_the_folder(tmp_path):
+    folder = tmp_path / "later" / "run"  # neither is there yet
+    first = hold(folder)
+    start = time.monotonic()
+    pattern = rf"run is in use: process {first.pid} on \S+ has been writing there since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    for _ in range(2):  # the first who fails erases nothing
+        with pytest.raises(ValueError, match=pattern), locked(folder):
+            pytest.fail("two at once")
+    with pytest.raises(ValueError, match=pattern), new_folder(folder):
+        pytest.fail("two at once")
+    with locked(tmp_path / "later" / "other"):
+        pass
+    assert time.monotonic() - start < 5
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert list(folder.parent.iterdir()) == [folder.parent / ".run.lock"]  # a stale lock is no obstacle
+    with locked(folder), pytest.raises(ValueError, match=f"process {os.getpid()} "), locked(folder):
+        pytest.fail("two at once")
+    assert not list(folder.parent.iterdir())
+
+
+def test_a_lock_is_found_through_links(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="is in use"), locked(tmp_path / "link"):
+        pytest.fail("two at once")
+
+
+def test_a_lock_where_nothing_may_be_written_beside_the_folder():
+    with tempfile.TemporaryDirectory() as parent:  # pytest's own are closed to other users
+        folder = Path(parent) / "run"
+        folder.mkdir()
+        folder.chmod(0o777)
+        Path(parent).chmod(0o555)
+        first = hold(folder, "65534")
+        second = [sys.executable, "-c", HOLD, folder, "65534"]
+        error = subprocess.run(second, capture_output=True, text=True, check=False).stderr
+        assert f"run is in use: process {first.pid} " in error
+        assert list(folder.iterdir()) == [folder / ".lock"]
+        first.kill()
+        first.wait()
+        Path(parent).chmod(0o755)
+
+
+def test_two_converters_with_one_output(converter, sources, tmp_path):
+    pattern = rf"error: {tmp_path}/out is in use: process {converter.pid} on "
+    for command in COMMANDS:
+        assert run(command, sources, tmp_path / "out").startswith(pattern)
+    assert converter.poll() is None
+    converter.kill()
+    converter.wait()
+    assert run("upcycle", sources, tmp_path / "out") is None  # what the killed one left is no obstacle, and is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, number, status):
+    converter.send_signal(number)
+    error = converter.communicate()[1].splitlines()
+    assert converter.returncode == status and not list(tmp_path.iterdir())
+    assert not any("Traceback" in line for line in error)
+    if number == signal.SIGINT:
+        assert error[-1] == "interrupted: nothing was written"
+
+
+@pytest.fixture
+def full_disk(capsys):
+    """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 500, 30_000], ids=["not even the lock", "no configuration", "no weights"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, full_disk, command, size):
+    full_disk(size)
+    error = run(command, sources, tmp_path / "out")
+    full_disk(resource.RLIM_INFINITY)
+    assert error.startswith("error: ") and "\n" not in error
+    assert "File too large" in error
+    assert str(tmp_path) in error or size < 30_000
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_full_disk_processors_end_in_one_line(sources, tmp_path, full_disk, capsys):
+    full_disk(1000)
+    with pytest.raises(SystemExit, match="error: cannot write .*out.*too large"), one_line_errors():
+        with new_folder(tmp_path / "out") as folder:
+            copy_processor(sources / "dense", folder)
+    full_disk(resource.RLIM_INFINITY)
+    assert not list(tmp_path.iterdir())
+
+
+def modes(folder):
+    return {path.name: oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_are_readable_as_the_umask_says(sources, tmp_path, umask, mask, mode):
+    umask(mask)
+    for command in ("upcycle", "assemble", "released_clip_moe --reverse"):
+        assert run(command, sources, tmp_path / command / "out") is None
+        found = modes(tmp_path / command)
+        assert found and set(found.values()) == {oct(mode)}, command
+    with new_file(tmp_path / "tensors") as partial:
+        save_file({"a": torch.zeros(1)}, partial)
+    assert oct((tmp_path / "tensors").stat().st_mode & 0o777) == oct(mode)
+    tiny_clip(1, 1).save_pretrained(tmp_path / "saved")
+    respect_umask(tmp_path / "saved")
+    assert set(modes(tmp_path / "saved").values()) == {oct(mode)}
+
+
+def test_an_output_that_no_folder_can_be(sources, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "back")
+    (tmp_path / "back").symlink_to(tmp_path / "loop")
+    before = sorted(tmp_path.iterdir())
+    for command in COMMANDS:
+        assert run(command, sources, tmp_path / "file").startswith("error: ")
+        assert run(command, sources, tmp_path / "file" / "out").startswith("error: ")
+        assert "a symbolic link that leads back to itself" in run(command, sources, tmp_path / "loop")
+        assert run(command, sources, tmp_path / "loop" / "out").startswith("error: ")
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,195 @@
+"""Checkpoints of training: they run no code, are refused when they are damaged, and lose no random number."""
+
+import json
+import os
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from test_training import losses, recipe, same_weights
+
+from training.arguments import load_recipe
+from training.checkpoints import require_support
+from training.stages import run_recipe
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a recipe, perhaps up to an optimizer step of its training."""
+
+    def run(output="out", stop=None, **training):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe(**training)))
+        loaded = load_recipe(path, {"output_dir": str(tmp_path / output)})
+        if stop is None:
+            return run_recipe(loaded)
+        count, original = iter(range(stop)), torch.optim.AdamW.step
+
+        def step(self, *arguments, **options):
+            if next(count, None) is None:
+                raise Stop
+            return original(self, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(torch.optim.AdamW, "step", step)
+            run_recipe(loaded)
+        return tmp_path / output
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(run):
+    """Of step 4 of 6."""
+    return run(stop=5) / "tuned.partial" / "checkpoints" / "step-00000004"
+
+
+def evil(marker):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {marker}",)
+
+    return Evil()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "custom_checkpoint_0.pkl",
+        "random_states_0.pkl",
+        "optimizer.bin",
+        "pytorch_model.bin",
+        "scheduler.bin",
+        "sampler.bin",
+        "scaler.pt",
+    ],
+)
+def test_a_planted_pickle_is_not_executed(run, checkpoint, tmp_path, name):
+    """Whatever file Accelerate might unpickle."""
+    marker = tmp_path / "executed"
+    (checkpoint / name).write_bytes(pickle.dumps(evil(marker)))
+    run()
+    assert not marker.exists()
+
+
+def test_a_checkpoint_is_no_pickle(checkpoint):
+    assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors", ".json"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random_states_0.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "pickle", "another"])
+def test_a_damaged_checkpoint_is_refused(run, checkpoint, tmp_path, name, damage):
+    path, marker = checkpoint / name, tmp_path / "executed"
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "pickle":
+        path.write_bytes(pickle.dumps(evil(marker)))
+    elif name.endswith(".json"):
+        path.write_text('["another"]')
+    else:
+        save_file({"another": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=f"cannot go on from the checkpoint .*{checkpoint.name}: .*Delete it"):
+        run()
+    assert not marker.exists()
+
+
+def test_weights_of_another_shape_or_type_are_refused(run, checkpoint):
+    path = checkpoint / "model.safetensors"
+    good = load_file(path)
+    name = "model.visual_projection.weight"
+    for bad, found in ((good[name][:3], r"\(3, 16\)"), (good[name].to(torch.int8), "torch.int8")):
+        save_file(good | {name: bad}, path)
+        with pytest.raises(ValueError, match=f"{name} is .*{found}"):
+            run()
+
+
+def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(run):
+    output = run(stop=5, save_total_limit=2)
+    shutil.rmtree(output / "tuned.partial" / "checkpoints" / "step-00000004")
+    assert same_weights(run(save_total_limit=2) / "tuned", run(output="whole") / "tuned")
+
+
+NOISE = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("stop", [3, 5])
+def test_resumed_with_jitter_and_dropout_is_the_same(run, monkeypatch, stop, in_memory):
+    """Over the end of an epoch, where a new DataLoader begins."""
+    original = recipe
+
+    def with_noise(**training):
+        changed = original(**training)
+        for tower in ("text_config", "vision_config"):
+            changed["stages"][1][tower] = {"capacity_group_size": 4, **NOISE}
+        return changed
+
+    monkeypatch.setitem(globals(), "recipe", with_noise)
+    data = {"source": "glyphs", "num_samples": 24, "in_memory": in_memory}
+    resumed = run(stop=stop, data=data)
+    run(data=data)
+    whole = run(output="whole", data=data)
+    assert losses(resumed / "tuned") == losses(whole / "tuned")
+    assert same_weights(resumed / "tuned", whole / "tuned")
+    monkeypatch.undo()
+    assert not same_weights(whole / "tuned", run(output="without", data=data) / "tuned")
+
+
+def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, monkeypatch):
+    """Its loss and gradient are finite: only the weights tell."""
+    original = torch.optim.AdamW.step
+
+    def overflow(last):
+        count = iter(range(100))
+
+        def step(self, *arguments, **options):
+            result = original(self, *arguments, **options)
+            if next(count) == last:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].view(-1)[0] = float("inf")
+            return result
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", overflow(5))
+        with pytest.raises(FloatingPointError, match="stage tuned, step 6: .* is not finite after the step"):
+            run()
+    assert not (tmp_path / "out" / "tuned").exists()
+    run()  # goes on from step 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", overflow(3))
+        with pytest.raises(FloatingPointError, match="step 4: .* is not finite after the step"):
+            run(output="other")
+    checkpoints = tmp_path / "other" / "tuned.partial" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_another_number_of_processes_is_said(run, checkpoint, capsys):
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"num_processes": 2}))
+    run()
+    assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("distributed_type", "is_fsdp2", "name"),
+    [(DistributedType.DEEPSPEED, False, "DeepSpeed"), (DistributedType.FSDP, False, "FSDP version 1")],
+)
+def test_checkpoints_that_would_be_pickles_are_refused(distributed_type, is_fsdp2, name):
+    with pytest.raises(ValueError, match=f"save_steps: {name} keeps checkpoints as pickles"):
+        require_support(SimpleNamespace(distributed_type=distributed_type, is_fsdp2=is_fsdp2))
+    require_support(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
+    require_support(SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))
