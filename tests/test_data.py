@@ -1,5 +1,6 @@
 """Pairs from every kind of source, and what cannot be read."""
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -146,13 +147,37 @@ def test_many_unreadable_pairs_are_an_error(tmp_path, share):
         load_pairs(DataArguments(**damaged(tmp_path, share)))
 
 
-def test_a_stream_skips_and_judges(tmp_path, caplog, monkeypatch):
-    arguments = DataArguments(**damaged(tmp_path, 0.02), streaming=True)
-    assert len(list(load_pairs(arguments))) == 196  # too few to judge
-    assert "4 of 14 pairs skipped so far" in caplog.text
-    monkeypatch.setattr("training.data.STREAM_TRIAL", 10)
+def epoch_of(arguments, processor, length, **options):
+    """The pairs of the first epoch of a stream."""
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1, **options)
+    return batches(loader, 0, length)
+
+
+def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
+    arguments = DataArguments(**damaged(tmp_path, 0.02), streaming=True, max_unreadable=0.03)
+    stream = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1).batches(0)
+    pixels = [next(stream)["pixel_values"] for _ in range(2 * 196)]  # not one more or less: epochs have another order
+    first, second = (sorted(map(lambda image: image.mean().item(), part)) for part in (pixels[:196], pixels[196:]))
+    assert first == second
+    assert "4 of 200 pairs" in caplog.text and caplog.text.count("skipped so far") == 4
+    for problem in ("now cut.png: its image cannot be read", "now nowhere.png: its image", "its caption is empty"):
+        assert problem in caplog.text
+    strict = dataclasses.replace(arguments, max_unreadable=0.01)
+    with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):
+        epoch_of(strict, processor, 197)
+    monkeypatch.setattr("training.pairs.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
-        list(load_pairs(arguments))
+        epoch_of(strict, processor, 196)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_workers):
+    arguments = DataArguments(**damaged(tmp_path, 0), streaming=True, num_workers=num_workers, image_column="picture")
+    rows = load_pairs(dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")))
+    loader = PairLoader(rows, processor, dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")), 2)
+    with pytest.raises(ValueError) as caught:
+        next(loader.batches(0))
+    assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
 
 
 def test_missing_column(tmp_path):
