@@ -164,6 +164,23 @@ def test_of_several_frames_the_first(format):
     assert not read_image(encoded(frames[0], format))[1]
 
 
+def test_no_program_is_started(monkeypatch):
+    """Pillow hands EPS over to Ghostscript."""
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", "gs")
+    with pytest.raises(OSError, match="no image of the formats"):
+        decode_image(encoded(half_red(), "eps"))
+    assert not started
+
+
+def test_what_pillow_cannot_say_in_an_oserror_becomes_one():
+    value = encoded(half_red(), "dds")
+    damaged = value["bytes"][:80] + bytes(4) + value["bytes"][84:]  # no flags of a pixel format
+    with pytest.raises(OSError, match="NotImplementedError: Unknown pixel format flags 0"):
+        decode_image({"bytes": damaged, "path": None})
+
+
 @pytest.mark.parametrize("value", [None, {}, {"bytes": None, "path": None}, 3, "", "nowhere.png", "nul\0.png", "."])
 def test_no_image(value):
     with pytest.raises(OSError):
@@ -183,6 +200,8 @@ WHOLE = {
     "ppm": encoded(half_red(), "ppm"),
     "tga": encoded(half_red(), "tga"),
     "dds": encoded(half_red(), "dds"),
+    "qoi": encoded(half_red(), "qoi"),
+    "icns": encoded(half_red(), "icns"),
     "sgi": encoded(half_red(), "sgi"),
     "pcx": encoded(half_red(), "pcx"),
 }

@@ -229,7 +229,7 @@ class PairLoader:
         alone = self.world_size * num_workers <= 1
         stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], turns * self.batch_size, alone)
         options = self._options | {"num_workers": num_workers}
-        with _errors_of_workers():
+        with reading(self.arguments), _errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
             yield from itertools.islice(loader, rest, None)
 
@@ -253,14 +253,15 @@ class PairLoader:
 
 @contextlib.contextmanager
 def _errors_of_workers() -> Iterator[None]:
-    """Errors of a DataLoader's workers without the traceback that torch puts into their message."""
+    """Errors of a DataLoader's workers as ValueErrors, without the traceback that torch puts into their message."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        if "DataLoader worker process" not in str(error):
+    except Exception as error:
+        lines = str(error).splitlines()
+        if not lines or "DataLoader worker process" not in lines[0]:
             raise
-        kind, _, message = str(error).strip().splitlines()[-1].partition(": ")
-        raise (ValueError if kind == "ValueError" else OSError)(message) from error
+        traceback_ends = max(number for number, line in enumerate(lines) if line.startswith("  "))
+        raise ValueError(" ".join(lines[traceback_ends + 1 :]).removeprefix("ValueError: ")) from error
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -291,7 +292,7 @@ class _Stream(torch.utils.data.IterableDataset):
         for epoch in itertools.count():
             report = StreamReport(self.arguments, quiet=epoch > 0)
             self.rows.set_epoch(epoch)
-            for row in self._read():
+            for row in self.rows:
                 problem, image, more_frames = read_pair(row, self.arguments)
                 report.add(row, problem, more_frames)
                 if problem:
@@ -307,16 +308,6 @@ class _Stream(torch.utils.data.IterableDataset):
             if report.seen == 0:
                 return
             report.end_of_epoch(self.alone)
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        with reading(self.arguments):
-            rows = iter(self.rows)
-        while True:
-            with reading(self.arguments):
-                row = next(rows, None)
-            if row is None:
-                return
-            yield row
 
 
 class _Pairs(torch.utils.data.Dataset):

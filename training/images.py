@@ -8,6 +8,14 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+PIL.Image.init()
+# What Pillow decodes itself and pictures are kept in. Of the others, EPS would start Ghostscript. TGA comes last: its
+# files have no mark that tells them.
+FORMATS = tuple(
+    name
+    for name in "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM QOI SGI TIFF WEBP TGA".split()
+    if name in PIL.Image.OPEN  # AVIF may be missing
+)
 # What Pillow takes for a decompression bomb: 256 MiB as RGB. A photo of 80 megapixels is read.
 MAX_PIXELS = 89_478_485
 # The longer side by the shorter one. Processors resize the shorter side to the model's (3 x 20,000 pixels become
@@ -33,10 +41,10 @@ def read_image(value: Any, image_root: str | None = None) -> tuple[PIL.Image.Ima
     try:
         if isinstance(value, PIL.Image.Image):
             return _upright_rgb(value), _has_more_frames(value)
-        with PIL.Image.open(_file(value, image_root)) as image:
+        with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
             return _upright_rgb(image), _has_more_frames(image)
     except PIL.UnidentifiedImageError as error:
-        raise OSError("it is no image, or of no known format") from error
+        raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
     except OSError:
         raise
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more

@@ -4,6 +4,8 @@ import glob
 import json
 import os
 import re
+import textwrap
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from training import glyphs
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
 NUMBERS = {"bool", "decimal", "double", "float", "halffloat", "int", "uint"}
+# How long a file that cannot be read is looked for, once it is known that there is one
+SEARCH_SECONDS = 60
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
@@ -104,7 +108,8 @@ def reading(arguments: DataArguments) -> Iterator[None]:
 
 
 def _bad_file(arguments: DataArguments) -> str | None:
-    """The first local file of a source that cannot be read alone."""
+    """The first local file of a source that cannot be read alone, if it is found soon."""
+    end = time.monotonic() + SEARCH_SECONDS
     try:
         builder, by_split = _files(arguments)
     except Exception:
@@ -114,10 +119,10 @@ def _bad_file(arguments: DataArguments) -> str | None:
         files = [file for file in files if os.path.basename(file) in METADATA]
     for file in files:
         try:
-            for _ in datasets.load_dataset(
-                builder, data_files=[glob.escape(file)], split="train", streaming=True
-            ).decode(False):
-                pass
+            alone = datasets.load_dataset(builder, data_files=[glob.escape(file)], split="train", streaming=True)
+            for _ in alone.decode(False):
+                if time.monotonic() > end:
+                    return None
         except Exception:
             return file
     return None
@@ -132,8 +137,12 @@ def _open(arguments: DataArguments) -> Rows:
     if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = _files(arguments)
+    files = [file for files in by_split.values() for file in files]
     if builder == "parquet":
-        _require_same_columns([file for files in by_split.values() for file in files])
+        _require_same_columns(files)
+    for file in files:
+        if builder == "imagefolder" and os.path.basename(file) == "metadata.jsonl":
+            _require_objects(file)
     # `datasets` takes file names for patterns
     patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
     return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming)
@@ -204,6 +213,22 @@ def _require_same_columns(files: list[str]) -> None:
         for name, kind in expected.items():
             if kinds[name] not in (kind, "null"):
                 raise ValueError(f"column {name} is {kinds[name]} in {file}, but {kind} in {files[0]}")
+
+
+def _require_objects(file: str) -> None:
+    """Lines of metadata.jsonl must be JSON objects. Others can kill pyarrow, which reads them, and with it the process.
+
+    Raises:
+        ValueError: one is not; names it.
+    """
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                is_object = not line.strip() or isinstance(json.loads(line), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+            if not is_object:
+                raise ValueError(f"line {number} of {file} is no JSON object: {textwrap.shorten(line, 60)}")
 
 
 def _kind(type_: pyarrow.DataType) -> str:
