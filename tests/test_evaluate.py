@@ -217,7 +217,7 @@ def test_images_below_a_root(dense, tmp_path):
     (tmp_path / "glyphs.json").write_text(json.dumps(entries))
     scores = []
     for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
-        arguments = DataArguments(source=str(tmp_path / source), split="test", image_root=root)
+        arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
         found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
         scores += evaluate_model(dense, ["retrieval"], tmp_path / "scores", benchmarks=found)
     assert scores[0]["metrics"] == scores[1]["metrics"]

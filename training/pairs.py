@@ -58,7 +58,8 @@ def _split_lines(rows: Rows) -> Rows:
     """Rows whose captions are the lines of what they were."""
 
     def split(row: dict[str, Any]) -> dict[str, list[str]]:
-        return {"caption": [line for text in present_captions(row["caption"]) for line in text.splitlines()]}
+        lines = [line for text in present_captions(row["caption"]) for line in text.split("\n")]
+        return {"caption": [line.strip() for line in present_captions(lines)]}
 
     captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
     if isinstance(rows, datasets.IterableDataset):
