@@ -176,6 +176,13 @@ def test_streams_have_the_same_samples_an_epoch(layout, num_workers, sources, pr
     assert len({pixels for pixels, _ in expected[1]}) == 20
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes_share_a_stream(layout, sources, processor, expected):
+    arguments = DataArguments(**sources[layout], streaming=True)
+    loaders = [PairLoader(load_pairs(arguments), processor, arguments, 2, rank, world_size=2) for rank in range(2)]
+    assert sorted(sum((samples(loader, 5) for loader in loaders), [])) == expected[1]
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "saved"])
 def test_streams_in_the_order_of_their_files_train_alike(layout, sources, processor, monkeypatch):
     """Without shuffling, streams give the same losses to the bit. (Saved to disk, the order is that of parquet.)"""
@@ -233,6 +240,13 @@ def test_files_that_name_no_split_are_train(layout, streaming, tmp_path):
     else:
         with pytest.raises(ValueError, match="has no split 'test', only train"):
             load_pairs(DataArguments(**arguments, split="test"))
+
+
+def test_files_of_no_split_are_not_left_out_without_a_word(tmp_path, caplog):
+    for number, name in enumerate(["train-0", "test-0", "0", "1"]):
+        rows_of([number]).to_parquet(tmp_path / f"{name}.parquet")
+    assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == CAPTIONS[:1]
+    assert f"those of 2 .parquet files do not, such as {tmp_path / '0.parquet'}: they are not read" in caplog.text
 
 
 def test_parts_and_sums_of_splits(sources):

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import os
 import re
 import textwrap
@@ -18,6 +19,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from training import glyphs
+
+logger = logging.getLogger(__name__)
 
 # In the order in which they are looked for in a folder
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
@@ -37,9 +40,10 @@ class DataArguments:
     # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style
     # .json.
     source: str
-    # Files of a folder belong to splits by the naming rules of `datasets` (`test/0.tar`, `test-00000.parquet`; all are
-    # "train" if no name says anything), and one that is not there is an error. A pattern is all its files, whatever the
-    # split is called.
+    # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
+    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
+    # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
+    # not known; a .json has "train".
     split: str = "train"
     image_column: str = "image"
     # Texts, or lists of texts, of which each epoch draws one.
@@ -179,12 +183,24 @@ def _files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names."""
     suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
-    found = {}
-    for patterns in (get_data_patterns(folder), {"train": ["**"]}):
-        if not any(found.values()):  # nothing, or only other files have names of splits
-            found = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
-    # By several patterns a file may be found several times
-    return {name: sorted(set(files)) for name, files in found.items() if files}
+
+    def found(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
+        by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
+        # By several patterns a file may be found several times
+        return {name: sorted(set(files)) for name, files in by_split.items() if files}
+
+    by_split = found(get_data_patterns(folder))
+    if suffixes is None:
+        return by_split
+    everything = found({"train": ["**"]})
+    by_split = by_split or everything  # only other files have names of splits
+    left_out = set(everything["train"]).difference(*by_split.values())
+    if left_out:
+        logger.warning(
+            "%s: names of other files name splits, but those of %d %s files do not, such as %s: they are not read",
+            folder, len(left_out), suffixes[0], min(left_out),
+        )  # fmt: skip
+    return by_split
 
 
 def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
