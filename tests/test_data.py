@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import os
+import signal
 import tarfile
 from collections import Counter
 
@@ -169,6 +171,20 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
     monkeypatch.setattr("training.pairs.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
         epoch_of(strict, processor, 196)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_share_of_a_short_stream_is_not_judged(tmp_path, processor, num_workers):
+    """Four bad pairs of 200 are few, but may be many of those that one process or worker reads."""
+    source = damaged(tmp_path, 0.02) | {"streaming": True, "max_unreadable": 0.001, "num_workers": num_workers}
+    assert len(epoch_of(DataArguments(**source), processor, 110, rank=1, world_size=2)) == 110
+
+
+def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr("training.data.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    arguments = DataArguments(**sharegpt4v(tmp_path), streaming=True, num_workers=1)
+    with pytest.raises(ValueError, match=r"DataLoader worker .*(is killed by signal|exited unexpectedly)"):
+        epoch_of(arguments, processor, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -226,7 +226,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
         # Workers give batches in turn
         turns, rest = divmod(start, max(num_workers, 1))
-        alone = self.world_size * num_workers <= 1
+        alone = self.world_size * max(num_workers, 1) == 1
         stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], turns * self.batch_size, alone)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), _errors_of_workers():
@@ -257,10 +257,10 @@ def _errors_of_workers() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = str(error).splitlines()
-        if not lines or "DataLoader worker process" not in lines[0]:
+        if "DataLoader worker" not in str(error):
             raise
-        traceback_ends = max(number for number, line in enumerate(lines) if line.startswith("  "))
+        lines = str(error).splitlines()
+        traceback_ends = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
         raise ValueError(" ".join(lines[traceback_ends + 1 :]).removeprefix("ValueError: ")) from error
 
 
@@ -369,7 +369,7 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
     missing = [0] * len(caption_weights)
     for index, captions in enumerate(rows["caption"]):
         if isinstance(captions, str) or len(captions) != len(caption_weights):
-            number = "one caption" if isinstance(captions, str) else f"{len(captions)} captions"
+            number = "has one" if isinstance(captions, str) else f"has {len(captions)} captions"
             raise ValueError(
                 f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
             )
