@@ -11,7 +11,7 @@ from setuptools import setup
 
 training = [
     "accelerate>=1.15",
-    "datasets>=5.0",
+    "datasets>=5.0.1",  # file names in metadata cannot leave their folder
     "filelock>=4.0",
     "matplotlib>=3.9",
     "pillow>=11",

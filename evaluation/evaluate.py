@@ -46,7 +46,7 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEModel
-from training.data import DataArguments, decode_image
+from training.data import DataArguments, decode_image, present_captions
 
 logger = logging.getLogger(__name__)
 
@@ -255,8 +255,7 @@ def measure(benchmark: Benchmark, model: Embedder | Ensemble) -> dict[str, Any]:
         labels = np.array([list(benchmark.classes).index(name) for name in rows["caption"]])
         metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights["classes"]), labels)
     elif benchmark.kind == "retrieval":
-        captions = [[caption] if isinstance(caption, str) else caption for caption in rows["caption"]]
-        captions = [[text for text in texts if text.strip()] for texts in captions]  # a blank one is none
+        captions = [present_captions(caption) for caption in rows["caption"]]
         image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
         corpus = [text for texts in captions for text in texts]
         counts["num_captions"] = len(corpus)
@@ -433,6 +432,9 @@ def main(argv: list[str] | None = None) -> None:
     columns.add_argument("--image-column", default="image")
     columns.add_argument("--image-root")
     columns.add_argument("--caption-column", default="caption", help="texts or lists of texts, for retrieval")
+    columns.add_argument(
+        "--captions-per-line", action="store_true", help="each line of a text is a caption, as CLIP_benchmark's shards"
+    )
     columns.add_argument("--label-column", default="label", help="for zero_shot and linear_probe")
     columns.add_argument(
         "--classes", type=Path, help="file with a class's name on each line, for zero_shot and linear_probe"
@@ -469,6 +471,7 @@ def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, 
             image_column=args.image_column,
             image_root=args.image_root,
             caption_column=args.caption_column if task == "retrieval" else args.label_column,
+            captions_per_line=args.captions_per_line and task == "retrieval",
         )
         if task == "retrieval":
             benchmarks[task] = retrieval_benchmark(arguments)

@@ -2,7 +2,17 @@
 
 import os
 
+import pytest
+
 # No test may reach for the network: a hub name that is not cached fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # One thread: tiny models are faster with it, and processes that are compared to the bit round alike.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_streams():
+    """`datasets` waits 5 seconds whenever a stream of several parquet files ends."""
+    import datasets
+
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0

@@ -109,6 +109,13 @@ def test_captions_of_files_below_a_folder(tmp_path):
     assert len(loaded) == 6 and len(loaded[0]["caption"]) == 2
 
 
+def test_policies_leave_missing_captions_out():
+    rows = glyphs.load("train", "web", 3, captions_per_image=2).remove_columns("caption")
+    rows = rows.add_column("caption", [["One.", None], [None, "Two. Three."], [None, ""]])
+    built = build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
+    assert list(built["caption"]) == [["One."], ["Two. Three."], [""]]
+
+
 def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
     model = CLIPModel.from_pretrained("training/glyph_clip").eval()

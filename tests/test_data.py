@@ -1,8 +1,12 @@
 """Pairs from every kind of source, and what cannot be read."""
 
+import dataclasses
 import io
 import json
+import os
+import signal
 import tarfile
+from collections import Counter
 
 import datasets
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from training import glyphs
-from training.data import DataArguments, PairLoader, decode_image, load_pairs
+from training.data import DataArguments, PairLoader, decode_image, load_pairs, select_columns
 
 CAPTIONS = [f"picture number {number}" for number in "zero one two three four five six seven".split()]
 
@@ -146,13 +150,51 @@ def test_many_unreadable_pairs_are_an_error(tmp_path, share):
         load_pairs(DataArguments(**damaged(tmp_path, share)))
 
 
-def test_a_stream_skips_and_judges(tmp_path, caplog, monkeypatch):
-    arguments = DataArguments(**damaged(tmp_path, 0.02), streaming=True)
-    assert len(list(load_pairs(arguments))) == 196  # too few to judge
-    assert "4 of 14 pairs skipped so far" in caplog.text
-    monkeypatch.setattr("training.data.STREAM_TRIAL", 10)
+def epoch_of(arguments, processor, length, **options):
+    """The pairs of the first epoch of a stream."""
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1, **options)
+    return batches(loader, 0, length)
+
+
+def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
+    arguments = DataArguments(**damaged(tmp_path, 0.02), streaming=True, max_unreadable=0.03)
+    stream = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1).batches(0)
+    pixels = [next(stream)["pixel_values"] for _ in range(2 * 196)]  # not one more or less: epochs have another order
+    first, second = (sorted(map(lambda image: image.mean().item(), part)) for part in (pixels[:196], pixels[196:]))
+    assert first == second
+    assert "4 of 200 pairs" in caplog.text and caplog.text.count("skipped so far") == 4
+    for problem in ("now cut.png: its image cannot be read", "now nowhere.png: its image", "its caption is empty"):
+        assert problem in caplog.text
+    strict = dataclasses.replace(arguments, max_unreadable=0.01)
+    with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):
+        epoch_of(strict, processor, 197)
+    monkeypatch.setattr("training.pairs.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
-        list(load_pairs(arguments))
+        epoch_of(strict, processor, 196)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_share_of_a_short_stream_is_not_judged(tmp_path, processor, num_workers):
+    """Four bad pairs of 200 are few, but may be many of those that one process or worker reads."""
+    source = damaged(tmp_path, 0.02) | {"streaming": True, "max_unreadable": 0.001, "num_workers": num_workers}
+    assert len(epoch_of(DataArguments(**source), processor, 110, rank=1, world_size=2)) == 110
+
+
+def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatch):
+    monkeypatch.setattr("training.data.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    arguments = DataArguments(**sharegpt4v(tmp_path), streaming=True, num_workers=1)
+    with pytest.raises(ValueError, match=r"DataLoader worker .*(is killed by signal|exited unexpectedly)"):
+        epoch_of(arguments, processor, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_workers):
+    arguments = DataArguments(**damaged(tmp_path, 0), streaming=True, num_workers=num_workers, image_column="picture")
+    rows = load_pairs(dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")))
+    loader = PairLoader(rows, processor, dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")), 2)
+    with pytest.raises(ValueError) as caught:
+        next(loader.batches(0))
+    assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
 
 
 def test_missing_column(tmp_path):
@@ -246,3 +288,194 @@ def test_streamed_batches_resume(processor, tmp_path):
     whole = batches(loader, 0, 4)  # more than an epoch
     assert whole[0]["pixel_values"].shape == (3, 3, 16, 16)
     assert equal(batches(loader, 2, 2), whole[2:])
+
+
+def with_a_broken_image(tmp_path, layout):
+    """Twenty pairs of which the image of one is cut short, beside columns that nobody asked for."""
+    whole = [io.BytesIO() for _ in range(20)]
+    for number, file in enumerate(whole):
+        PIL.Image.fromarray(np.full((16, 16, 3), 10 * number, np.uint8)).save(file, "png")
+    images = [file.getvalue() for file in whole]
+    images[7] = images[7][:50]
+    folder = tmp_path / "x"
+    if layout == "image folder":
+        folder.mkdir()
+        for number, image in enumerate(images):
+            (folder / f"{number}.png").write_bytes(image)
+        lines = [{"file_name": f"{number}.png", "caption": f"number {number}", "more": 1} for number in range(20)]
+        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return {"source": str(folder)}
+    if layout == "shards":
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            for number, image in enumerate(images):
+                contents = {"png": image, "other.png": image, "txt": b"number %d" % number}
+                for suffix, content in contents.items():
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        return {"source": str(tmp_path / "x.tar"), "image_column": "png", "caption_column": "txt"}
+    encoded = [{"bytes": image, "path": f"{number}.png"} for number, image in enumerate(images)]
+    captions = [f"number {number}" for number in range(20)]
+    features = datasets.Features(
+        {"other": datasets.Image(), "image": datasets.Image(), "caption": datasets.Value("string")}
+    )
+    rows = datasets.Dataset.from_dict({"other": encoded, "image": encoded, "caption": captions}, features=features)
+    if layout == "parquet":
+        rows.to_parquet(tmp_path / "x.parquet")
+        return {"source": str(tmp_path / "x.parquet")}
+    rows.save_to_disk(folder)
+    return {"source": str(folder)}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("layout", ["image folder", "parquet", "shards", "saved"])
+def test_one_broken_image_is_skipped_counted_and_named(tmp_path, processor, caplog, layout, streaming):
+    arguments = DataArguments(**with_a_broken_image(tmp_path, layout), streaming=streaming, max_unreadable=0.1)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1)
+    pixels = [batch["pixel_values"].mean().item() for batch in batches(loader, 0, 2 * 19)]
+    assert len(set(pixels[:19])) == 19 and sorted(pixels[:19]) == sorted(pixels[19:])
+    assert f"1 of 20 pairs of {arguments.source} cannot be used" in caplog.text
+    assert "7.png" in caplog.text and "its image cannot be read: " in caplog.text
+    strict = dataclasses.replace(arguments, max_unreadable=0.01)
+    with pytest.raises(ValueError, match=r"7\.png.*its image cannot be read: .*More than max_unreadable = 1%"):
+        batches(PairLoader(load_pairs(strict), processor, strict, batch_size=1), 0, 20)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_a_stream_decodes_each_image_once_an_epoch(tmp_path, processor, monkeypatch, source):
+    arguments, opened = DataArguments(**source(tmp_path), streaming=True), []
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
+    original = PIL.ImageFile.ImageFile.load  # which does nothing once there are no tiles left
+    monkeypatch.setattr(
+        PIL.ImageFile.ImageFile, "load", lambda image: opened.append(image.tile != []) or original(image)
+    )
+    batches(loader, 0, 3)
+    assert sum(opened) == 24
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_of_several_captions_every_epoch_draws_one_that_is_there(tmp_path, processor, streaming):
+    names = ["a", "b", "c", "d"]
+    captions = [["", "one", None, "two", " "], ["three"], [None, "four"], ["five", "six", ""]]
+    (tmp_path / "x").mkdir()
+    for number, name in enumerate(names):
+        picture(number).save(tmp_path / "x" / f"{name}.png")
+    lines = [{"file_name": f"{name}.png", "caption": texts} for name, texts in zip(names, captions, strict=True)]
+    (tmp_path / "x" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=4)
+    drawn = [processor.tokenizer.batch_decode(b["input_ids"], skip_special_tokens=True) for b in batches(loader, 0, 30)]
+    counts = Counter(text.strip() for epoch in drawn for text in epoch)
+    assert set(counts) == {"one", "two", "three", "four", "five", "six"}
+    assert counts["three"] == counts["four"] == 30
+    assert min(counts.values()) >= 8
+    again = batches(PairLoader(load_pairs(arguments), processor, arguments, batch_size=4), 17, 1)
+    assert equal(again, batches(loader, 17, 1))
+
+
+def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor, caplog):
+    table = {"image": [picture(number) for number in range(3)], "caption": [["a", None], [None, "b"], [None, ""]]}
+    datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")
+    arguments = DataArguments(source=str(tmp_path / "x"), max_unreadable=0.5)
+    rows = load_pairs(arguments)
+    assert list(rows["caption"]) == [["a", None], [None, "b"]] and "its caption is empty" in caplog.text
+    loader = PairLoader(rows, processor, arguments, 2, caption_weights=[0.5, 0.5])
+    batch = next(loader.in_order(0, 2))
+    assert batch["caption_mask"].tolist() == [[True, False], [False, True]] and len(batch["input_ids"]) == 2
+    assert "of 2 images, 1, 1 have no caption in place 0, 1" in caplog.text
+    with pytest.raises(ValueError, match="image 1 of .* has no caption with a weight"):
+        PairLoader(rows, processor, arguments, 2, caption_weights=[1.0, 0.0])
+
+
+def test_captions_that_are_no_texts(tmp_path):
+    table = {"image": [picture(0)], "caption": [5]}
+    datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")
+    with pytest.raises(ValueError, match="its caption is no text but 5"):
+        load_pairs(DataArguments(source=str(tmp_path / "x")))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streaming, monkeypatch):
+    arguments = DataArguments(**sharegpt4v(tmp_path), streaming=streaming)
+    entries = json.loads((tmp_path / "sharegpt4v.json").read_text())
+
+    def report(share):
+        """What is said if this share of 200 captions is too long."""
+        texts = ["one two three " * (40 if number < share * 200 else 1) for number in range(200)]
+        for number, text in enumerate(texts):
+            entries[number % 8]["conversations"][1]["value"] = text
+            texts[number] = json.loads(json.dumps(entries[number % 8]))
+        (tmp_path / "sharegpt4v.json").write_text(json.dumps(texts))
+        caplog.clear()
+        PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
+        return caplog.text
+
+    assert report(0) == ""
+    message = (
+        f"86.5% of the captions of {arguments.source} (200 looked at) are longer than the 16 tokens of the tokenizer"
+    )
+    assert message in report(0.865)
+    monkeypatch.setattr("training.data.CAPTIONS_LOOKED_AT", 50)
+    monkeypatch.setattr("training.data.STREAMED_LOOKED_AT", 50)
+    assert "100.0%" in report(1) and "(50 looked at)" in caplog.text
+
+
+def test_several_captions_that_are_cut_are_counted_each(processor, caplog):
+    rows = glyphs.load("train", "web", 3, captions_per_image=2)
+    rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])
+    arguments = DataArguments(source="glyphs", num_samples=3)
+    PairLoader(rows, processor, arguments, 3).report_cut_captions()
+    assert "25.0% of the captions of glyphs (4 looked at)" in caplog.text
+
+
+def test_a_tokenizer_without_a_limit_cuts_nothing(caplog):
+    processor = glyphs.build_processor(16, 16)
+    processor.tokenizer.model_max_length = int(1e30)
+    arguments = DataArguments(source="glyphs", num_samples=8, captions="detailed")
+    PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_captions_one_a_line(tmp_path, streaming):
+    """As in the retrieval shards of CLIP_benchmark."""
+    cells = ["a dog\na brown dog\n", "a cat", "\n a bird \r\n\nit flies", " \n"]
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, cell in enumerate(cells):
+            png = io.BytesIO()
+            picture(number).save(png, "png")
+            for suffix, content in (("png", png.getvalue()), ("txt", cell.encode())):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    columns = {"image_column": "png", "caption_column": "txt", "max_unreadable": 0.5, "streaming": streaming}
+    arguments = DataArguments(source=str(tmp_path / "x.tar"), captions_per_line=True, **columns)
+    found = [row["caption"] for row in load_pairs(arguments)]
+    assert found[:3] == [["a dog", "a brown dog"], ["a cat"], ["a bird", "it flies"]]
+    assert found[3:] == ([[]] if streaming else [])  # a stream is sorted out as it is read
+    whole = [row["caption"] for row in load_pairs(dataclasses.replace(arguments, captions_per_line=False))]
+    assert whole[:3] == cells[:3]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
+    (tmp_path / "x").mkdir()
+    for number in range(4):
+        more = {"save_all": True, "append_images": [picture(7)]} if number % 2 else {}
+        picture(number).save(tmp_path / "x" / f"{number}.gif", **more)
+    lines = [{"file_name": f"{number}.gif", "caption": "a"} for number in range(4)]
+    (tmp_path / "x" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=4)
+    first, second = batches(loader, 0, 2)
+    assert len(first["pixel_values"].mean(dim=(1, 2, 3)).unique()) == 4  # the first frames
+    assert caplog.text.count("several frames, of which the first is used") == 1
+    assert str(tmp_path / "x") in caplog.text and ("2 of 4 images" in caplog.text or streaming)
+
+
+def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
+    rows = datasets.IterableDataset.from_generator(lambda: iter([{"picture": "a.png", "text": "a", "more": 1}]))
+    arguments = DataArguments(source="x", image_column="picture", caption_column="text", streaming=True)
+    assert list(select_columns(rows, arguments)) == [{"image": "a.png", "caption": "a"}]
+    with pytest.raises(ValueError, match="x has no column txt; its columns are picture, text, more"):
+        select_columns(rows, dataclasses.replace(arguments, caption_column="txt"))

@@ -1,8 +1,10 @@
 """The evaluation command on tiny models, glyphs and datasets given by columns."""
 
 import dataclasses
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import datasets
@@ -223,7 +225,7 @@ def test_images_below_a_root(dense, tmp_path):
     (tmp_path / "glyphs.json").write_text(json.dumps(entries))
     scores = []
     for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
-        arguments = DataArguments(source=str(tmp_path / source), split="test", image_root=root)
+        arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
         found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
         scores += evaluate_model(dense, ["retrieval"], tmp_path / "scores", benchmarks=found)
     assert scores[0]["metrics"] == scores[1]["metrics"]
@@ -495,3 +497,64 @@ def test_one_column_is_not_two(dense, tmp_path, task):
     with pytest.raises(SystemExit) as exit:
         evaluated(dense, tmp_path, column, "image", tasks=task)
     assert "the column image cannot hold both the images and" in exit.value.code
+
+
+def shard(folder, number=8, turned=False):
+    """A webdataset shard as CLIP_benchmark has them: two captions of each image, a line each."""
+    folder.mkdir()
+    texts = []
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for index, row in enumerate(glyphs.load("test", "web", number, captions_per_image=2)):
+            image, file, exif = row["image"], io.BytesIO(), PIL.Image.Exif()
+            if turned:  # a viewer shows the same
+                image, exif[0x0112] = image.transpose(PIL.Image.Transpose.ROTATE_90), 6
+            image.save(file, "png", exif=exif)
+            texts += row["caption"]
+            for suffix, content in (("png", file.getvalue()), ("txt", "\n".join([*row["caption"], ""]).encode())):
+                member = tarfile.TarInfo(f"{index}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return texts
+
+
+def measured_texts(monkeypatch):
+    """Filled with the texts that are embedded."""
+    original, measured = Embedder.texts, []
+    monkeypatch.setattr(Embedder, "texts", lambda self, texts: measured.extend(texts) or original(self, texts))
+    return measured
+
+
+def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
+    texts, measured = shard(tmp_path / "x"), measured_texts(monkeypatch)
+    options = ["--split", "train", "--image-column", "png", "--caption-column", "txt", "--captions-per-line"]
+    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x"), *options]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    assert measured == texts
+
+
+def test_captions_that_are_missing_are_no_queries(dense, tmp_path, monkeypatch):
+    rows = glyphs.load("test", "web", 4, captions_per_image=2)
+    captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"]]
+    rows.remove_columns("caption").add_column("caption", captions).to_parquet(tmp_path / "x.parquet")
+    measured = measured_texts(monkeypatch)
+    found = {"retrieval": benchmarks.retrieval_benchmark(DataArguments(source=str(tmp_path / "x.parquet")))}
+    evaluate_model(dense, ["retrieval"], tmp_path, benchmarks=found)
+    assert measured == ["a", "b", "c", "d", "e"]
+
+
+def test_turned_images_score_as_what_a_viewer_shows(dense, tmp_path):
+    shard(tmp_path / "x"), shard(tmp_path / "turned", turned=True)
+    embedder, embeds = Embedder(dense, None, 8, torch.device("cpu")), []
+    for name in ("x", "turned"):
+        columns = {"image_column": "png", "caption_column": "txt"}
+        rows, _ = benchmarks.retrieval_benchmark(DataArguments(source=str(tmp_path / name), **columns)).load()
+        embeds.append(embedder.images(rows))
+    assert np.array_equal(*embeds)
+
+
+def test_a_split_that_is_not_there_ends_in_one_line(dense, tmp_path):
+    shard(tmp_path / "x")
+    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x")]
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    assert exit.value.code == f"error: {tmp_path / 'x'} has no split 'test', only train: set split (--split)"

@@ -110,6 +110,11 @@ def test_a_recipe_makes_models_that_load(run):
     assert log[0]["balance_loss"] >= 1 and 0 <= log[0]["dropped_tokens"] < 1
 
 
+def test_captions_that_are_cut_are_reported_before_training(run, caplog):
+    run(data={"source": "glyphs", "num_samples": 40, "captions": "detailed"}, max_steps=1)
+    assert "100.0% of the captions of glyphs (40 looked at) are longer than the 16 tokens" in caplog.text
+
+
 def test_the_same_seed_gives_the_same_bits(run):
     first, second, other = run(output="a"), run(output="b"), run({"seed": 1}, output="c")
     assert same_weights(first / "tuned", second / "tuned")

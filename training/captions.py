@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import CaptionPolicy
+from training.pairs import present_captions
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,7 @@ def build_captions(
     def build(row: dict, index: int) -> dict:
         captions = []
         for number, policy in enumerate(policies):
-            text = row[policy.column] or ""
-            text = text if isinstance(text, str) else " ".join(text)
+            text = " ".join(present_captions(row[policy.column]))
             if policy.policy == "full":
                 captions.append(text.strip())
             elif policy.policy == "first_sentence":

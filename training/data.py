@@ -1,77 +1,45 @@
 """Pairs of images and captions: from where they lie to the batches of a process."""
 
-import glob
-import io
-import json
+import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import numpy as np
 import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from transformers import CLIPProcessor
 
 from training import glyphs
+from training.images import decode_image
+from training.pairs import (
+    StreamReport,
+    first_caption,
+    present_captions,
+    read_pair,
+    readable_pairs,
+    select_columns,
+)
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from training.sources import DataArguments, Rows, open_rows, reading
 
 logger = logging.getLogger(__name__)
 
-# Samples of a stream to see before its share of unreadable ones is judged.
-STREAM_TRIAL = 1000
 SHUFFLE_BUFFER = 10_000
+# Captions, or pairs of a stream, that are looked at to tell how many are too long.
+CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 10_000, 1000
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class DataArguments:
-    """Where the pairs are and how they are read."""
+def load_pairs(arguments: DataArguments) -> Rows:
+    """The pairs of a dataset, as columns `image` and `caption`.
 
-    # "glyphs"; a hub name; a folder of images with metadata.csv or metadata.jsonl, of parquet files or of webdataset
-    # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style
-    # .json.
-    source: str
-    split: str = "train"
-    image_column: str = "image"
-    # Texts, or lists of texts, of which each epoch draws one.
-    caption_column: str = "caption"
-    # What relative paths in the image column (and in a ShareGPT4V .json) start from.
-    image_root: str | None = None
-    # Read while training instead of loading first.
-    streaming: bool = False
-    # Only the first so many pairs; for glyphs, how many are drawn.
-    num_samples: int | None = Field(default=None, gt=0)
-    # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
-    in_memory: bool = False
-    num_workers: int = Field(default=0, ge=0)
-    # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
-    max_unreadable: float = Field(default=0.01, ge=0, lt=1)
-
-    # Of the glyphs only.
-    captions: Literal["web", "detailed"] = "web"
-    kinds: Literal[tuple(glyphs.KIND_SETS)] = "all"
-    seed: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.source == "glyphs" and self.num_samples is None:
-            raise ValueError("num_samples must say how many glyphs to draw")
-        if self.streaming and (self.source == "glyphs" or self.in_memory):
-            raise ValueError("streaming neither goes with the source glyphs nor with in_memory")
-        return self
-
-
-def load_pairs(arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
-    """The readable pairs of a dataset, as columns `image` and `caption`.
-
-    Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that what is left
-    has a fixed order and length. A streamed dataset skips unreadable pairs as they come.
+    Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
+    pairs are left, in a fixed order. A stream has all of them: `PairLoader` skips the unreadable as they come.
 
     Raises:
         FileNotFoundError: a local source is not there.
@@ -82,7 +50,7 @@ def load_pairs(arguments: DataArguments) -> datasets.Dataset | datasets.Iterable
         return glyphs.load(arguments.split, arguments.captions, arguments.num_samples, kinds, arguments.seed)
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
-        return rows.filter(_StreamFilter(arguments))
+        return rows
     return readable_pairs(rows, arguments)[0]
 
 
@@ -125,31 +93,8 @@ def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> dataset
     return rows.map(lambda row: {"image": whole(row["image"])})
 
 
-def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
-    """An RGB image from what an image column holds: a PIL image, a path, or bytes and path.
-
-    Raises:
-        OSError: it is not there, is no image or ends early.
-    """
-    if isinstance(value, PIL.Image.Image):
-        return value.convert("RGB")
-    if isinstance(value, str):
-        value = {"bytes": None, "path": value}
-    if not isinstance(value, dict) or (value.get("bytes") is None and not value.get("path")):
-        raise OSError("there is no image")
-    file = (
-        io.BytesIO(value["bytes"]) if value.get("bytes") is not None else os.path.join(image_root or "", value["path"])
-    )
-    try:
-        with PIL.Image.open(file) as image:
-            return image.convert("RGB")
-    except (PIL.Image.DecompressionBombError, SyntaxError, ValueError) as error:
-        raise OSError(str(error)) from error
-
-
-def first_caption(captions: Sequence[str]) -> str:
-    """The first of several captions that is not missing."""
-    return next(caption for caption in captions if caption.strip())
+def _holds_images(rows: Rows) -> bool:
+    return isinstance((rows.features or {}).get("image"), datasets.Image)
 
 
 class PairLoader:
@@ -169,7 +114,7 @@ class PairLoader:
 
     def __init__(
         self,
-        rows: datasets.Dataset | datasets.IterableDataset,
+        rows: Rows,
         processor: CLIPProcessor,
         arguments: DataArguments,
         batch_size: int,
@@ -180,15 +125,14 @@ class PairLoader:
         caption_weights: Sequence[float] | None = None,
         hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
     ):
-        self.processor, self.arguments, self.batch_size, self.seed = processor, arguments, batch_size, seed
+        self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
         if arguments.streaming and not (sampler is None and caption_weights is None and hidden_states is None):
             raise ValueError("a stream has no numbered pairs for a sampler, caption weights or hidden states")
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        if arguments.streaming:
-            self.rows = split_dataset_by_node(rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), rank, world_size)
-        else:
+        if not arguments.streaming:
             self.hidden_states = hidden_states
             self.pairs = _Pairs(rows, processor, arguments, seed, self.all_captions, hidden_states is None)
             if sampler is None:
@@ -207,18 +151,14 @@ class PairLoader:
         missing, and `caption_mask` (B, L) tells which these are.
         """
         if self.arguments.streaming:
-            # A stream has to be read again up to where the run stopped.
-            yield from DataLoader(
-                self.rows.repeat(None).skip(start * self.batch_size).map(self._process),
-                batch_size=self.batch_size,
-                drop_last=True,
-                **self._options,
-            )
+            yield from self._streamed_batches(start)
+            raise ValueError(f"{self.arguments.source} has no pairs in split {self.arguments.split}")
         epoch, start_batch = divmod(start, len(self.sampler))
         while True:
             self.sampler.set_epoch(epoch, start_batch)
             self.pairs.epoch = epoch
-            yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
+            with _errors_of_workers():
+                yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
             epoch, start_batch = epoch + 1, 0
 
     def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -227,7 +167,8 @@ class PairLoader:
         self.pairs.epoch = None
         starts = range(start, stop, self.batch_size)
         batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
-        yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
+        with _errors_of_workers():
+            yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
 
     def text_lengths(self) -> list[int]:
         """Tokens of every caption that `in_order` gives, padding left out."""
@@ -235,10 +176,43 @@ class PairLoader:
         lengths = []
         for start in range(0, len(self.pairs), 1000):
             captions = [self.pairs.caption(index) for index in range(start, min(start + 1000, len(self.pairs)))]
-            if self.all_captions:
-                captions = [caption for of_image in captions for caption in of_image if caption.strip()]
+            captions = [caption for of_image in captions for caption in present_captions(of_image)]
             lengths += map(len, self.processor.tokenizer(captions, truncation=True)["input_ids"])
         return lengths
+
+    def report_cut_captions(self) -> None:
+        """Warns of captions that are longer than the tokenizer's `model_max_length`, with their share: of all, or of
+        as many as `CAPTIONS_LOOKED_AT` or the first `STREAMED_LOOKED_AT` pairs of a stream tell."""
+        if self.arguments.streaming:
+            with reading(self.arguments):
+                rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
+        else:
+            chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
+            rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
+        captions = [caption for of_image in rows for caption in present_captions(of_image)]
+        tokenizer = self.processor.tokenizer
+        limit = tokenizer.model_max_length
+        cut = sum(len(ids) > limit for ids in tokenizer(captions, verbose=False)["input_ids"]) if captions else 0
+        if cut:
+            logger.warning(
+                "%.1f%% of the captions of %s (%d looked at) are longer than the %d tokens of the tokenizer and are "
+                "cut: a `captions` stage makes shorter ones of them, a `long_context` stage a model that reads more",
+                100 * cut / len(captions), self.arguments.source, len(captions), limit,
+            )  # fmt: skip
+
+    def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
+        """A stream has to be read again up to where the run stopped."""
+        rows = self.rows.shuffle(seed=self.seed, buffer_size=SHUFFLE_BUFFER)
+        rows = split_dataset_by_node(rows, self.rank, self.world_size)
+        num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
+        # Workers give batches in turn
+        turns, rest = divmod(start, max(num_workers, 1))
+        alone = self.world_size * max(num_workers, 1) == 1
+        stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], turns * self.batch_size, alone)
+        options = self._options | {"num_workers": num_workers}
+        with reading(self.arguments), _errors_of_workers():
+            loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
+            yield from itertools.islice(loader, rest, None)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -247,18 +221,9 @@ class PairLoader:
         generator = torch.Generator().manual_seed(self.seed)
         return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers, "generator": generator}
 
-    def _process(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "pixel_values": _pixel_values([row["image"]], self.processor, self.arguments)[0],
-            "caption": row["caption"] if isinstance(row["caption"], str) else row["caption"][0],
-        }
-
     def _collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
-        if self.all_captions:
-            texts = [caption for of_image in captions for caption in of_image if caption.strip()]
-        else:
-            texts = captions
+        texts = [caption for of_image in captions for caption in present_captions(of_image)]
         text = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
@@ -266,8 +231,67 @@ class PairLoader:
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:
-            batch["caption_mask"] = torch.tensor([[bool(caption.strip()) for caption in row] for row in captions])
+            batch["caption_mask"] = torch.tensor(_there(captions))
         return batch
+
+
+@contextlib.contextmanager
+def _errors_of_workers() -> Iterator[None]:
+    """Errors of a DataLoader's workers as ValueErrors, without the traceback that torch puts into their message."""
+    try:
+        yield
+    except Exception as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        lines = str(error).splitlines()
+        traceback_ends = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
+        raise ValueError(" ".join(lines[traceback_ends + 1 :]).removeprefix("ValueError: ")) from error
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own.
+
+    Every worker has its share of the shards. Of several captions, each epoch draws one.
+
+    Args:
+        seed: of the captions.
+        skip: readable pairs that each worker leaves out, once.
+        alone: no other worker or process reads a share of the same stream.
+    """
+
+    def __init__(
+        self,
+        rows: datasets.IterableDataset,
+        processor: CLIPProcessor,
+        arguments: DataArguments,
+        seed: list[int],
+        skip: int,
+        alone: bool,
+    ):
+        self.rows, self.processor, self.arguments, self.seed = rows, processor, arguments, seed
+        self.skip, self.alone = skip, alone
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker, left = get_worker_info(), self.skip
+        for epoch in itertools.count():
+            report = StreamReport(self.arguments, quiet=epoch > 0)
+            self.rows.set_epoch(epoch)
+            for row in self.rows:
+                problem, image, more_frames = read_pair(row, self.arguments)
+                report.add(row, problem, more_frames)
+                if problem:
+                    continue
+                if left:
+                    left -= 1
+                    continue
+                rng = np.random.default_rng([*self.seed, worker.id if worker else 0, epoch, report.seen])
+                yield {
+                    "pixel_values": _processed([image], self.processor)[0],
+                    "caption": _draw(row["caption"], rng),
+                }
+            if report.seen == 0:
+                return
+            report.end_of_epoch(self.alone)
 
 
 class _Pairs(torch.utils.data.Dataset):
@@ -306,12 +330,22 @@ class _Pairs(torch.utils.data.Dataset):
     def caption(self, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
         captions = self.captions[index]["caption"]
-        if isinstance(captions, str) or self.all_captions:
-            return captions
+        if self.all_captions and not isinstance(captions, str):
+            return [caption or "" for caption in captions]
         if self.epoch is None:
             return first_caption(captions)
-        captions = [caption for caption in captions if caption.strip()]
-        return captions[np.random.default_rng([self.seed, self.epoch, index]).integers(len(captions))]
+        return _draw(captions, np.random.default_rng([self.seed, self.epoch, index]))
+
+
+def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str:
+    """One of the captions that are not missing."""
+    captions = present_captions(captions)
+    return captions[rng.integers(len(captions))]
+
+
+def _there(captions: Sequence[Sequence[str | None]]) -> list[list[bool]]:
+    """Which captions are not missing."""
+    return [[bool(present_captions(caption)) for caption in of_image] for of_image in captions]
 
 
 def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> None:
@@ -319,11 +353,11 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
     missing = [0] * len(caption_weights)
     for index, captions in enumerate(rows["caption"]):
         if isinstance(captions, str) or len(captions) != len(caption_weights):
-            number = "one caption" if isinstance(captions, str) else f"{len(captions)} captions"
+            number = "has one" if isinstance(captions, str) else f"has {len(captions)} captions"
             raise ValueError(
                 f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
             )
-        there = [bool(caption.strip()) for caption in captions]
+        (there,) = _there([captions])
         missing = [count + (not is_there) for count, is_there in zip(missing, there, strict=True)]
         if not any(weight > 0 and is_there for weight, is_there in zip(caption_weights, there, strict=True)):
             raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
@@ -335,148 +369,8 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
 
 
 def _pixel_values(images: list[Any], processor: CLIPProcessor, arguments: DataArguments) -> torch.Tensor:
-    images = [decode_image(image, arguments.image_root) for image in images]
+    return _processed([decode_image(image, arguments.image_root) for image in images], processor)
+
+
+def _processed(images: list[PIL.Image.Image], processor: CLIPProcessor) -> torch.Tensor:
     return processor.image_processor(images, return_tensors="pt")["pixel_values"]
-
-
-def open_rows(arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
-    """The rows of any source but the glyphs, with all their columns.
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: an entry of a ShareGPT4V-style file has no image or no caption.
-    """
-    rows = _open(arguments)
-    return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
-
-
-def _open(arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
-    source, options = arguments.source, {"split": arguments.split, "streaming": arguments.streaming}
-    if source.endswith(".json"):
-        return _open_sharegpt4v(Path(source), arguments)
-    for suffix, builder in {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}.items():
-        pattern = f"{source}/**/*{suffix}" if os.path.isdir(source) else source
-        if pattern.endswith(suffix) and not (os.path.isdir(source) and (Path(source) / "state.json").exists()):
-            files = sorted(glob.glob(pattern, recursive=True))
-            if files:
-                return datasets.load_dataset(builder, data_files={arguments.split: files}, **options)
-            if not os.path.isdir(source):
-                raise FileNotFoundError(f"no file matches {source}")
-    if not os.path.isdir(source):
-        return datasets.load_dataset(source, **options)
-    if (Path(source) / "state.json").exists():
-        rows = datasets.load_from_disk(source)
-        return rows.to_iterable_dataset() if arguments.streaming else rows
-    return datasets.load_dataset("imagefolder", data_dir=source, **options)
-
-
-def _open_sharegpt4v(path: Path, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
-    """ShareGPT4V's format: a list of {"image": path, "conversations": [..., {"from": "gpt", "value": caption}]}."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    with path.open(encoding="utf-8") as file:
-        entries = json.load(file)
-    rows = {arguments.image_column: [], arguments.caption_column: []}
-    for number, entry in enumerate(entries):
-        try:
-            caption = next(turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
-            image = entry["image"]
-        except (KeyError, StopIteration, TypeError) as error:
-            raise ValueError(f"{path}: entry {number} has no image or no answer of gpt: {entry}") from error
-        rows[arguments.image_column].append(image)
-        rows[arguments.caption_column].append(caption)
-    rows = datasets.Dataset.from_dict(rows)
-    return rows.to_iterable_dataset() if arguments.streaming else rows
-
-
-def select_columns(rows, arguments: DataArguments):
-    """The image and the caption column alone, under those names; images are not decoded yet.
-
-    Raises:
-        ValueError: one of them is not there.
-    """
-    wanted = {arguments.image_column: "image", arguments.caption_column: "caption"}
-    columns = rows.column_names
-    if columns is not None:  # a stream of unknown features tells with its first row
-        missing = [column for column in wanted if column not in columns]
-        if missing:
-            raise ValueError(
-                f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(columns)}. Set "
-                "image_column and caption_column"
-            )
-        rows = rows.select_columns(list(wanted))
-    rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    if _holds_images(rows):
-        # Decoded here, where an image that is broken can be skipped.
-        rows = rows.cast_column("image", datasets.Image(decode=False))
-    return rows
-
-
-def _holds_images(rows) -> bool:
-    return isinstance((rows.features or {}).get("image"), datasets.Image)
-
-
-def _problem(row: dict[str, Any], arguments: DataArguments) -> str:
-    """What keeps a pair from being used, or nothing."""
-    captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
-    if not all(isinstance(caption, str) for caption in captions) or not "".join(captions).strip():
-        return "its caption is empty"
-    try:
-        decode_image(row["image"], arguments.image_root)
-    except OSError as error:
-        return f"its image cannot be read: {error}"
-    return ""
-
-
-def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` without the unreadable ones, and how many those were. Decodes every image.
-
-    Raises:
-        ValueError: they are more than `max_unreadable` of all, or nothing is left.
-    """
-    problems = rows.map(
-        lambda row: {"problem": _problem(row, arguments)},
-        remove_columns=rows.column_names,
-        num_proc=arguments.num_workers or None,
-        desc="reading all images",
-    )["problem"]
-    problems = list(problems)
-    bad = [index for index, problem in enumerate(problems) if problem]
-    if bad:
-        _judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
-        rows = rows.select([index for index, problem in enumerate(problems) if not problem])
-    if len(rows) == 0:
-        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
-    return rows, len(bad)
-
-
-class _StreamFilter:
-    """Keeps readable pairs, counts the others; every worker has its own."""
-
-    def __init__(self, arguments: DataArguments):
-        self.arguments, self.seen, self.bad, self.first = arguments, 0, 0, ""
-
-    def __call__(self, row: dict[str, Any]) -> bool:
-        problem = _problem(row, self.arguments)
-        self.seen += 1
-        if problem:
-            self.bad += 1
-            self.first = self.first or f"pair {self.seen - 1} ({_where(row)}): {problem}"
-            if self.seen < STREAM_TRIAL:
-                logger.warning("%s: %d of %d pairs skipped so far", self.arguments.source, self.bad, self.seen)
-        if self.seen >= STREAM_TRIAL and problem:
-            _judge(self.bad, self.seen, self.first, self.arguments)
-        return not problem
-
-
-def _judge(bad: int, total: int, first: str, arguments: DataArguments) -> None:
-    """Report skipped pairs, or refuse them."""
-    share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {first}"
-    if bad > arguments.max_unreadable * total:
-        raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
-    logger.warning("%s. They are skipped", share)
-
-
-def _where(row: dict[str, Any]) -> str:
-    image = row["image"]
-    return str(image if isinstance(image, str) else (image or {}).get("path") or "no path")

@@ -688,6 +688,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         stage.caption_weights,
         hidden_states,
     )
+    loader.report_cut_captions()
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
     if total_steps == 0:
         raise ValueError(

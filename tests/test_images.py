@@ -1,0 +1,225 @@
+"""Pixels: what files of every kind become, and what is refused."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training import images
+from training.images import decode_image, read_image
+
+RED, GREEN = (255, 0, 0), (0, 255, 0)
+
+
+def encoded(image, format="png", **options):
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return {"bytes": file.getvalue(), "path": f"image.{format}"}
+
+
+def half_red():
+    """40 x 20, the left half red, the right half green."""
+    image = PIL.Image.new("RGB", (40, 20), GREEN)
+    image.paste(RED, (0, 0, 20, 20))
+    return image
+
+
+@pytest.mark.parametrize("format", ["jpeg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("decoded", [False, True], ids=["encoded", "decoded"])
+def test_exif_rotation_is_applied(format, decoded):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise: left becomes top
+    value = encoded(half_red(), format, exif=exif)
+    image = decode_image(PIL.Image.open(io.BytesIO(value["bytes"])) if decoded else value)
+    assert image.size == (20, 40)
+    assert np.abs(np.subtract(image.getpixel((10, 5)), RED)).max() < 10
+    assert np.abs(np.subtract(image.getpixel((10, 35)), GREEN)).max() < 10
+
+
+def gradient(dtype, top):
+    return np.linspace(0, top, 256).reshape(16, 16).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("array", "format"),
+    [
+        (gradient(np.uint16, 65535), "png"),
+        (gradient(np.uint16, 65535), "tiff"),
+        (gradient(np.int32, 65535), "tiff"),
+        (gradient(np.int32, 255), "tiff"),
+        (gradient(np.int32, 2**30), "tiff"),
+        (gradient(np.float32, 1), "tiff"),
+        (gradient(np.float32, 255), "tiff"),
+        (gradient(np.float32, 65535), "tiff"),
+        (gradient(np.float32, 12) - 5, "tiff"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.dtype}-{value.max():.0f}",
+)
+def test_deep_gray_is_scaled(array, format):
+    expected = np.arange(256).reshape(16, 16)
+    original = PIL.Image.fromarray(array)
+    for value in (original, encoded(original, format)):
+        pixels = np.asarray(decode_image(value)).astype(int)
+        assert np.abs(pixels - expected[..., None]).max() <= 1
+
+
+def test_pixels_that_are_not_finite_are_refused():
+    array = gradient(np.float32, 1)
+    array[0, 0] = np.nan
+    with pytest.raises(OSError, match="not all finite"):
+        decode_image(PIL.Image.fromarray(array))
+
+
+def drawings():
+    """A black square on what is transparent, in every mode that has transparency."""
+    rgba = PIL.Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    rgba.paste((0, 0, 0, 255), (4, 4, 12, 12))
+    palette = PIL.Image.new("P", (16, 16), 0)
+    palette.putpalette([0, 0, 255, 0, 0, 0])
+    palette.paste(1, (4, 4, 12, 12))
+    keyed = PIL.Image.new("RGB", (16, 16), (1, 2, 3))
+    keyed.paste((0, 0, 0), (4, 4, 12, 12))
+    gray = PIL.Image.new("L", (16, 16), 9)
+    gray.paste(0, (4, 4, 12, 12))
+    return {
+        "RGBA": rgba,
+        "RGBa": rgba.convert("RGBa"),
+        "LA": rgba.convert("LA"),
+        "La": rgba.convert("LA").convert("La"),
+        "PA": rgba.convert("PA"),
+        "RGBA png": encoded(rgba),
+        "RGBA webp": encoded(rgba, "webp", lossless=True),
+        "LA png": encoded(rgba.convert("LA")),
+        "P png": encoded(palette, transparency=0),
+        "P gif": encoded(palette, "gif", transparency=0),
+        "RGB png": encoded(keyed, transparency=(1, 2, 3)),
+        "L png": encoded(gray, transparency=9),
+    }
+
+
+@pytest.mark.parametrize("mode", list(drawings()))
+def test_transparency_is_laid_on_white(mode):
+    pixels = np.asarray(decode_image(drawings()[mode]))
+    assert pixels.shape == (16, 16, 3)
+    assert (pixels[4:12, 4:12] == 0).all()
+    assert (pixels[:4] == 255).all() and (pixels[:, 12:] == 255).all()
+
+
+def test_what_is_half_transparent_is_mixed_with_white():
+    assert decode_image(PIL.Image.new("RGBA", (4, 4), (0, 0, 0, 128))).getpixel((0, 0)) == (127, 127, 127)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"])
+def test_colors_stay(mode):
+    if mode == "LAB":
+        from PIL import ImageCms
+
+        profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
+        image = ImageCms.profileToProfile(half_red(), *profiles, outputMode="LAB")
+    else:
+        image = half_red().convert(mode)
+    expected = np.asarray(half_red().convert(mode if mode in ("1", "L") else "RGB").convert("RGB")).astype(int)
+    assert np.abs(np.asarray(decode_image(image)) - expected).max() < 16  # LAB rounds
+
+
+@pytest.mark.parametrize("format", ["jpeg", "tiff"])
+def test_cmyk_files(format):
+    image = decode_image(encoded(half_red().convert("CMYK"), format))
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(half_red())).max() < 12
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((10_000, 9_000), f"10000 x 9000 pixels are more than {images.MAX_PIXELS:,}"),
+        ((30_000, 30_000), "DecompressionBombError"),
+        ((3, 20_000), "3 x 20000 pixels are longer than 100 to 1"),
+        ((101, 1), "101 x 1 pixels are longer than 100 to 1"),
+    ],
+)
+def test_too_large_and_too_long_images_are_refused_before_they_are_decoded(size, message, monkeypatch):
+    value = encoded(PIL.Image.new("L", (1, 1)))["bytes"]
+    header = b"IHDR" + struct.pack(">II", *size) + value[24:29]
+    png = value[:12] + header + struct.pack(">I", zlib.crc32(header)) + value[33:]
+    monkeypatch.setattr(PIL.Image.Image, "load", None)  # whatever decodes would say so
+    with pytest.raises(OSError, match=message):
+        decode_image({"bytes": png, "path": None})
+
+
+def test_as_long_as_is_allowed():
+    assert decode_image(PIL.Image.new("RGB", (100, 1))).size == (100, 1)
+
+
+@pytest.mark.parametrize("format", ["gif", "webp", "png", "tiff", "mpo"])
+def test_of_several_frames_the_first(format):
+    frames = [PIL.Image.new("RGB", (16, 16), color) for color in (RED, GREEN)]
+    value = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+    image, more = read_image(value)
+    assert more
+    assert np.abs(np.subtract(image.getpixel((3, 3)), RED)).max() < 10
+    assert not read_image(encoded(frames[0], format))[1]
+
+
+def test_no_program_is_started(monkeypatch):
+    """Pillow hands EPS over to Ghostscript."""
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", "gs")
+    with pytest.raises(OSError, match="no image of the formats"):
+        decode_image(encoded(half_red(), "eps"))
+    assert not started
+
+
+def test_what_pillow_cannot_say_in_an_oserror_becomes_one():
+    value = encoded(half_red(), "dds")
+    damaged = value["bytes"][:80] + bytes(4) + value["bytes"][84:]  # no flags of a pixel format
+    with pytest.raises(OSError, match="NotImplementedError: Unknown pixel format flags 0"):
+        decode_image({"bytes": damaged, "path": None})
+
+
+@pytest.mark.parametrize("value", [None, {}, {"bytes": None, "path": None}, 3, "", "nowhere.png", "nul\0.png", "."])
+def test_no_image(value):
+    with pytest.raises(OSError):
+        decode_image(value)
+
+
+WHOLE = {
+    "jpeg": encoded(
+        half_red(), "jpeg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+    ),
+    "png": encoded(PIL.Image.fromarray(gradient(np.uint16, 65535))),
+    "gif": encoded(half_red(), "gif", save_all=True, append_images=[half_red().rotate(180)]),
+    "webp": encoded(half_red(), "webp"),
+    "tiff": encoded(half_red(), "tiff"),
+    "bmp": encoded(half_red(), "bmp"),
+    "ico": encoded(half_red(), "ico"),
+    "ppm": encoded(half_red(), "ppm"),
+    "tga": encoded(half_red(), "tga"),
+    "dds": encoded(half_red(), "dds"),
+    "qoi": encoded(half_red(), "qoi"),
+    "icns": encoded(half_red(), "icns"),
+    "sgi": encoded(half_red(), "sgi"),
+    "pcx": encoded(half_red(), "pcx"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's, of what is damaged
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), format=st.sampled_from(sorted(WHOLE)))
+def test_damaged_files_raise_nothing_but_oserror(data, format):
+    whole = bytearray(WHOLE[format]["bytes"])
+    for _ in range(data.draw(st.integers(0, 8), "changes")):
+        # Most of what can go wrong is said in the first bytes
+        last = data.draw(st.sampled_from([min(99, len(whole) - 1), len(whole) - 1]))
+        whole[data.draw(st.integers(0, last))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.sampled_from([len(whole), data.draw(st.integers(0, len(whole)))]))
+    try:
+        image = decode_image({"bytes": bytes(whole[:end]), "path": None})
+    except OSError:
+        return
+    assert image.mode == "RGB" and image.width * image.height <= images.MAX_PIXELS

@@ -1,0 +1,234 @@
+"""Sources that are damaged, contradictory or dangerous end in one line that names them."""
+
+import io
+import json
+import os
+import tarfile
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+
+from training import glyphs
+from training.data import DataArguments, PairLoader, load_pairs
+
+STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return glyphs.build_processor(16, 16)
+
+
+def png(number=0):
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.full((8, 8, 3), 20 * number % 256, np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+def rows(captions, start=0):
+    images = [{"bytes": png(start + number), "path": None} for number in range(len(captions))]
+    return datasets.Dataset.from_dict({"image": images, "caption": captions}).cast_column("image", datasets.Image())
+
+
+def shard(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def images_and_texts(numbers):
+    return [(f"{n}.{kind}", content) for n in numbers for kind, content in (("png", png(n)), ("txt", b"a caption"))]
+
+
+def read(processor, source, streaming, batches=30, **settings):
+    """Everything, as training reads it: loaded, or streamed by two workers."""
+    settings = {"num_workers": 2 * streaming, **settings}
+    arguments = DataArguments(source=str(source), streaming=streaming, **settings)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, 1)
+    for _ in zip(range(batches), loader.batches(0), strict=False):
+        pass
+
+
+def error_of(*args, **settings):
+    """The message of the error, which is of the kinds that commands turn into one line."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        read(*args, **settings)
+    message = str(caught.value)
+    assert "\n" not in message and "Traceback" not in message and "worker process" not in message
+    return message
+
+
+TAR = {"image_column": "png", "caption_column": "txt"}
+
+
+@STREAMING
+def test_a_shard_that_ends_early(tmp_path, processor, streaming):
+    for number in range(3):
+        shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
+    whole = (tmp_path / "1.tar").read_bytes()
+    (tmp_path / "1.tar").write_bytes(whole[:5000])
+    message = error_of(processor, tmp_path, streaming, **TAR)
+    assert message.startswith(f"{tmp_path} cannot be read because of {tmp_path / '1.tar'}: ")
+    assert "ReadError: unexpected end of data" in message
+
+
+@STREAMING
+def test_a_shard_that_is_none(tmp_path, processor, streaming):
+    (tmp_path / "0.tar").write_text("this is no archive")
+    assert f"because of {tmp_path / '0.tar'}" in error_of(processor, tmp_path, streaming, **TAR)
+    assert f"because of {tmp_path / '0.tar'}" in error_of(processor, tmp_path / "*.tar", streaming, **TAR)
+
+
+@STREAMING
+def test_a_text_that_is_not_utf8(tmp_path, processor, streaming):
+    shard(tmp_path / "0.tar", images_and_texts(range(8)))
+    shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
+    message = error_of(processor, tmp_path, streaming, **TAR)
+    assert f"because of {tmp_path / '1.tar'}: UnicodeDecodeError: 'utf-8'" in message
+
+
+@STREAMING
+def test_a_sample_without_its_caption_is_skipped(tmp_path, processor, streaming, caplog):
+    shard(tmp_path / "0.tar", [*images_and_texts(range(10, 30)), ("3.png", png())])
+    read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, **TAR)  # what workers log is not captured
+    assert "3.png" in caplog.text and "its caption is empty" in caplog.text
+
+
+@STREAMING
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (rows(["a"]).add_column("number", [1]).rename_column("caption", "text"), "has no column caption, but"),
+        (rows(["a"]), "has no column number, but"),
+        (rows(["a"]).add_column("number", [1]).add_column("more", [1]), "has no column more, but"),
+        (rows([3]).add_column("number", [1]), "column caption is number in "),
+        (rows([["a"]]).add_column("number", [1]), "column caption is list in "),
+        (rows(["a"]).add_column("number", ["1"]), "column number is string in "),
+    ],
+    ids=["renamed", "missing", "more", "number", "list", "other column"],
+)
+def test_parquet_files_that_do_not_fit_together(tmp_path, processor, streaming, last, message):
+    for number in range(2):
+        rows(["a caption"] * 8, 10 * number).add_column("number", range(8)).to_parquet(tmp_path / f"{number}.parquet")
+    last.to_parquet(tmp_path / "2.parquet")
+    found = error_of(processor, tmp_path, streaming)
+    assert message in found and str(tmp_path / "2.parquet") in found
+
+
+@STREAMING
+def test_parquet_files_that_do_fit_together(tmp_path, processor, streaming):
+    rows(["a caption"] * 4).add_column("number", range(4)).to_parquet(tmp_path / "0.parquet")
+    rows(["a caption"] * 4, 4).add_column("number", np.arange(4.0)).to_parquet(tmp_path / "1.parquet")
+    rows(["a caption"] * 4, 8).add_column("number", [None] * 4).to_parquet(tmp_path / "2.parquet")
+    read(processor, tmp_path, streaming)
+
+
+@STREAMING
+@pytest.mark.parametrize("damage", ["text", "cut"])
+def test_a_parquet_file_that_is_damaged(tmp_path, processor, streaming, damage):
+    for number in range(2):
+        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
+    whole = (tmp_path / "1.parquet").read_bytes()
+    (tmp_path / "1.parquet").write_bytes(b"no parquet" if damage == "text" else whole[:-50])
+    assert f"{tmp_path / '1.parquet'} is no parquet file or is damaged" in error_of(processor, tmp_path, streaming)
+
+
+@STREAMING
+def test_a_page_of_a_parquet_file_that_is_damaged(tmp_path, processor, streaming):
+    for number in range(2):
+        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
+    whole = bytearray((tmp_path / "1.parquet").read_bytes())
+    whole[4:400] = bytes(396)  # the footer is whole
+    (tmp_path / "1.parquet").write_bytes(whole)
+    assert f"cannot be read because of {tmp_path / '1.parquet'}: " in error_of(processor, tmp_path, streaming)
+
+
+@STREAMING
+def test_a_saved_dataset_that_is_damaged(tmp_path, processor, streaming):
+    rows(["a caption"] * 8).save_to_disk(tmp_path / "x")
+    (file,) = (tmp_path / "x").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:100])
+    assert f"{tmp_path / 'x'} cannot be read because of {file}: Arrow" in error_of(processor, tmp_path / "x", streaming)
+    (tmp_path / "x" / "state.json").write_text("{")
+    assert "JSONDecodeError" in error_of(processor, tmp_path / "x", streaming)
+
+
+def image_folder(folder, metadata):
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.png").write_bytes(png(number))
+    (folder / "metadata.jsonl").write_text(metadata)
+    return folder
+
+
+@STREAMING
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "not JSON",
+        '{"file_name": "0.png", "caption": "a"}\n{"file_name": "1.png", "cap',
+        '{"caption": "a"}\n{"caption": "b"}',
+        '{"file_name": 3, "caption": "a"}',
+        '{"file_name": "0.png", "caption": "a"}\n{"file_name": "1.png", "caption": 5}',
+        "[]",
+        "null",
+        "",
+    ],
+)
+def test_metadata_that_is_damaged(tmp_path, processor, streaming, metadata):
+    folder = image_folder(tmp_path / "x", metadata)
+    assert str(folder) in error_of(processor, folder, streaming)
+
+
+@STREAMING
+@pytest.mark.parametrize("name", ["../secret.png", "sub/../../secret.png", "/secret.png", "file:///secret.png"])
+def test_metadata_cannot_name_files_outside_of_its_folder(tmp_path, processor, streaming, name):
+    (tmp_path / "secret.png").write_bytes(png())
+    name = name.replace("/secret.png", str(tmp_path / "secret.png")) if name[0] in "/f" else name
+    entries = [{"file_name": "0.png", "caption": "a"}, {"file_name": name, "caption": "b"}]
+    folder = image_folder(tmp_path / "x", "\n".join(map(json.dumps, entries)))
+    message = error_of(processor, folder, streaming)
+    assert f"{folder} cannot be read because of {folder / 'metadata.jsonl'}: Invalid metadata file_name" in message
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "{}", "3", '[{"image": 3, "conversations": [{"from": "gpt", "value": "a"}]}]']
+)
+def test_a_sharegpt4v_file_that_is_damaged(tmp_path, processor, content):
+    (tmp_path / "x.json").write_text(content)
+    assert str(tmp_path / "x.json") in error_of(processor, tmp_path / "x.json", False)
+
+
+@STREAMING
+def test_an_empty_folder(tmp_path, processor, streaming):
+    assert str(tmp_path) in error_of(processor, tmp_path, streaming)
+
+
+def test_no_such_folder(tmp_path, processor):
+    assert "nowhere" in error_of(processor, tmp_path / "nowhere", False)
+    assert "user/nowhere" in error_of(processor, "user/nowhere", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": ""}, "source is empty"),
+        ({"source": "  "}, "source is empty"),
+        ({"source": "x", "image_column": "caption"}, "image_column and caption_column are both 'caption'"),
+    ],
+)
+def test_arguments_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**settings)
+
+
+def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
+    shard(tmp_path / "0.tar", images_and_texts(range(4)))
+    for name in ("test.json", "x.md", "broken.parquet"):
+        (tmp_path / name).write_text("something else")
+    assert len(os.listdir(tmp_path)) == 4
+    read(processor, tmp_path, False, **TAR)

@@ -1,0 +1,103 @@
+"""Images as models see them: upright, RGB, 8 bits a channel."""
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
+PIL.Image.init()
+# What Pillow decodes itself and pictures are kept in. Of the others, EPS would start Ghostscript. TGA comes last: its
+# files have no mark that tells them.
+FORMATS = tuple(
+    name
+    for name in "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM QOI SGI TIFF WEBP TGA".split()
+    if name in PIL.Image.OPEN  # AVIF may be missing
+)
+# What Pillow takes for a decompression bomb: 256 MiB as RGB. A photo of 80 megapixels is read.
+MAX_PIXELS = 89_478_485
+# The longer side by the shorter one. Processors resize the shorter side to the model's (3 x 20,000 pixels become
+# 224 x 1,493,333) before they crop.
+MAX_ASPECT_RATIO = 100
+
+
+def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
+    """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path.
+
+    It is turned as EXIF says. What is transparent is laid on white. Gray of more than 8 bits is scaled, not clipped. Of
+    several frames, the first counts.
+
+    Raises:
+        OSError: whatever else the image is: not there, no image, cut short, larger than `MAX_PIXELS` or longer than
+            `MAX_ASPECT_RATIO`.
+    """
+    return read_image(value, image_root)[0]
+
+
+def read_image(value: Any, image_root: str | None = None) -> tuple[PIL.Image.Image, bool]:
+    """As `decode_image`, and whether there are more frames than the one that is given."""
+    try:
+        if isinstance(value, PIL.Image.Image):
+            return _upright_rgb(value), _has_more_frames(value)
+        with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
+            return _upright_rgb(image), _has_more_frames(image)
+    except PIL.UnidentifiedImageError as error:
+        raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
+    except OSError:
+        raise
+    except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
+    if isinstance(value, str):
+        value = {"path": value}
+    if isinstance(value, dict) and value.get("bytes") is not None:
+        return io.BytesIO(value["bytes"])
+    if isinstance(value, dict) and value.get("path"):
+        return os.path.join(image_root or "", value["path"])
+    raise OSError("there is no image")
+
+
+def _upright_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    width, height = image.size  # of the header: nothing is decoded yet
+    if width * height > MAX_PIXELS:
+        raise OSError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
+    if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+        raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):
+        image = _eight_bits(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if image.mode == "La":  # becomes nothing but LA
+        image = image.convert("LA")
+    white = PIL.Image.new("RGBA", image.size, "white")
+    return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
+def _eight_bits(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Gray of 16 or 32 bits as gray of 8.
+
+    The modes I and F do not tell what is white: it is the first of 1 (floats), 255 and 65,535 that is not exceeded.
+    With values beyond, or below 0, the darkest becomes black and the brightest white.
+    """
+    pixels = np.asarray(image).astype(np.float64)
+    if not np.isfinite(pixels).all():
+        raise OSError("its pixels are not all finite")
+    low, high = 0.0, pixels.max()
+    whites = [65535.0] if image.mode.startswith("I;16") else [1.0, 255.0, 65535.0][image.mode != "F" :]
+    white = next((white for white in whites if high <= white), None)
+    if white is None or pixels.min() < 0:
+        low, white = pixels.min(), high
+    scaled = (pixels - low) * (255 / max(white - low, np.finfo(np.float64).tiny))
+    return PIL.Image.fromarray(scaled.round().astype(np.uint8))
+
+
+def _has_more_frames(image: PIL.Image.Image) -> bool:
+    try:
+        return getattr(image, "is_animated", False)
+    except Exception:  # the first frame is whole, what comes after it is not
+        return True

@@ -1,0 +1,166 @@
+"""Rows as pairs of an image and a caption, and which of them can be used."""
+
+import logging
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+
+from training.images import read_image
+from training.sources import DataArguments, Rows, reading
+
+logger = logging.getLogger(__name__)
+
+# Samples of a stream to see before its share of unreadable ones is judged.
+STREAM_TRIAL = 1000
+
+
+def present_captions(captions: str | None | Sequence[str | None]) -> list[str]:
+    """The caption or captions of an image without those that are missing: None or blank."""
+    captions = captions if isinstance(captions, list) else [captions]
+    return [caption for caption in captions if caption and caption.strip()]
+
+
+def first_caption(captions: Sequence[str | None]) -> str:
+    """The first of several captions that is not missing."""
+    return present_captions(captions)[0]
+
+
+def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
+    """The image and the caption column alone, under those names; images are not decoded yet.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
+    wanted = {arguments.image_column: "image", arguments.caption_column: "caption"}
+    columns = rows.column_names
+    if columns is None:  # a stream of unknown features tells with its first row
+        with reading(arguments):
+            columns = list(next(iter(rows), wanted))
+    missing = [column for column in wanted if column not in columns]
+    if missing:
+        raise ValueError(
+            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(columns)}. Set "
+            "image_column and caption_column"
+        )
+    # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
+    if isinstance((rows.features or {}).get(arguments.image_column), datasets.Image):
+        rows = rows.cast_column(arguments.image_column, datasets.Image(decode=False))
+    rows = rows.select_columns(list(wanted))
+    rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
+    return _split_lines(rows) if arguments.captions_per_line else rows
+
+
+def _split_lines(rows: Rows) -> Rows:
+    """Rows whose captions are the lines of what they were."""
+
+    def split(row: dict[str, Any]) -> dict[str, list[str]]:
+        lines = [line for text in present_captions(row["caption"]) for line in text.split("\n")]
+        return {"caption": [line.strip() for line in present_captions(lines)]}
+
+    captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.map(split, features=rows.features and datasets.Features(rows.features | captions))
+    texts = rows.select_columns("caption").map(split, features=captions)
+    return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
+
+
+def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
+    """What keeps a pair from being used, or nothing; its image; and whether that has more frames."""
+    captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
+    no_text = [caption for caption in captions if not isinstance(caption, str | None)]
+    if no_text:
+        return f"its caption is no text but {textwrap.shorten(repr(no_text[0]), 60)}", None, False
+    if not present_captions(captions):
+        return "its caption is empty", None, False
+    try:
+        return "", *read_image(row["image"], arguments.image_root)
+    except OSError as error:
+        return f"its image cannot be read: {error}", None, False
+
+
+def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
+    """The rows of `select_columns` without the unreadable ones, and how many those were. Decodes every image.
+
+    Raises:
+        ValueError: they are more than `max_unreadable` of all, or nothing is left.
+    """
+
+    def look(row: dict[str, Any]) -> dict[str, Any]:
+        problem, _, more_frames = read_pair(row, arguments)
+        return {"problem": problem, "more_frames": more_frames}
+
+    with reading(arguments):
+        looks = rows.map(
+            look,
+            remove_columns=rows.column_names,
+            num_proc=arguments.num_workers or None,
+            desc="reading all images",
+        )
+    problems = list(looks["problem"])
+    frames = np.flatnonzero(looks["more_frames"])
+    if len(frames):
+        _report_frames(f"{len(frames)} of {len(rows)} images, the first {_where(rows[int(frames[0])])},", arguments)
+    bad = [index for index, problem in enumerate(problems) if problem]
+    if bad:
+        judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
+        rows = rows.select([index for index, problem in enumerate(problems) if not problem])
+    if len(rows) == 0:
+        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+    return rows, len(bad)
+
+
+class StreamReport:
+    """Counts the pairs of a stream that cannot be used, and judges their share. Every worker has its own."""
+
+    def __init__(self, arguments: DataArguments, quiet: bool):
+        self.arguments, self.quiet = arguments, quiet
+        self.seen, self.bad, self.first, self.more_frames = 0, 0, "", False
+
+    def add(self, row: dict[str, Any], problem: str, more_frames: bool) -> None:
+        self.seen += 1
+        if more_frames and not (self.quiet or self.more_frames):
+            _report_frames(f"{_where(row)} and perhaps others", self.arguments)
+        self.more_frames |= more_frames
+        if not problem:
+            return
+        self.bad += 1
+        self.first = self.first or f"pair {self.seen - 1} in the order of the stream ({_where(row)}): {problem}"
+        if self.seen >= STREAM_TRIAL:
+            self._judge()
+        elif not self.quiet:
+            logger.warning(
+                "%s: %d of %d pairs skipped so far, now %s: %s",
+                self.arguments.source, self.bad, self.seen, _where(row), problem,
+            )  # fmt: skip
+
+    def end_of_epoch(self, alone: bool) -> None:
+        """A short stream is judged as a whole; a worker's share of it tells nothing, unless nothing is left of it."""
+        if self.bad and (alone or self.bad == self.seen):
+            self._judge()
+
+    def _judge(self) -> None:
+        judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
+
+
+def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:
+    """Report skipped pairs, or refuse them."""
+    share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {first}"
+    if bad > arguments.max_unreadable * total:
+        raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
+    if not quiet:
+        logger.warning("%s. They are skipped", share)
+
+
+def _report_frames(images: str, arguments: DataArguments) -> None:
+    logger.warning("%s: %s have several frames, of which the first is used", arguments.source, images)
+
+
+def _where(row: dict[str, Any]) -> str:
+    """The file of a pair's image, or else its caption."""
+    image = row["image"]
+    path = image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
+    return path or textwrap.shorten(f"no path; caption: {row['caption']}", 90)

@@ -1,0 +1,290 @@
+"""Where pairs of images and captions lie, and their rows as they lie there."""
+
+import glob
+import json
+import logging
+import os
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import datasets
+import pyarrow.parquet
+from datasets.data_files import DataFilesDict, get_data_patterns
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from training import glyphs
+
+logger = logging.getLogger(__name__)
+
+# In the order in which they are looked for in a folder
+BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
+NUMBERS = {"bool", "decimal", "double", "float", "halffloat", "int", "uint"}
+# How long a file that cannot be read is looked for, once it is known that there is one
+SEARCH_SECONDS = 60
+
+Rows = datasets.Dataset | datasets.IterableDataset
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class DataArguments:
+    """Where the pairs are and how they are read."""
+
+    # "glyphs"; a hub name; a folder of images with metadata.csv or metadata.jsonl, of parquet files or of webdataset
+    # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style
+    # .json.
+    source: str
+    # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
+    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
+    # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
+    # not known; a .json has "train".
+    split: str = "train"
+    image_column: str = "image"
+    # Texts, or lists of texts, of which each epoch draws one.
+    caption_column: str = "caption"
+    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
+    captions_per_line: bool = False
+    # What relative paths in the image column (and in a ShareGPT4V .json) start from.
+    image_root: str | None = None
+    # Read while training instead of loading first.
+    streaming: bool = False
+    # Only the first so many pairs; for glyphs, how many are drawn.
+    num_samples: int | None = Field(default=None, gt=0)
+    # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
+    in_memory: bool = False
+    num_workers: int = Field(default=0, ge=0)
+    # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
+    max_unreadable: float = Field(default=0.01, ge=0, lt=1)
+
+    # Of the glyphs only.
+    captions: Literal["web", "detailed"] = "web"
+    kinds: Literal[tuple(glyphs.KIND_SETS)] = "all"
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if not self.source.strip():
+            raise ValueError("source is empty: name a dataset")
+        if self.image_column == self.caption_column:
+            raise ValueError(f"image_column and caption_column are both {self.image_column!r}")
+        if self.source == "glyphs" and self.num_samples is None:
+            raise ValueError("num_samples must say how many glyphs to draw")
+        if self.streaming and (self.source == "glyphs" or self.in_memory):
+            raise ValueError("streaming neither goes with the source glyphs nor with in_memory")
+        return self
+
+
+def open_rows(arguments: DataArguments) -> Rows:
+    """The rows of any source but the glyphs, with all their columns.
+
+    Raises:
+        FileNotFoundError: a local source is not there.
+        ValueError: it has no such split or cannot be read; names the source and, where that is known, the file.
+    """
+    with reading(arguments):
+        rows = _open(arguments)
+        return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
+
+
+@contextmanager
+def reading(arguments: DataArguments) -> Iterator[None]:
+    """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source
+    and, where it can be found, the file."""
+    source = arguments.source
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) and source in str(error):
+            raise
+        cause = error
+        while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        file = _bad_file(arguments)
+        name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
+        text = " ".join(str(cause).split())
+        raise ValueError(f"{source} cannot be read{f' because of {file}' if file else ''}: {name}{text}") from error
+
+
+def _bad_file(arguments: DataArguments) -> str | None:
+    """The first local file of a source that cannot be read alone, if it is found soon."""
+    end = time.monotonic() + SEARCH_SECONDS
+    try:
+        builder, by_split = _files(arguments)
+    except Exception:
+        return None
+    files = [file for files in by_split.values() for file in files]
+    if builder == "imagefolder":
+        files = [file for file in files if os.path.basename(file) in METADATA]
+    for file in files:
+        try:
+            alone = datasets.load_dataset(builder, data_files=[glob.escape(file)], split="train", streaming=True)
+            for _ in alone.decode(False):
+                if time.monotonic() > end:
+                    return None
+        except Exception:
+            return file
+    return None
+
+
+def _open(arguments: DataArguments) -> Rows:
+    source, split, streaming = arguments.source, arguments.split, arguments.streaming
+    if source.endswith(".json"):
+        return _open_sharegpt4v(Path(source), arguments)
+    if (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+        return _open_saved(arguments)
+    if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
+        return datasets.load_dataset(source, split=split, streaming=streaming)
+    builder, by_split = _files(arguments)
+    files = [file for files in by_split.values() for file in files]
+    if builder == "parquet":
+        _require_same_columns(files)
+    for file in files:
+        if builder == "imagefolder" and os.path.basename(file) == "metadata.jsonl":
+            _require_objects(file)
+    # `datasets` takes file names for patterns
+    patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
+    return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming)
+
+
+def _files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
+    """The builder of `datasets` for a pattern or a folder, and the files of each split that is asked for.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: the folder has no such split.
+    """
+    source = arguments.source
+    # What `train`, `train[:10%]` and `train+test` name
+    names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
+    if not os.path.isdir(source):
+        files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
+        if not files:
+            raise FileNotFoundError(f"no file matches {source}")
+        return BUILDERS[Path(source).suffix], {names[0]: files}
+    suffixes, links = set(), []
+    for folder, folders, files in os.walk(source):
+        suffixes |= {Path(file).suffix for file in files if file not in METADATA}
+        links += [path for path in (os.path.join(folder, name) for name in folders) if os.path.islink(path)]
+    builder = next((builder for suffix, builder in BUILDERS.items() if suffix in suffixes), "imagefolder")
+    if links and builder != "imagefolder":  # whose metadata may name files behind a link
+        raise ValueError(f"{source} has a link to a folder, {links[0]}, which is not followed: name files by a pattern")
+    by_split = _splits(os.path.abspath(source), builder)
+    if not by_split.keys() >= set(names):
+        raise ValueError(_no_split(arguments, by_split))
+    return builder, {name: by_split[name] for name in names}
+
+
+def _splits(folder: str, builder: str) -> dict[str, list[str]]:
+    """The files of a folder by split, as `datasets` reads their names."""
+    suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
+
+    def found(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
+        by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
+        # By several patterns a file may be found several times
+        return {name: sorted(set(files)) for name, files in by_split.items() if files}
+
+    by_split = found(get_data_patterns(folder))
+    if suffixes is None:
+        return by_split
+    everything = found({"train": ["**"]})
+    by_split = by_split or everything  # only other files have names of splits
+    left_out = set(everything["train"]).difference(*by_split.values())
+    if left_out:
+        logger.warning(
+            "%s: names of other files name splits, but those of %d %s files do not, such as %s: they are not read",
+            folder, len(left_out), suffixes[0], min(left_out),
+        )  # fmt: skip
+    return by_split
+
+
+def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
+    return (
+        f"{arguments.source} has no split {arguments.split!r}, only {', '.join(map(str, splits))}: set split (--split)"
+    )
+
+
+def _require_same_columns(files: list[str]) -> None:
+    """Parquet files must have the columns of the first one. Their footers are read, not their rows.
+
+    Raises:
+        ValueError: one cannot be read, lacks a column or has another kind of values in it.
+    """
+    expected = None
+    for file in files:
+        try:
+            schema = pyarrow.parquet.read_schema(file)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} is no parquet file or is damaged: {error}") from error
+        kinds = {field.name: _kind(field.type) for field in schema}
+        expected = expected or kinds
+        for one, other, names in ((file, files[0], expected.keys() - kinds), (files[0], file, kinds.keys() - expected)):
+            if names:
+                raise ValueError(f"{one} has no column {', '.join(sorted(names))}, but {other} has")
+        for name, kind in expected.items():
+            if kinds[name] not in (kind, "null"):
+                raise ValueError(f"column {name} is {kinds[name]} in {file}, but {kind} in {files[0]}")
+
+
+def _require_objects(file: str) -> None:
+    """Lines of metadata.jsonl must be JSON objects. Others can kill pyarrow, which reads them, and with it the process.
+
+    Raises:
+        ValueError: one is not; names it.
+    """
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                is_object = not line.strip() or isinstance(json.loads(line), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+            if not is_object:
+                raise ValueError(f"line {number} of {file} is no JSON object: {textwrap.shorten(line, 60)}")
+
+
+def _kind(type_: pyarrow.DataType) -> str:
+    """What stands in a column, whatever its size: "number", "string", "list", ..."""
+    kind = re.match(r"(?:large_)?([a-z_]+)", str(type_)).group(1)
+    return "number" if kind in NUMBERS else kind
+
+
+def _open_saved(arguments: DataArguments) -> Rows:
+    """A dataset of `save_to_disk`, which may know its split, or several by split."""
+    rows = datasets.load_from_disk(arguments.source)
+    if isinstance(rows, dict):
+        if arguments.split not in rows:
+            raise ValueError(_no_split(arguments, rows))
+        rows = rows[arguments.split]
+    elif rows.split is not None and str(rows.split) != arguments.split:
+        raise ValueError(_no_split(arguments, [rows.split]))
+    return rows.to_iterable_dataset() if arguments.streaming else rows
+
+
+def _open_sharegpt4v(path: Path, arguments: DataArguments) -> Rows:
+    """ShareGPT4V's format: a list of {"image": path, "conversations": [..., {"from": "gpt", "value": caption}]}."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    if arguments.split != "train":
+        raise ValueError(_no_split(arguments, ["train"]))
+    with path.open(encoding="utf-8") as file:
+        entries = json.load(file)
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} holds no list of entries, as ShareGPT4V's format is")
+    rows = {arguments.image_column: [], arguments.caption_column: []}
+    for number, entry in enumerate(entries):
+        try:
+            caption = next(turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
+            image = entry["image"]
+        except (KeyError, StopIteration, TypeError) as error:
+            raise ValueError(f"{path}: entry {number} has no image or no answer of gpt: {entry}") from error
+        if not isinstance(image, str) or not isinstance(caption, str):
+            raise ValueError(f"{path}: entry {number} has an image or a caption that is no text: {entry}")
+        rows[arguments.image_column].append(image)
+        rows[arguments.caption_column].append(caption)
+    rows = datasets.Dataset.from_dict(rows)
+    return rows.to_iterable_dataset() if arguments.streaming else rows
