@@ -348,7 +348,7 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     """
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
         if not has_file(source, *names):
-            raise FileNotFoundError(f"{source} has no {what} ({' or '.join(names)})")
+            raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
     check_json(source)
     with reading(source):
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)

@@ -32,7 +32,7 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
     path = Path(model)
     if not path.is_dir():
         try:
-            return f"{model}@{AutoConfig.from_pretrained(model)._commit_hash}"
+            return f"{model}@{AutoConfig.from_pretrained(model, trust_remote_code=False)._commit_hash}"
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"

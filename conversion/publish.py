@@ -23,10 +23,18 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
-from transformers import AutoProcessor, CLIPConfig, PreTrainedModel
+from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import forget_last_use, has_file, load_clip, load_config, sample_inputs
+from conversion.checkpoints import (
+    forget_last_use,
+    has_file,
+    load_clip,
+    load_config,
+    load_mixture,
+    load_processor,
+    sample_inputs,
+)
 from conversion.files import new_folder, one_line_errors, write_text
 from conversion.lineage import Provenance
 from conversion.local_names import is_hub_name
@@ -120,7 +128,7 @@ def write_model(source: Path, folder: Path) -> PreTrainedModel:
     if model_type not in PUBLISHED:
         raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
     mixture = model_type == CLIPMoDEConfig.model_type
-    model = CLIPMoDEModel.from_pretrained(source) if mixture else load_clip(source)
+    model = load_mixture(source) if mixture else load_clip(source)
     model.save_pretrained(folder, max_shard_size=SHARD)
     return model
 
@@ -132,11 +140,7 @@ def write_processor(source: Path, folder: Path) -> None:
     Raises:
         FileNotFoundError: there is none.
     """
-    if not has_file(source, "tokenizer.json", "vocab.json") or not has_file(
-        source, "processor_config.json", "preprocessor_config.json"
-    ):
-        raise FileNotFoundError(f"{source} has no processor; copy the one it was trained with there")
-    processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    processor = load_processor(source)
     forget_last_use(processor.tokenizer)
     processor.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)  # preprocessor_config.json

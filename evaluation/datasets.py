@@ -256,6 +256,7 @@ def _protocol(data: dict[str, Any]) -> str:
     samples = "all" if data["num_samples"] is None else f"the first {data['num_samples']}"
     text = f"{samples} rows of {data['source']}, split {data['split']}, columns {data['image_column']} and "
     text += data["caption_column"]
+    text += ", one caption a line" if data["captions_per_line"] else ""
     if data["image_root"] is not None:
         text += f", images below {data['image_root']}"
     if "seed" in data:

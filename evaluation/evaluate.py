@@ -24,10 +24,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoProcessor, CLIPModel
+from transformers import CLIPModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import has_file, load_clip
+from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor
 from conversion.files import new_file, one_line_errors
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
 from evaluation.datasets import (
@@ -45,7 +45,7 @@ from evaluation.results import named_folder, require_free, task_name, write_resu
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEModel
 from training.data import DataArguments, decode_image, present_captions
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,7 @@ class Embedder:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.fingerprint = fingerprint(str(model))
-        # transformers would make up an empty tokenizer for a model that has none.
-        if not has_file(processor, "tokenizer.json", "vocab.json"):
-            raise FileNotFoundError(f"{processor} has no tokenizer; copy the one it was trained with there")
-        if not has_file(processor, "processor_config.json", "preprocessor_config.json"):
-            raise FileNotFoundError(f"{processor} has no image processor; copy the one it was trained with there")
-        self.processor = AutoProcessor.from_pretrained(processor)
+        self.processor = load_processor(processor)
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
@@ -172,7 +167,7 @@ class Ensemble:
         cache_dir, batch_size, device, dtype: of `Embedder`.
 
     Raises:
-        FileNotFoundError, ValueError: see `Embedder` and `CLIPMoDEModel.from_pretrained`.
+        FileNotFoundError, ValueError: see `Embedder` and `load_mixture`.
     """
 
     def __init__(
@@ -186,7 +181,7 @@ class Ensemble:
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
         self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
         self.options = (cache_dir, batch_size, device, dtype)
-        self.router = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
+        self.router = load_mixture(folder, max_loaded_experts=1)
         self.scales = np.array([self.router.expert(i).logit_scale.exp().item() for i in range(self.router.num_experts)])
         self._known: dict[str, np.ndarray] = {}
 
@@ -227,7 +222,7 @@ class Ensemble:
 def open_model(model: str | Path, *options) -> Embedder | Ensemble:
     """What `measure` measures: see `Embedder` and `Ensemble`."""
     try:
-        mixture = AutoConfig.from_pretrained(model).model_type == CLIPMoDEConfig.model_type
+        mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
     except (OSError, ValueError):
         mixture = False  # `Embedder` says what is wrong
     return (Ensemble if mixture else Embedder)(model, *options)
@@ -403,7 +398,7 @@ def code_hash() -> str:
     """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "training" / "data.py"]:
+    for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "training" / "images.py"]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

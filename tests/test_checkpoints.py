@@ -220,10 +220,10 @@ def test_processors_that_no_image_and_no_text_gets_through(copy):
             load_processor(copy / "dense")
         path.write_text(before)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"dense has no image processor \(processor_config.json or"):
+    with pytest.raises(FileNotFoundError, match="dense has no image processor; copy"):
         load_processor(copy / "dense")
     (copy / "dense" / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"dense has no tokenizer \(tokenizer.json or vocab.json\)"):
+    with pytest.raises(FileNotFoundError, match="dense has no tokenizer; copy"):
         load_processor(copy / "dense")
 
 

@@ -1,7 +1,7 @@
 """A random dense CLIP and the processor that goes with it, to train from scratch."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import PIL.Image
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AutoTokenizer,
     CLIPConfig,
     CLIPImageProcessorPil,
     CLIPModel,
@@ -18,9 +17,16 @@ from transformers import (
     CLIPVisionConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from conversion.checkpoints import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, forget_last_use, has_file, require_source
+from conversion.checkpoints import (
+    IMAGE_PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    forget_last_use,
+    has_file,
+    load_image_processor,
+    load_tokenizer,
+    require_source,
+)
 from training import glyphs
 from training.arguments import InitializeStage
 
@@ -77,26 +83,24 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     elif processor == "glyphs":
         images = glyphs.build_image_processor(image_size)
     else:
-        images = _load(AutoImageProcessor.from_pretrained, processor, "image processor", IMAGE_PROCESSOR_FILES)
+        _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
+        images = load_image_processor(processor)
     if tokenizer is None and processor == "glyphs":
         texts = glyphs.build_tokenizer(context_length)
     else:
         source = processor if tokenizer is None else tokenizer
-        texts = _load(AutoTokenizer.from_pretrained, source, "tokenizer", TOKENIZER_FILES)
+        _require_half(source, "tokenizer", TOKENIZER_FILES)
+        texts = load_tokenizer(source)
     return CLIPProcessor(image_processor=images, tokenizer=texts)
 
 
-def _load(from_pretrained: Callable[[str], Any], source: str, half: str, files: tuple[str, ...]) -> Any:
-    """One half of the processor in a folder or on the Hub."""
+def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
+    """A folder or hub name has this half of a processor, which transformers would make up."""
     require_source(source)
     if not has_file(source, *files):
         if Path(source).is_dir():
             raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")
         raise FileNotFoundError(f"no such folder: {source}; nor can a {half} of that name be had from the Hub")
-    try:
-        return from_pretrained(source)
-    except Exception as error:  # of damaged files, the tokenizers library raises nothing more special
-        raise ValueError(f"cannot load the {half} of {source}: {type(error).__name__}: {error}") from error
 
 
 def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> dict[str, int]:

@@ -37,9 +37,11 @@ def has_work(partial: Path) -> bool:
 
 
 def comparable(settings: Any) -> Any:
-    if isinstance(settings, dict):
-        return {key: comparable(value) for key, value in settings.items() if key not in NOT_COMPARED}
-    return settings
+    """Settings without those of `NOT_COMPARED`; but workers of a stream settle its order."""
+    if not isinstance(settings, dict):
+        return settings
+    left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
+    return {key: comparable(value) for key, value in settings.items() if key not in left_out}
 
 
 def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:

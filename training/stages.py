@@ -31,15 +31,12 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, set_s
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
-    AutoProcessor,
     CLIPModel,
-    CLIPProcessor,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
-from conversion.checkpoints import copy_processor, has_file, load_clip, load_model, require_loadable
+from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
 from conversion.files import locked, respect_umask, write_text
 from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
@@ -408,7 +405,7 @@ def make_sparse(run: Run, stage: UpcycleStage, directory: Path) -> None:
 def embed(run: Run, stage: EmbedStage, directory: Path) -> None:
     """The features of all pairs."""
     source = run.folder(stage.model)
-    processor = _processor(source, stage)
+    processor = load_processor(source)
     rows = run.pairs(stage.data)
     loader = PairLoader(rows, processor, stage.data, min(stage.batch_size, len(rows)))
     embed_pairs(run.accelerator, load_clip(source, dtype=torch.float32), loader, len(rows), directory)
@@ -421,7 +418,7 @@ def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
     """A dataset whose images have several captions each."""
     if not run.accelerator.is_main_process:
         return
-    tokenizer = _processor(run.folder(stage.model), stage).tokenizer
+    tokenizer = load_processor(run.folder(stage.model)).tokenizer
     rows = caption_columns(stage.data, {policy.column for policy in stage.captions})
     rows = build_captions(rows, stage.captions, tokenizer, run.recipe.seed, stage.data.num_workers or None)
     rows.save_to_disk(directory)
@@ -434,7 +431,7 @@ def make_captions(run: Run, stage: CaptionsStage, directory: Path) -> None:
 def keep_states(run: Run, stage: HiddenStatesStage, directory: Path) -> None:
     """What enters the first sparse layers, for all pairs."""
     source = run.folder(stage.model)
-    model, processor = load_model(CLIPMoEModel, source, dtype=torch.float32), _processor(source, stage)
+    model, processor = load_model(CLIPMoEModel, source, dtype=torch.float32), load_processor(source)
     rows = run.pairs(stage.data)
     loader = PairLoader(
         rows, processor, stage.data, min(stage.batch_size, len(rows)), caption_weights=stage.caption_weights
@@ -650,7 +647,7 @@ def average_models(run: Run, stage: AverageStage, directory: Path) -> None:
 def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
     """A model trained on pairs of images and captions."""
     source = run.folder(stage.model)
-    model, processor = load_clip(source, dtype=torch.float32), _processor(source, stage)
+    model, processor = load_clip(source, dtype=torch.float32), load_processor(source)
     trainable, frozen = set_trainable(model, stage.trainable)
     _require_choices(model, stage)
     accelerator = make_accelerator(run.recipe)
@@ -688,7 +685,8 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         stage.caption_weights,
         hidden_states,
     )
-    loader.report_cut_captions()
+    if accelerator.is_main_process:
+        loader.report_cut_captions()
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
     if total_steps == 0:
         raise ValueError(
@@ -715,7 +713,7 @@ def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
     if not run.accelerator.is_main_process:
         return
     base, *experts = (run.folder(reference) for reference in (stage.model, *stage.experts))
-    preset, config = _preset(stage, stage.preset), AutoConfig.from_pretrained(base)
+    preset, config = _preset(stage, stage.preset), load_config(base)
     if isinstance(config, CLIPMoEConfig):
         ignored = sorted(set(stage.changes) - {"num_experts_per_tok", "fusion_gate"})
         if ignored or set(stage.towers) != {"text", "vision"}:
@@ -854,12 +852,6 @@ def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
             f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(fields))}"
         )
     return dataclasses.replace(PRESETS[name], **stage.changes)
-
-
-def _processor(source: str, stage: Stage) -> CLIPProcessor:
-    if not has_file(source, "tokenizer.json", "vocab.json"):  # transformers would make up an empty one
-        raise FileNotFoundError(f"{stage.name}: {source} has no processor; copy the one of the dense model there")
-    return AutoProcessor.from_pretrained(source)
 
 
 def _captions(rows: datasets.Dataset, stage: HiddenStatesStage | TrainStage) -> int:

@@ -285,7 +285,7 @@ def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
         publish.main([str(tmp_path), "user/x", "--dry-run", str(tmp_path / "a")])
     with pytest.raises(SystemExit, match="error: .* is of type 'clip_moe_vision_model'; whole CLIPs are published"):
         publish.main([str(tmp_path / "tower"), "user/x", "--dry-run", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="error: .*has no processor"):
+    with pytest.raises(SystemExit, match="error: .*has no tokenizer"):
         publish.main([str(tmp_path / "bare"), "user/x", "--dry-run", str(tmp_path / "a")])
     assert not (tmp_path / "a").exists()
 
