@@ -111,7 +111,6 @@ def retrieval_benchmark(arguments: DataArguments) -> Benchmark:
     Raises:
         ValueError: images and captions are one column.
     """
-    _require_two_columns(arguments, "captions")
 
     def load():
         if arguments.source == "glyphs":
@@ -136,7 +135,6 @@ def zero_shot_benchmark(
             integer nor a text; a class without a name, or two of one name; a template without its one {}; images and
             labels are one column.
     """
-    _require_two_columns(arguments, "labels")
     bad = [template for template in templates if not _is_template(template)]
     if bad or not templates:
         raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
@@ -232,11 +230,6 @@ def _is_template(text: str) -> bool:
     except ValueError:
         return False
     return fields == [("", "", None)]
-
-
-def _require_two_columns(arguments: DataArguments, others: str) -> None:
-    if arguments.image_column == arguments.caption_column:
-        raise ValueError(f"the column {arguments.image_column} cannot hold both the images and the {others}")
 
 
 def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:

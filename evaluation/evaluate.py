@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, Image
 from huggingface_hub import snapshot_download
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm.auto import tqdm
@@ -459,15 +460,19 @@ def _column_benchmarks(args: argparse.Namespace, tasks: list[str]) -> dict[str, 
         raise ValueError(f"the task {wanted[0]} needs --dataset")
     benchmarks = {}
     for task in wanted:
-        arguments = DataArguments(
-            source=args.dataset,
-            split=args.split,
-            num_samples=args.num_samples,
-            image_column=args.image_column,
-            image_root=args.image_root,
-            caption_column=args.caption_column if task == "retrieval" else args.label_column,
-            captions_per_line=args.captions_per_line and task == "retrieval",
-        )
+        try:
+            arguments = DataArguments(
+                source=args.dataset,
+                split=args.split,
+                num_samples=args.num_samples,
+                image_column=args.image_column,
+                image_root=args.image_root,
+                caption_column=args.caption_column if task == "retrieval" else args.label_column,
+                captions_per_line=args.captions_per_line and task == "retrieval",
+            )
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors())
+            raise ValueError(f"--dataset {args.dataset}: {'; '.join(problems)}") from None
         if task == "retrieval":
             benchmarks[task] = retrieval_benchmark(arguments)
         else:

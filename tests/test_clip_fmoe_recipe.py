@@ -16,7 +16,7 @@ import yaml
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, CLIPModel
+from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.upcycle import PRESETS, upcycle
@@ -217,7 +217,7 @@ def test_layers_below_are_skipped(run, whole):
     rows = load_from_disk(whole / "captions")
     loader = stages.PairLoader(
         rows,
-        stages.AutoProcessor.from_pretrained(whole / "dense"),
+        AutoProcessor.from_pretrained(whole / "dense"),
         stage.data,
         4,
         caption_weights=stage.caption_weights,
@@ -228,7 +228,7 @@ def test_layers_below_are_skipped(run, whole):
     whole_batch = next(
         stages.PairLoader(
             rows,
-            stages.AutoProcessor.from_pretrained(whole / "dense"),
+            AutoProcessor.from_pretrained(whole / "dense"),
             stage.data,
             4,
             caption_weights=stage.caption_weights,

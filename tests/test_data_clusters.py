@@ -165,7 +165,8 @@ def test_clusters_know_their_data(tmp_path):
         load_data_labels(tmp_path, "other")
     save_centers(tmp_path / "..", clusters.centers, "tfidf")
     assert load_centers(tmp_path / "..")[1] == "tfidf"
-    save_index(tmp_path, {"num_rows": 4})
-    assert load_index(tmp_path, "an assign stage") == {"num_rows": 4}
+    index = {"num_rows": 4, "part_size": 2, "encoder": "tfidf", "data": {}, "dataset_fingerprint": "abc"}
+    save_index(tmp_path, index)
+    assert load_index(tmp_path, "an assign stage") == index
     with pytest.raises(FileNotFoundError, match="not the folder of an assign stage"):
         load_index(tmp_path / "parts", "an assign stage")

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
-from transformers import AutoModel, CLIPModel
+from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
 from conversion.upcycle import PRESETS, upcycle
@@ -211,7 +211,7 @@ def test_experts_keep_their_dtype(out, tmp_path):
     for number in (1, 2):
         model = CLIPModel.from_pretrained(out / f"expert_{number}", dtype=torch.bfloat16)
         model.save_pretrained(tmp_path / str(number))
-        stages.AutoProcessor.from_pretrained(out / "expert_1").save_pretrained(tmp_path / str(number))
+        AutoProcessor.from_pretrained(out / "expert_1").save_pretrained(tmp_path / str(number))
     assemble.convert([tmp_path / "1", tmp_path / "2"], tmp_path / "mode")
     model = AutoModel.from_pretrained(tmp_path / "mode")
     assert model.dtype == torch.bfloat16
@@ -238,7 +238,7 @@ def unequal(out, tmp_path_factory):
 def test_an_ensemble_is_measured_as_the_model_computes(unequal):
     """The products of concatenated embeddings against the logits of the model, for every kind of task."""
     model, opened = CLIPMoDEModel.from_pretrained(unequal), open_model(unequal, None, 16, torch.device("cpu"))
-    processor, encoder = stages.AutoProcessor.from_pretrained(unequal), load_encoder(unequal / assemble.ENCODER)
+    processor, encoder = AutoProcessor.from_pretrained(unequal), load_encoder(unequal / assemble.ENCODER)
     rows = load_pairs(DataArguments(**DATA)).select(range(40))
     captions = list(rows["caption"])
     texts = processor.tokenizer(captions, padding=True, truncation=True, return_tensors="pt")
@@ -358,7 +358,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
 def test_sparse_experts_make_a_mixture_of_two_levels(run, out, tmp_path):
     upcycled = tmp_path / "sparse"
     upcycle(CLIPModel.from_pretrained(out / "dense"), PRESETS["clip_up"], seed=0).save_pretrained(upcycled)
-    stages.AutoProcessor.from_pretrained(out / "dense").save_pretrained(upcycled)
+    AutoProcessor.from_pretrained(out / "dense").save_pretrained(upcycled)
     copy(out, "two_levels", "dense", "captions", "fine", "assigned", "coarse")
     run(
         "two_levels",

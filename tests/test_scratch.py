@@ -151,7 +151,7 @@ def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder,
 def test_a_damaged_processor_is_refused(run, processor_folder, tmp_path, file):
     shutil.copytree(processor_folder, tmp_path / "damaged")
     (tmp_path / "damaged" / file).write_text("[")
-    with pytest.raises(ValueError, match="cannot load the .* of .*damaged"):
+    with pytest.raises(ValueError, match="cannot load .*damaged"):
         run([{**DENSE, "processor": str(tmp_path / "damaged")}])
 
 
@@ -386,7 +386,7 @@ def test_upcycling_sets_nothing_that_weights_depend_on(run, tower, field, value)
     ],
 )
 def test_values_of_routing_that_cannot_be(run, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=f"sparse.vision_config.*{message}"):
+    with pytest.raises(ValueError, match=f"vision_config.*{message}"):
         run([DENSE, {**SPARSE, "vision_config": settings}])
     assert not (tmp_path / "out" / "sparse").exists()
 
@@ -422,7 +422,7 @@ def test_what_a_stage_wrote_has_to_load(dense_folder, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(dense_folder, folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="processor of .*model"):
+    with pytest.raises(ValueError, match="cannot load .*model"):
         require_loadable(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -437,7 +437,7 @@ def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
     assemble.convert([dense_folder] * 3, folder)
     require_loadable(folder)
     without_a_tensor(folder / "expert_2")
-    with pytest.raises(ValueError, match="expert_2 does not fit: missing"):
+    with pytest.raises(ValueError, match="expert_2: missing weights"):
         require_loadable(folder)
     shutil.rmtree(folder / "expert_2")
     with pytest.raises((OSError, ValueError), match="expert_2"):

@@ -218,7 +218,7 @@ def test_no_such_folder(tmp_path, processor):
     [
         ({"source": ""}, "source is empty"),
         ({"source": "  "}, "source is empty"),
-        ({"source": "x", "image_column": "caption"}, "image_column and caption_column are both 'caption'"),
+        ({"source": "x", "image_column": "caption"}, "the column caption cannot hold both the images and"),
     ],
 )
 def test_arguments_that_cannot_be(settings, message):

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.data_files import DataFilesDict, get_data_patterns
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
-from training.data import DataArguments, open_rows
+from training.sources import DataArguments, open_rows, split_files
 
 # What others say of a fingerprint that is not that of the pairs
 OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
@@ -112,10 +111,10 @@ def source_files(arguments: DataArguments) -> list[str]:
         names = [file["filename"] for file in json.loads((saved / "state.json").read_text())["_data_files"]]
         return [str(saved / name) for name in ("state.json", "dataset_info.json", *names)]
     try:
-        splits = DataFilesDict.from_patterns(get_data_patterns(str(source)), base_path=str(source))
+        _, splits = split_files(arguments)
     except FileNotFoundError:
         return []
-    files = {str(file) for file in splits.get(arguments.split) or [file for split in splits.values() for file in split]}
+    files = {file for split in splits.values() for file in split}
     return sorted(files | {str(path) for path in source.glob("metadata.*")})
 
 

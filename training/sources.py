@@ -72,7 +72,7 @@ class DataArguments:
         if not self.source.strip():
             raise ValueError("source is empty: name a dataset")
         if self.image_column == self.caption_column:
-            raise ValueError(f"image_column and caption_column are both {self.image_column!r}")
+            raise ValueError(f"the column {self.image_column} cannot hold both the images and the captions or labels")
         if self.source == "glyphs" and self.num_samples is None:
             raise ValueError("num_samples must say how many glyphs to draw")
         if self.streaming and (self.source == "glyphs" or self.in_memory):
@@ -115,7 +115,7 @@ def _bad_file(arguments: DataArguments) -> str | None:
     """The first local file of a source that cannot be read alone, if it is found soon."""
     end = time.monotonic() + SEARCH_SECONDS
     try:
-        builder, by_split = _files(arguments)
+        builder, by_split = split_files(arguments)
     except Exception:
         return None
     files = [file for files in by_split.values() for file in files]
@@ -140,7 +140,7 @@ def _open(arguments: DataArguments) -> Rows:
         return _open_saved(arguments)
     if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)
-    builder, by_split = _files(arguments)
+    builder, by_split = split_files(arguments)
     files = [file for files in by_split.values() for file in files]
     if builder == "parquet":
         _require_same_columns(files)
@@ -152,7 +152,7 @@ def _open(arguments: DataArguments) -> Rows:
     return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming)
 
 
-def _files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
+def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """The builder of `datasets` for a pattern or a folder, and the files of each split that is asked for.
 
     Raises:
