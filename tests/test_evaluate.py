@@ -407,7 +407,7 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
     with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path)
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=f"{path.name} is not JSON"):
+    with pytest.raises(ValueError, match=f"{path.name} is no JSON"):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path)
 
 

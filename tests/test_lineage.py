@@ -133,7 +133,10 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"metrics": {"group": math.nan}}, "glyphs_pairs--a.json: the score group is nan, which is no finite number"),
+        (
+            {"metrics": {"group": math.nan}},
+            "glyphs_pairs--a.json: the score group is nan, which is no share from 0 to 1",
+        ),
         ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
         ({"metrics": {"group": "good"}}, "the score group is 'good'"),
         ({"metrics": {"group": True}}, "the score group is True"),
@@ -157,7 +160,7 @@ def test_what_is_no_score_is_refused(run, changes, message):
         ("sparse/manifest.json", "", "manifest.json is no JSON"),
         ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged: it tells neither"),
         ("sparse/attempts.json", "[1]", "attempts.json is damaged: an attempt has"),
-        ("recipe.yaml", "a: [", "recipe.yaml is no YAML"),
+        ("recipe.yaml", "a: [", "recipe.yaml is not valid YAML"),
         ("recipe.yaml", "- 1", "recipe.yaml is damaged"),
     ],
 )

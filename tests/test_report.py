@@ -79,9 +79,9 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "x.json is not JSON"),
-        ("[" * 100_000, "x.json is not JSON"),
-        ("1" * 5000, "x.json is not JSON"),
+        ("{", "x.json is no JSON that can be read"),
+        ("[" * 100_000, "x.json is no JSON that can be read"),
+        ("1" * 5000, "x.json is no JSON that can be read"),
         ("{}", "lacks model"),
         ("3", "holds no JSON object"),
         ("null", "holds no JSON object"),
