@@ -133,8 +133,7 @@ class Embedder:
                 raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
             return embeds
         embeds = self._embed(content, number, embed)
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as partial:
+        with output_folder(self.cache_dir), new_file(path) as partial:
             save_file({"embeds": embeds}, partial)
         return embeds
 

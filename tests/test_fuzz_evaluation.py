@@ -10,7 +10,9 @@ import itertools
 import json
 import math
 import random
+import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -395,3 +397,38 @@ def test_what_is_published_is_checked(check):
     check("publish", model="run/sparse", may_succeed=True, is_checked=True)
     damage = functools.partial(text, json.dumps({"output_dir": None, "stages": None}))
     check("publish", "run/recipe.yaml", damage, model="run/sparse", may_succeed=True, is_checked=True)
+
+
+@pytest.fixture
+def full_disk(capsys):
+    """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, 20_000], ids=["nothing", "no text", "no result", "no picture"])
+@pytest.mark.parametrize("command", MAINS)
+def test_full_disk(sources, small_tasks, tmp_path, full_disk, monkeypatch, command, size):
+    """One line, and of what is there nothing is half written. What was done before is kept."""
+    model = {"publish": "run/sparse", "experts": "sparse"}.get(command, "dense")
+    argv = arguments(sources, tmp_path / "out", command, model)
+    if command in ("evaluate", "experts"):  # data that a library prepares in folders of its own
+        with tempfile.TemporaryDirectory() as other:
+            assert ended(command, arguments(sources, Path(other) / "out", command, model)) is None
+    full_disk(size)
+    error = ended(command, argv)
+    full_disk(resource.RLIM_INFINITY)
+    cases[command] += 1
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    if error is None:  # its files are smaller
+        assert left and size == 20_000 and command not in ("experts", "publish", "report")
+        return
+    assert error.startswith("error: ") and "\n" not in error
+    assert left or not list(tmp_path.iterdir())
+    for path in left:
+        assert command == "evaluate" and (path.parent.name == "embeddings" and load_file(path) or read_result(path))
