@@ -426,7 +426,7 @@ def test_full_disk(sources, small_tasks, tmp_path, full_disk, monkeypatch, comma
     cases[command] += 1
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     if error is None:  # its files are smaller
-        assert left and size == 20_000 and command not in ("experts", "publish", "report")
+        assert left and max(path.stat().st_size for path in left) <= size
         return
     assert error.startswith("error: ") and "\n" not in error
     assert left or not list(tmp_path.iterdir())
