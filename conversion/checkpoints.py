@@ -38,6 +38,7 @@ from transformers.utils import (
 )
 
 from conversion.files import writing
+from conversion.own_code import kernels
 from conversion.rules import cut
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.configuration_clip_moe import check_tower
@@ -71,6 +72,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MOST_LAYERS = 1000  # a damaged number of them is not tried out
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MODELS = {"clip": CLIPModel, CLIPMoEConfig.model_type: CLIPMoEModel}
 
 
 @contextlib.contextmanager
@@ -127,18 +129,31 @@ def require_source(source: str | Path) -> None:
             raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name") from None
 
 
-def load_config(source: str | Path) -> PreTrainedConfig:
-    """The configuration of a model in a folder or on the Hub.
+def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
+    """The configuration of a model in a folder or on the Hub, or in a folder within that.
 
     Raises:
         FileNotFoundError: `source` is neither a folder nor a hub name.
         OSError: there is no model, or the hub cannot be reached.
-        ValueError: a damaged configuration, or one of an unknown model.
+        ValueError: a damaged configuration, or one of an unknown model; one that names kernels, which transformers
+            would run unasked, or that peft would load another model for.
     """
     require_source(source)
-    check_json(source)
+    check_json(Path(source) / subfolder)
     with reading(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)  # not given, it is asked for
+        if cached_file(source, "adapter_config.json", subfolder=subfolder, **QUIET) is not None:
+            raise ValueError(
+                "adapter_config.json makes it an adapter of another model: merge it into that one (peft's "
+                "merge_and_unload), and save the whole"
+            )
+        named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])
+        if named:
+            raise ValueError(
+                f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
+            )
+        config = AutoConfig.from_pretrained(  # trust that is not given is asked for
+            source, subfolder=subfolder, trust_remote_code=False
+        )
         if not isinstance(config.architectures or [], list):
             raise ValueError(f"architectures must be a list of names, got {config.architectures!r}")
         for tower in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
@@ -274,8 +289,7 @@ def load_weights(
 
 def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
     """Loads a dense or a sparse CLIP, see `load_model`."""
-    sparse = load_config(source).model_type == CLIPMoEConfig.model_type
-    return load_model(CLIPMoEModel if sparse else CLIPModel, source, **kwargs)
+    return load_model(MODELS.get(load_config(source).model_type, CLIPModel), source, **kwargs)
 
 
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
@@ -288,7 +302,11 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
         raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
     with reading(source):
         for name in config.experts:
-            check_weights((f"{name}: {key}", tensor) for key, tensor in stored_weights(source, name))
+            expert = load_config(source, name)
+            if expert.model_type not in MODELS:
+                raise ValueError(f"{name} is of type {expert.model_type!r}, no CLIP")
+            numbers = check_weights((f"{name}: {key}", tensor) for key, tensor in stored_weights(source, name))
+            _check_size(MODELS[expert.model_type], expert, numbers)
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
 
 
@@ -352,7 +370,7 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     check_json(source)
     with reading(source):
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-        processor.tokenizer("a")
+        processor.tokenizer("a", truncation=True)
         _check_image_processor(processor.image_processor)
     return processor
 

@@ -171,6 +171,23 @@ def new_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def output_folder(path: Path) -> Iterator[None]:
+    """Makes a folder, which is gone again where the block ends with an error before anything is in it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    is_new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty
+            is_new and path.rmdir()
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces a file of text whole or not at all."""
     with new_file(path) as temporary:

@@ -1,6 +1,5 @@
 """How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,11 +7,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.own_code import read_json
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, manifest_fingerprint, weights_fingerprint
+from conversion.recipe_yaml import read_yaml
 from conversion.rules import cut
 
 # Stages whose results tell something of a model
@@ -36,7 +36,17 @@ RESULT = {
     "versions": dict,
 }
 BUILT_IN = "glyphs"  # data that this package draws
-ATTEMPT = {"device", "num_processes", "commit", "seconds"}
+
+
+class Attempt(BaseModel):
+    """What a card reads of one attempt at a stage; `seconds` is None while it has not ended."""
+
+    model_config = ConfigDict(strict=True)
+
+    device: str
+    num_processes: int = Field(ge=1)
+    commit: str | None
+    seconds: FiniteFloat | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class Provenance:
         data = [source for place in made for source in _data(place)]
         recipe = _read_recipe(folder.parent / RECIPE)
         inputs = [reference for place in made for reference, start, _ in _all_inputs(place) if start is not None]
-        local = {*inputs, recipe.get("output_dir")}
+        local = {*inputs, str(recipe.get("output_dir"))}
         return cls(
             recipe=without_paths(recipe, local),
             stages={names[place]: without_paths(manifest, local) for place, manifest in made.items()},
@@ -204,9 +214,10 @@ def _data(folder: Path) -> list[tuple[str | None, str]]:
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no YAML that can be read: {error}") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    recipe = read_yaml(text, str(path))
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is damaged: it holds no recipe")
     return recipe
@@ -214,8 +225,11 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 def _attempts(path: Path) -> list[dict[str, Any]]:
     attempts = read_record(path, list)
-    if not all(isinstance(attempt, dict) and attempt.keys() >= ATTEMPT for attempt in attempts):
-        raise ValueError(f"{path} is damaged: an attempt has {', '.join(sorted(ATTEMPT))}")
+    try:
+        TypeAdapter(list[Attempt]).validate_python(attempts)
+    except ValidationError as error:
+        names = ", ".join(sorted(Attempt.model_fields))
+        raise ValueError(f"{path} is damaged: an attempt has {names}; {error.errors()[0]['msg']}") from error
     return attempts
 
 
@@ -277,5 +291,7 @@ def _require_scores(result: dict[str, Any], path: Path) -> None:
             f"{', '.join(TASK_TYPES)}"
         )
     for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{path}: the score {name} is {value!r}, which is no finite number: measure it again")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(
+                f"{path}: the score {name} is {value!r:.60}, which is no share from 0 to 1: measure it again"
+            )

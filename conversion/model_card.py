@@ -111,8 +111,8 @@ def _systems(config: PreTrainedConfig, provenance: Provenance) -> list[str]:
     """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
     if config.model_type != "clip_moe":
         return [config.model_type]
-    presets = {manifest["stage"].get("preset") for manifest in provenance.stages.values()}
-    return sorted(presets & set(CITATIONS)) or ["clip_up", "clip_moe", "clip_fmoe"]
+    presets = [manifest["stage"].get("preset") for manifest in provenance.stages.values()]
+    return [key for key in sorted(CITATIONS) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
 def result_entries(provenance: Provenance) -> dict[str, str]:

@@ -26,6 +26,7 @@ CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.mod
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
+MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
 
 
 @contextlib.contextmanager
@@ -91,11 +92,31 @@ def named_code(settings: Any) -> list[str]:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ValueError for what is no JSON."""
+    """Raises ValueError for what is no JSON, or too deep."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
         raise ValueError(f"{path} is no JSON that can be read: {error}") from error
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        level = [
+            value
+            for part in level
+            for value in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
+        ]
+    if level:
+        raise ValueError(f"{path} is no JSON that can be read: it is nested in more than {MOST_LEVELS} levels")
+    return content
+
+
+def kernels(settings: Any) -> list[str]:
+    """The repositories of kernels that settings name, which transformers runs where it finds the package `kernels`."""
+    if isinstance(settings, list):
+        return [name for value in settings for name in kernels(value)]
+    if not isinstance(settings, dict):
+        return []
+    named = [str(value) for key, value in settings.items() if key in KERNELS and "/" in str(value)]
+    return named + kernels(list(settings.values()))
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -28,8 +28,8 @@ from tqdm.auto import tqdm
 from transformers import CLIPModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor
-from conversion.files import new_file, one_line_errors
+from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor, reading
+from conversion.files import new_file, one_line_errors, output_folder
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
 from evaluation.datasets import (
     BENCHMARKS,
@@ -127,12 +127,14 @@ class Embedder:
         path = self.cache_dir / f"{hashlib.sha256(f'{self.key} {content}'.encode()).hexdigest()[:32]}.safetensors"
         if path.is_file():
             try:
-                return load_file(path)["embeds"]
-            except SafetensorError as error:
+                embeds = load_file(path)["embeds"]
+                if embeds.dtype != np.float32 or embeds.shape[:-1] != (number,) or not np.isfinite(embeds).all():
+                    raise ValueError(f"it holds no {number} embeddings that are finite")
+            except (SafetensorError, KeyError, ValueError) as error:
                 raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
+            return embeds
         embeds = self._embed(content, number, embed)
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as partial:
+        with output_folder(self.cache_dir), new_file(path) as partial:
             save_file({"embeds": embeds}, partial)
         return embeds
 
@@ -183,7 +185,9 @@ class Ensemble:
         self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
         self.options = (cache_dir, batch_size, device, dtype)
         self.router = load_mixture(folder, max_loaded_experts=1)
-        self.scales = np.array([self.router.expert(i).logit_scale.exp().item() for i in range(self.router.num_experts)])
+        with reading(folder):
+            experts = (self.router.expert(number) for number in range(self.router.num_experts))
+            self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
         self._known: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
@@ -338,27 +342,27 @@ def evaluate_model(
     names = {task: {"model": name, "task": task_name(task, benchmarks[task].data)} for task in tasks}
     for task in tasks:  # before the work
         require_free(names[task] | of_model, output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     results = []
-    for task in tasks:
-        benchmark = benchmarks[task]
-        result = {
-            **names[task],
-            "title": benchmark.title,
-            "protocol": benchmark.protocol,
-            "data": benchmark.data,
-            **measure(benchmark, opened),
-            "primary": PRIMARY[benchmark.kind],
-            "source": str(model),
-            **of_model,
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": device.type,
-            "batch_size": batch_size,
-            "seed": 0,
-            **environment(),
-        }
-        write_result(result, output_dir)
-        results.append(result)
+    with output_folder(output_dir):
+        for task in tasks:
+            benchmark = benchmarks[task]
+            result = {
+                **names[task],
+                "title": benchmark.title,
+                "protocol": benchmark.protocol,
+                "data": benchmark.data,
+                **measure(benchmark, opened),
+                "primary": PRIMARY[benchmark.kind],
+                "source": str(model),
+                **of_model,
+                "dtype": str(dtype).removeprefix("torch."),
+                "device": device.type,
+                "batch_size": batch_size,
+                "seed": 0,
+                **environment(),
+            }
+            write_result(result, output_dir)
+            results.append(result)
     return results
 
 

@@ -14,13 +14,14 @@ that `python -m conversion.dense --scale` takes.
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 
-from conversion.files import one_line_errors, write_text
+from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.provenance import environment, weights_fingerprint
 from evaluation.datasets import BENCHMARKS, Benchmark, kept
 from evaluation.evaluate import Embedder, measure, parse_tasks, require_known, usable_device
@@ -66,8 +67,8 @@ def analyze_experts(
         measured, and in how many metrics the routed model is better than all of them.
 
     Raises:
-        ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts;
-            else as `evaluation.evaluate.Embedder`.
+        ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts, or
+            whose sparse text tower sees no text of the tasks; else as `evaluation.evaluate.Embedder`.
     """
     benchmarks = kept(BENCHMARKS if benchmarks is None else benchmarks)
     require_known(tasks, benchmarks)
@@ -75,6 +76,11 @@ def analyze_experts(
     output_dir = Path(output_dir)
     embedder = Embedder(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
+    if embedder.model.config.text_config.moe_layers and all(benchmarks[t].kind == "linear_probe" for t in tasks):
+        raise ValueError(
+            f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
+            "retrieval"
+        )
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
             pass  # an impossible number is an error before the work
@@ -117,21 +123,13 @@ def analyze_experts(
         "scales": scales,
         **environment(),
     }
-    output_dir.mkdir(parents=True, exist_ok=True)
     table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
-    draw_shares(
-        shares,
-        output_shares,
-        output_dir / "routing.png",
-        f"% of the tokens computed by each expert: {', '.join(tasks)}",
-    )
     text = f"# Experts\n\n{table}\n\n![routing](routing.png)\n"
     if scales:
         rows = [[tower, str(layer), f"{scale:.3f}"] for tower, of in scales.items() for layer, scale in of.items()]
         text += f"\n{markdown_table(['tower', 'layer', 'mean weight of the experts of a token together'], rows)}\n"
         text += "\n`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.\n"
     if gates:
-        draw_gates(gates, output_gates, output_dir / "gates.png")
         rows = [
             [tower, str(layer), f"{gate:.1%}", f"{output_gates[tower][layer]:.1%}"]
             for tower, of in gates.items()
@@ -139,8 +137,14 @@ def analyze_experts(
         ]
         header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
         text += f"\n{markdown_table(header, rows)}\n\n![fusion gates](gates.png)\n"
-    write_text(output_dir / "experts.md", text.rstrip("\n"))
-    write_text(output_dir / "experts.json", json.dumps(result, indent=2))
+    with output_folder(output_dir), ExitStack() as files:  # all of them or none
+        title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
+        draw_shares(shares, output_shares, files.enter_context(new_file(output_dir / "routing.png")), title)
+        if gates:
+            draw_gates(gates, output_gates, files.enter_context(new_file(output_dir / "gates.png")))
+        page = files.enter_context(new_file(output_dir / "experts.md"))
+        page.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        write_text(output_dir / "experts.json", json.dumps(result, indent=2))
     return table
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from conversion.files import new_file, one_line_errors, write_text
+from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape, one_line
 from evaluation.results import named_folder, read_result, require_result
 
@@ -55,9 +55,9 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     sections = ["# Evaluation", summary, "![scores](report.png)", "## All metrics", _all_metrics(table)]
     sections += ["## How it was measured", _protocols(table)]
     output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    _draw(table, output_dir / "report.png")
-    write_text(output_dir / "report.md", "\n\n".join(sections))
+    with output_folder(output_dir), new_file(output_dir / "report.png") as picture:
+        _draw(table, picture)
+        write_text(output_dir / "report.md", "\n\n".join(sections))
     return summary
 
 
@@ -84,9 +84,9 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
         other = first.setdefault(task, result)
         if not set(result["primary"]) <= set(result["metrics"]) == set(other["metrics"]):
             raise ValueError(f"{task}: {model!r} and {other['model']!r} need the same metrics, with the primary ones")
-        bad = [metric for metric, value in result["metrics"].items() if not np.isfinite(value)]
+        bad = [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]
         if bad:
-            raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite")
+            raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1")
         for key in SHARED:
             if differ(result, other, key):
                 raise ValueError(
@@ -219,8 +219,7 @@ def _draw(table, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=names_a_line, frameon=False)
     figure.tight_layout()
-    with new_file(path) as partial:
-        figure.savefig(partial, dpi=130, format="png")
+    figure.savefig(path, dpi=130, format="png")
     plt.close(figure)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from conversion.files import write_text
+from conversion.own_code import read_json
 
 # A name that does not fit into the name of a file is cut to so many characters.
 LONGEST_SLUG = 60
@@ -66,11 +67,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: it is damaged, or holds no result.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return require_result(content, str(path))
+    return require_result(read_json(Path(path)), str(path))
 
 
 def write_result(result: dict[str, Any], output_dir: Path) -> None:

@@ -201,7 +201,7 @@ def draw_gates(gates: dict[str, dict[int, float]], output_gates: dict[str, dict[
     axis.set(xlim=(0, 100), xlabel="% of the base FFN in the layer's output", ylabel="layer")
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
     plt.close(figure)
 
 
@@ -229,5 +229,5 @@ def draw_shares(
             axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower, {tokens}")
     figure.suptitle(plot_text(title, 120))
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
     plt.close(figure)

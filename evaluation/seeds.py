@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.files import one_line_errors, write_text
+from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape
 from evaluation.report import SHARED, arrange, computed_with, differ, markdown_table, primary_columns
 from evaluation.results import named_folder
@@ -64,12 +64,12 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     protocols = [f"- {escape(task)}: {escape(result['protocol'])}" for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
     sections += [table, "\n".join(protocols), f"{made_with[0].upper()}{made_with[1:]}."]
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_text(output_dir / "seeds.md", "\n\n".join(sections))
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
-    write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
+    with output_folder(output_dir), new_file(output_dir / "seeds.md") as text:
+        text.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+        write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
     return table
 
 

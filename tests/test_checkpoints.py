@@ -286,3 +286,46 @@ def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
     save_arrays(arrays | {"idf": change(arrays["idf"])}, tmp_path / "tfidf.safetensors")
     with pytest.raises(ValueError, match="tfidf.safetensors does not fit its words, or holds numbers that are not"):
         load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("tower", [None, "text_config", "vision_config"])
+def test_kernels_of_others_are_refused(copy, tmp_path, key, tower):
+    """transformers would fetch and run them, trusted or not, where the package `kernels` is installed."""
+    for name in ("dense", "sparse", "mixture/expert_1"):
+        change_json(
+            copy / name / "config.json", lambda c: (c if tower is None else c[tower]).update({key: "evil/kernel"})
+        )
+        with pytest.raises(ValueError, match="config.json names the kernel 'evil/kernel', code of others"):
+            load_config(copy / name)
+    with pytest.raises(ValueError, match="names the kernel 'evil/kernel'"):
+        load_mixture(copy / "mixture")
+    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
+    change_json(copy / "dense" / "config.json", lambda c: (c if tower is None else c[tower]).update({key: "eager"}))
+    load_clip(copy / "dense")
+
+
+def test_adapters_are_refused(copy, tmp_path):
+    """Where peft is installed, transformers would load the model that they are for, from wherever they say."""
+    for name in ("dense", "mixture/expert_1"):
+        (copy / name / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/base"}')
+        with pytest.raises(ValueError, match="adapter_config.json makes it an adapter .*merge it into that one"):
+            load_clip(copy / name)
+    with pytest.raises(ValueError, match="adapter_config.json"):
+        load_mixture(copy / "mixture")
+    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
+
+
+def test_experts_of_a_mixture_that_are_damaged_are_named(copy):
+    change_json(copy / "mixture/expert_1/config.json", lambda c: c["text_config"].update(hidden_size=10**9))
+    with pytest.raises(ValueError, match="the configuration describes a model of .* numbers|hidden_size"):
+        load_mixture(copy / "mixture", max_loaded_experts=1)
+    change_json(copy / "mixture/expert_1/config.json", lambda c: c.update(model_type="bert"))
+    with pytest.raises(ValueError, match="expert_1 is of type 'bert', no CLIP"):
+        load_mixture(copy / "mixture", max_loaded_experts=1)
+
+
+def test_a_tokenizer_that_cuts_below_nothing_is_refused(copy):
+    change_json(copy / "dense" / "tokenizer_config.json", lambda content: content.update(model_max_length=-1))
+    with pytest.raises(ValueError, match=f"cannot load {copy / 'dense'}"):
+        load_processor(copy / "dense")

@@ -12,6 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
 
@@ -166,6 +167,32 @@ def test_a_damaged_file_of_embeddings_is_named(dense, tmp_path):
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
         embedder.texts(["a star"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"embeds": np.full((1, 16), np.nan, np.float32)},
+        {"embeds": np.zeros((2, 16), np.float32)},
+        {"embeds": np.zeros((1, 16), np.int8)},
+    ],
+    ids=["none", "not finite", "too many", "integers"],
+)
+def test_kept_embeddings_of_another_kind_are_no_scores(dense, tmp_path, content):
+    embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
+    embedder.texts(["a star"])
+    (file,) = tmp_path.glob("*.safetensors")
+    save_arrays(content, file)
+    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
+        embedder.texts(["a star"])
+
+
+def test_an_evaluation_that_fails_leaves_no_empty_folder(dense, tmp_path):
+    evaluated(dense, tmp_path, tasks="retrieval")
+    with pytest.raises(SystemExit, match="error: .* has no column nope"):
+        evaluated(dense, tmp_path, "--caption-column", "nope", "--output-dir", str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_current_folder_has_a_name(dense, tmp_path, monkeypatch):
@@ -407,7 +434,7 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
     with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path)
     path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=f"{path.name} is not JSON"):
+    with pytest.raises(ValueError, match=f"{path.name} is no JSON"):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path)
 
 

@@ -324,3 +324,10 @@ def test_more_experts_than_there_are(gated):
     with pytest.raises(KeyError), chosen_experts(model, 3):
         raise KeyError
     assert model.config.vision_config.num_experts_per_tok == 2
+
+
+def test_tasks_without_texts_are_refused_before_the_work(sparse, tmp_path):
+    benchmark = Benchmark("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
+        analyze_experts(sparse[1], ["probe"], tmp_path / "out", benchmarks={"probe": benchmark})
+    assert not (tmp_path / "out").exists()

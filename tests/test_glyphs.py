@@ -302,3 +302,12 @@ def test_contact_sheet(tmp_path):
     path = tmp_path / "sheet.png"
     glyphs.main(["--contact-sheet", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", ["nowhere/x.png", ".", "file/x.png"])
+def test_a_contact_sheet_that_cannot_be_written(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="error: "):
+        glyphs.main(["--contact-sheet", path])
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -133,7 +133,10 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"metrics": {"group": math.nan}}, "glyphs_pairs--a.json: the score group is nan, which is no finite number"),
+        (
+            {"metrics": {"group": math.nan}},
+            "glyphs_pairs--a.json: the score group is nan, which is no share from 0 to 1",
+        ),
         ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
         ({"metrics": {"group": "good"}}, "the score group is 'good'"),
         ({"metrics": {"group": True}}, "the score group is True"),
@@ -148,6 +151,14 @@ def test_what_is_no_score_is_refused(run, changes, message):
         Provenance.of(run / "sparse")
 
 
+DEEP = "[" * 900 + "]" * 900
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(12))
+
+
+def attempt(**changes):
+    return json.dumps([{"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0} | changes])
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -157,7 +168,14 @@ def test_what_is_no_score_is_refused(run, changes, message):
         ("sparse/manifest.json", "", "manifest.json is no JSON"),
         ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged: it tells neither"),
         ("sparse/attempts.json", "[1]", "attempts.json is damaged: an attempt has"),
-        ("recipe.yaml", "a: [", "recipe.yaml is no YAML"),
+        ("recipe.yaml", "a: [", "recipe.yaml is not valid YAML"),
+        ("sparse/attempts.json", DEEP, "attempts.json is no JSON that can be read: it is nested"),
+        ("sparse/attempts.json", attempt(commit=["a"]), "attempts.json is damaged: an attempt has"),
+        ("sparse/attempts.json", attempt(seconds=math.nan), "attempts.json is damaged: an attempt has"),
+        ("evaluation/a--b.json", DEEP, "a--b.json is no JSON that can be read: it is nested"),
+        ("recipe.yaml", "a: " + DEEP, "recipe.yaml is nested"),
+        ("recipe.yaml", ALIASES, "recipe.yaml: .* more than 100000 values"),
+        ("recipe.yaml", "a: &a [*a]", "an alias stands for a value that holds it"),
         ("recipe.yaml", "- 1", "recipe.yaml is damaged"),
     ],
 )
@@ -314,3 +332,11 @@ def test_ordinary_names_look_as_before(run):
     text = card_of(Provenance.of(run / "sparse"), licence="apache-2.0").text
     assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
     assert "| sparse | upcycle | preset clip_moe, model mean |" in text
+
+
+def test_a_preset_and_an_output_folder_that_are_lists(run):
+    (run / "recipe.yaml").write_text("output_dir: [1]\n")
+    manifest = json.loads((run / "sparse" / "manifest.json").read_text())
+    manifest["stage"]["preset"] = ["clip_moe"]
+    (run / "sparse" / "manifest.json").write_text(json.dumps(manifest))
+    assert "tranclipfmoe" in str(card_of(Provenance.of(run / "sparse")))  # no system is known: all are cited

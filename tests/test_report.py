@@ -57,6 +57,8 @@ def test_table_and_picture(tmp_path):
         ([result("a", num_captions=5), result("b", num_captions=6)], "num_captions is 5 for 'a' but 6 for 'b'"),
         ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
         ([result("a"), result("a", "pairs", dtype="bfloat16")], "'a' has results of different models: dtype"),
+        ([result("a", value=1e308)], "recall of 'a' is not finite, or no share from 0 to 1"),
+        ([result("a", value=-0.5)], "no share from 0 to 1"),
         ([3], "a result is a dictionary or a file, not 3"),
     ],
 )
@@ -79,9 +81,10 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "x.json is not JSON"),
-        ("[" * 100_000, "x.json is not JSON"),
-        ("1" * 5000, "x.json is not JSON"),
+        ("{", "x.json is no JSON that can be read"),
+        ("[" * 100_000, "x.json is no JSON that can be read"),
+        ("[" * 900 + "]" * 900, "nested in more than 50 levels"),
+        ("1" * 5000, "x.json is no JSON that can be read"),
         ("{}", "lacks model"),
         ("3", "holds no JSON object"),
         ("null", "holds no JSON object"),

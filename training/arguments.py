@@ -14,9 +14,9 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPTextConfig, CLIPVisionConfig
 
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
+from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from conversion.upcycle import PRESETS, require_routing
 from training.data import DataArguments
-from training.recipe_yaml import MOST_LEVELS, read_yaml
 from training.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -22,6 +22,7 @@ from PIL import ImageDraw
 from sklearn.datasets import load_digits
 from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
+from conversion.files import new_file, one_line_errors
 from training.tokenizer import learn_tokenizer
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -211,7 +212,7 @@ def contact_sheet(path: str | Path, seed: int = 0, columns: int = 8, rows: int =
         axis.set_title(f"{first['caption']}\n\n{textwrap.fill(second['caption'], 44)}", fontsize=7)
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=70, format="png")
     plt.close(figure)
 
 
@@ -365,7 +366,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw sample images into")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    contact_sheet(arguments.contact_sheet, arguments.seed)
+    with one_line_errors(), new_file(Path(arguments.contact_sheet)) as picture:
+        contact_sheet(picture, arguments.seed)
 
 
 if __name__ == "__main__":

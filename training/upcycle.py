@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from conversion.files import one_line_errors
+from conversion.recipe_yaml import read_yaml
 from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
 from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
-from training.recipe_yaml import read_yaml
 from training.stages import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
