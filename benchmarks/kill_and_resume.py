@@ -3,8 +3,8 @@
     python -m benchmarks.kill_and_resume --kills 20
 
 The recipe trains with router noise and attention dropout. SIGKILL comes up to `--longest` seconds after a run has begun
-its first unfinished stage. At the end every file of weights, labels and features has to be that of a run that nobody
-killed, to the bit, and every score the same.
+a stage that is drawn from the unfinished ones. At the end every file of weights, labels and features has to be that of
+a run that nobody killed, to the bit, and every score the same.
 """
 
 import argparse
@@ -101,28 +101,22 @@ def start(path: Path, output: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
-def current_stage(output: Path) -> str | None:
-    """The stage that is being worked on."""
-    partial = [path.name.removesuffix(".partial") for path in output.glob("*.partial") if path.is_dir()]
-    return partial[0] if partial else None
-
-
-def kill_at_random(path: Path, output: Path, longest: float, chance: random.Random) -> str | None:
-    """Start a run and kill it; the stage that it was in, or None if it had finished before."""
-    started = time.time()
+def kill_at_random(path: Path, output: Path, stages: list[str], longest: float, chance: random.Random) -> str | None:
+    """Start a run and kill it in one of the stages; its name, or None if the run had finished before."""
+    unfinished = [name for name in stages if not (output / name).exists()]
+    stage = chance.choice(unfinished)
     process = start(path, output)
-    # Most of a short run is spent importing: the clock starts with the first thing it writes
-    while process.poll() is None and not any(file.stat().st_mtime > started for file in output.glob("*")):
+    while process.poll() is None and not ((output / f"{stage}.partial").exists() or (output / stage).exists()):
         time.sleep(0.002)
     time.sleep(chance.uniform(0, longest))
     if process.poll() is not None:
         if process.returncode != 0:
             raise RuntimeError(f"the run failed by itself: see {output}.log")
         return None
-    stage = current_stage(output) or "between two stages"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return stage
+    partial = sorted(path.name.removesuffix(".partial") for path in output.glob("*.partial") if path.is_dir())
+    return partial[0] if partial else "between two stages"
 
 
 def content(path: Path) -> bytes | tuple:
@@ -160,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest", type=float, default=4.0, help="seconds from a run's first sign to its end")
+    parser.add_argument("--longest", type=float, default=2.0, help="seconds from the begin of a stage to the kill")
     parser.add_argument("--seed", type=int, default=None, help="of the moments (default: another one each time)")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -171,9 +165,9 @@ def main(argv: list[str] | None = None) -> None:
         path.write_text(yaml.safe_dump(recipe(), sort_keys=False), encoding="utf-8")
         if start(path, whole).wait() != 0:
             sys.exit((place / "whole.log").read_text()[-2000:])
-        stages, rounds = Counter(), 0
+        names, stages, rounds = [stage["name"] for stage in recipe()["stages"]], Counter(), 0
         while stages.total() < args.kills:
-            stage = kill_at_random(path, killed, args.longest, chance)
+            stage = kill_at_random(path, killed, names, args.longest, chance)
             if stage is not None:
                 stages[stage] += 1
                 continue
