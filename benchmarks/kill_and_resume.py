@@ -8,6 +8,7 @@ a run that nobody killed, to the bit, and every score the same.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from pathlib import Path
 import yaml
 from safetensors import safe_open
 
-from conversion.provenance import environment
+from conversion.provenance import ATTEMPTS, environment
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -105,8 +106,13 @@ def kill_at_random(path: Path, output: Path, stages: list[str], longest: float, 
     """Start a run and kill it in one of the stages; its name, or None if the run had finished before."""
     unfinished = [name for name in stages if not (output / name).exists()]
     stage = chance.choice(unfinished)
-    process = start(path, output)
-    while process.poll() is None and not ((output / f"{stage}.partial").exists() or (output / stage).exists()):
+    started, process = time.time(), start(path, output)
+    # What every attempt at a stage begins with; that of an earlier one may still be there
+    begun = output / f"{stage}.partial" / ATTEMPTS
+    while process.poll() is None and not (output / stage).exists():
+        with contextlib.suppress(FileNotFoundError):
+            if begun.stat().st_mtime > started:
+                break
         time.sleep(0.002)
     time.sleep(chance.uniform(0, longest))
     if process.poll() is not None:
