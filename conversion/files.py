@@ -32,7 +32,8 @@ def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
-            print(f"interrupted: {interrupted}", file=sys.stderr)
+            if int(os.environ.get("RANK", 0)) == 0:  # of several processes, all get it
+                print(f"interrupted: {interrupted}", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
         except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
             sys.exit(f"error: weights could not be written or read: {_one_line(error)}")

@@ -73,7 +73,7 @@ class CLIPMoETowerConfig(PreTrainedConfig):
         capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
             whole batch of a process.
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
-            and 1 + noise. With a `capacity_group_size`, `training/upcycle.py` gives each group its own, so that they
+            and 1 + noise. With a `capacity_group_size` and `seed_router_noise`, each group has its own, so that they
             do not depend on the number of processes.
     """
 

@@ -336,6 +336,10 @@ class CLIPMoERouter(nn.Module):
         if self.noise_seed is None or group_size is None:
             return torch.empty_like(hidden_states).uniform_(low, high)
         batch_size, length, width = hidden_states.shape
+        if batch_size % group_size != 0:
+            raise ValueError(
+                f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
+            )
         # Every group has its own, also for the padding that it would have beside longer texts
         max_length = getattr(self.config, "max_position_embeddings", length)
         noise = hidden_states.new_empty(batch_size, max_length, width)

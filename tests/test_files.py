@@ -61,7 +61,6 @@ def hold(folder, *arguments):
 def test_the_second_process_says_who_holds_the_folder(tmp_path):
     folder = tmp_path / "later" / "run"  # neither is there yet
     first = hold(folder)
-    start = time.monotonic()
     pattern = rf"run is in use: process {first.pid} on \S+ has been writing there since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
     for _ in range(2):  # the first who fails erases nothing
         with pytest.raises(ValueError, match=pattern), locked(folder):
@@ -70,7 +69,6 @@ def test_the_second_process_says_who_holds_the_folder(tmp_path):
         pytest.fail("two at once")
     with locked(tmp_path / "later" / "other"):
         pass
-    assert time.monotonic() - start < 5
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert list(folder.parent.iterdir()) == [folder.parent / ".run.lock"]  # a stale lock is no obstacle

@@ -244,6 +244,8 @@ def test_seeded_jitter_is_the_same_in_two_processes():
     assert torch.equal(whole, logits(hidden_states))
     block.router.noise_seed = 8
     assert not torch.equal(whole, block.router(hidden_states)[0])
+    with pytest.raises(ValueError, match="capacity_group_size=2 does not divide the batch of 3 sequences"):
+        logits(hidden_states[:3], process_index=1)  # whose groups would not be those of one process
 
 
 def test_jitter_is_for_the_router_in_training_alone():

@@ -1,5 +1,6 @@
 """Checkpoints of training: they run no code, are refused when they are damaged, and lose no random number."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -61,22 +62,11 @@ def evil(marker):
     return Evil()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "custom_checkpoint_0.pkl",
-        "random_states_0.pkl",
-        "optimizer.bin",
-        "pytorch_model.bin",
-        "scheduler.bin",
-        "sampler.bin",
-        "scaler.pt",
-    ],
-)
-def test_a_planted_pickle_is_not_executed(run, checkpoint, tmp_path, name):
-    """Whatever file Accelerate might unpickle."""
-    marker = tmp_path / "executed"
-    (checkpoint / name).write_bytes(pickle.dumps(evil(marker)))
+def test_a_planted_pickle_is_not_executed(run, checkpoint, tmp_path):
+    """Whatever files Accelerate might unpickle."""
+    marker, names = tmp_path / "executed", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin"]
+    for name in [*names, "pytorch_model.bin", "scheduler.bin", "sampler.bin", "scaler.pt"]:
+        (checkpoint / name).write_bytes(pickle.dumps(evil(marker)))
     run()
     assert not marker.exists()
 
@@ -110,8 +100,43 @@ def test_weights_of_another_shape_or_type_are_refused(run, checkpoint):
     name = "model.visual_projection.weight"
     for bad, found in ((good[name][:3], r"\(3, 16\)"), (good[name].to(torch.int8), "torch.int8")):
         save_file(good | {name: bad}, path)
+        state = json.loads((checkpoint / "state.json").read_text())
+        state["sha256"]["model.safetensors"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (checkpoint / "state.json").write_text(json.dumps(state))
         with pytest.raises(ValueError, match=f"{name} is .*{found}"):
             run()
+
+
+@pytest.mark.parametrize("damage", ["empty", "one less", "another shape", "of another step"])
+def test_an_optimizer_that_lost_something_is_refused(run, tmp_path, damage):
+    """It would go on with moments that are zero, or of another time."""
+    output = run(stop=5, save_total_limit=2)
+    checkpoint = output / "tuned.partial" / "checkpoints" / "step-00000004"
+    path, name = checkpoint / "optimizer.safetensors", "model.visual_projection.weight.exp_avg"
+    good = load_file(path)
+    assert name in good
+    if damage == "of another step":
+        shutil.copy(checkpoint.with_name("step-00000002") / "model.safetensors", checkpoint)
+    else:
+        bad = {"empty": {}, "one less": {k: v for k, v in good.items() if k != name}}
+        save_file(bad.get(damage, good | {name: torch.zeros(3)}), path)
+    with pytest.raises(ValueError, match="cannot go on from the checkpoint"):
+        run(save_total_limit=2)
+
+
+@pytest.mark.parametrize("line", ["5", "{}", '{"step": "x"}'])
+def test_a_damaged_log_is_begun_anew(run, line):
+    log = run(stop=5) / "tuned.partial" / "log.jsonl"
+    log.write_text(f"{line}\n")
+    assert len(losses(run() / "tuned")) == 2  # of steps 5 and 6
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(run, checkpoint):
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"step": 99}))
+    checkpoint.rename(checkpoint.with_name("step-00000099"))
+    with pytest.raises(ValueError, match="it has 99 steps, of 6"):
+        run()
 
 
 def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(run):

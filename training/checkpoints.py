@@ -4,6 +4,7 @@
 `random_states_RANK.json`. Accelerate's own checkpoints, and DeepSpeed's, are pickles.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -22,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 MODEL, OPTIMIZER, STATE, RANDOM_STATES = "model.safetensors", "optimizer.safetensors", "state.json", "random_states"
+# What AdamW keeps of a parameter: the last two have its shape
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def require_support(accelerator: Accelerator) -> None:
@@ -58,8 +61,8 @@ def save_checkpoint(
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
     parameters = _named_parameters(accelerator, model)
     tensors = {MODEL: dict(_whole(accelerator, parameters.items()))}
-    states = optimizer.optimizer.state
-    kept = ((f"{name}.{key}", value) for name, p in parameters.items() for key, value in states.get(p, {}).items())
+    states = {name: optimizer.optimizer.state[p] for name, p in parameters.items() if optimizer.optimizer.state.get(p)}
+    kept = ((f"{name}.{key}", state[key]) for name, state in states.items() for key in MOMENTS)
     tensors[OPTIMIZER] = dict(_whole(accelerator, kept))
     for of_file in tensors.values():
         require_finite(of_file, f"step {step}")
@@ -73,8 +76,10 @@ def save_checkpoint(
         if accelerator.is_main_process:
             for name, of_file in tensors.items():
                 save_file(of_file, partial / name)
+            digests = {name: _digest(partial / name) for name in tensors}
             scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
             state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
+            state |= {"trained": list(states), "sha256": digests}
             (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors raises its own when the disk is full
         if accelerator.is_main_process:
@@ -87,7 +92,7 @@ def save_checkpoint(
     if accelerator.is_main_process:
         os.replace(partial, final)
         for old in _finished(checkpoints)[:-limit]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(old.with_suffix(".partial")))  # a kill leaves none that looks whole
     accelerator.wait_for_everyone()
     return final
 
@@ -103,12 +108,16 @@ def load_checkpoint(
         ValueError: a file is missing or damaged, or is of another model.
     """
     parameters = _named_parameters(accelerator, model)
-    weights, kept = _read(checkpoint / MODEL), _read(checkpoint / OPTIMIZER)
-    unknown = sorted(set(weights) ^ set(parameters)) + sorted(
-        key for key in kept if key.rpartition(".")[0] not in parameters
-    )
+    weights, kept, state = _read(checkpoint / MODEL), _read(checkpoint / OPTIMIZER), _read(checkpoint / STATE)
+    for name in (MODEL, OPTIMIZER):
+        if state["sha256"].get(name) != _digest(checkpoint / name):
+            raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
+    trained = [name for name in state["trained"] if name in parameters]
+    unknown = sorted(set(weights) ^ set(parameters)) + sorted(set(state["trained"]) - set(trained), key=str)
     if unknown:
-        raise _unfit(checkpoint, f"it is of another model: {', '.join(unknown[:3])}")
+        raise _unfit(checkpoint, f"it is of another model: {', '.join(map(str, unknown[:3]))}")
+    if set(kept) != {f"{name}.{key}" for name in trained for key in MOMENTS}:
+        raise _unfit(checkpoint, f"{OPTIMIZER} does not hold {', '.join(MOMENTS)} of every trained parameter")
     with torch.no_grad():
         for name, parameter in parameters.items():
             weight = weights[name]
@@ -116,13 +125,14 @@ def load_checkpoint(
                 found, wanted = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (weight, parameter))
                 raise _unfit(checkpoint, f"{name} is {found}, not {wanted}")
             parameter.copy_(_like(weight, parameter))
-    for key, value in kept.items():
-        name, _, key = key.rpartition(".")
+    for name in trained:
         parameter = parameters[name]
-        # AdamW counts its steps in a tensor of its own, on the CPU
-        value = _like(value, parameter) if value.shape == parameter.shape else value
-        optimizer.optimizer.state[parameter][key] = value
-    state = _read(checkpoint / STATE)
+        for key in MOMENTS:
+            value = kept[f"{name}.{key}"]
+            if value.shape != (() if key == "step" else parameter.shape):
+                raise _unfit(checkpoint, f"{OPTIMIZER} has {key} of {name} of the shape {tuple(value.shape)}")
+            # AdamW counts its steps on the CPU
+            optimizer.optimizer.state[parameter][key] = value if key == "step" else _like(value, parameter)
     if accelerator.scaler is not None:
         if state["scaler"] is None:
             raise _unfit(checkpoint, "it was written without the loss scale that fp16 needs")
@@ -137,19 +147,26 @@ def load_checkpoint(
         )
 
 
-def finished_steps(checkpoint: Path) -> int:
+def finished_steps(checkpoint: Path, total_steps: int) -> int:
     """How many optimizer steps a checkpoint has.
 
     Raises:
-        ValueError: its state is missing or damaged.
+        ValueError: its state is missing or damaged, or of more steps than the run has.
     """
     state = _read(checkpoint / STATE)
-    kinds = {"step": int, "num_processes": int, "scaler": dict | None}
+    kinds = {"step": int, "num_processes": int, "scaler": dict | None, "trained": list, "sha256": dict}
     if not isinstance(state, dict) or any(not isinstance(state.get(key), kind) for key, kind in kinds.items()):
         raise _unfit(checkpoint, f"{STATE} is damaged")
     if checkpoint.name != f"step-{state['step']:08d}":
         raise _unfit(checkpoint, f"its {STATE} is of step {state['step']}")
+    if state["step"] > total_steps:
+        raise _unfit(checkpoint, f"it has {state['step']} steps, of {total_steps}")
     return state["step"]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -225,7 +242,7 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         return json.loads(path.read_text(encoding="utf-8"))
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise _unfit(path.parent, f"{path.name} is damaged: {error}") from error
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from training.arguments import TrainStage
 from training.checkpoints import (
@@ -123,7 +124,7 @@ def train(
     if settings.save_steps:
         require_support(accelerator)
     latest = latest_checkpoint(checkpoints)
-    step = 0 if latest is None else finished_steps(latest)
+    step = 0 if latest is None else finished_steps(latest, total_steps)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     scale = model.logit_scale
@@ -236,7 +237,8 @@ class Log:
             # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             kept = [line for line in lines if _step(line) <= step]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            with new_file(path) as partial:
+                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float], images_per_second: float) -> None:
         if self.accelerator.is_main_process:
@@ -249,8 +251,8 @@ class Log:
 
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:  # the line that was being written when the run was killed
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):  # the line that was being written when the run was killed
         return float("inf")
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -40,7 +41,7 @@ def first_failure_speaks() -> Iterator[None]:
         yield
     except Exception as error:
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-        if not alone and (int(os.environ["RANK"]) > 0 or isinstance(error, RuntimeError)):
+        if not alone and (int(os.environ.get("RANK", 0)) > 0 or isinstance(error, RuntimeError)):
             time.sleep(PATIENCE)
         raise
 
@@ -60,6 +61,7 @@ def launch_cpu_processes() -> None:
     num_processes = launcher.parse_known_args(command[:launched])[0].num_processes
     if num_processes == 1:
         return
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -69,4 +71,6 @@ def launch_cpu_processes() -> None:
         torchrun(["--standalone", "--nproc_per_node", str(num_processes), *sys.argv])
     except ChildFailedError as error:
         sys.exit(next(iter(error.failures.values())).exitcode)
+    except (KeyboardInterrupt, SignalException) as error:  # the processes have got it, too, and said so
+        sys.exit(128 + getattr(error, "sigval", signal.SIGINT))
     sys.exit(0)
