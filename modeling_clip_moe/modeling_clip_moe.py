@@ -664,7 +664,7 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         """
         routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
         num_experts = min((router.config.num_experts for router in routers), default=0)
-        if not 0 <= expert < num_experts:
+        if not isinstance(expert, int) or isinstance(expert, bool) or not 0 <= expert < num_experts:
             known = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
             raise ValueError(f"expert={expert}, but the model has {known}.")
         if scale is None:

@@ -152,6 +152,7 @@ def train(
     task, optimizer = accelerator.prepare(task, optimizer)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest)
+        accelerator.print(f"{settings.name}: goes on from step {step}")
     log = Log(directory / "log.jsonl", step, accelerator, settings.name)
 
     parameters = [p for p in task.parameters() if p.requires_grad]
