@@ -47,7 +47,9 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEModel
-from training.data import DataArguments, decode_image, present_captions
+from training.images import decode_image
+from training.pairs import present_captions
+from training.sources import DataArguments
 
 logger = logging.getLogger(__name__)
 

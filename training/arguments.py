@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig, CLIPVisionConfig
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from conversion.upcycle import PRESETS, require_routing
-from training.data import DataArguments
+from training.sources import DataArguments
 from training.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)

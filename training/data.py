@@ -184,8 +184,7 @@ class PairLoader:
         """Warns of captions that are longer than the tokenizer's `model_max_length`, with their share: of all, or of
         as many as `CAPTIONS_LOOKED_AT` or the first `STREAMED_LOOKED_AT` pairs of a stream tell."""
         if self.arguments.streaming:
-            with reading(self.arguments):
-                rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
+            rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
         else:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]

@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -18,15 +18,22 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 
 
-def present_captions(captions: str | None | Sequence[str | None]) -> list[str]:
-    """The caption or captions of an image without those that are missing: None or blank."""
+def present_captions(captions: Any) -> list[str]:
+    """The caption or captions of an image without those that are missing: blank or no text."""
     captions = captions if isinstance(captions, list) else [captions]
-    return [caption for caption in captions if caption and caption.strip()]
+    return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
 
 
 def first_caption(captions: Sequence[str | None]) -> str:
     """The first of several captions that is not missing."""
     return present_captions(captions)[0]
+
+
+def all_captions(rows: Rows) -> Iterator[str]:
+    """All captions of rows but those that are missing."""
+    for batch in rows.select_columns("caption").iter(100):
+        for captions in batch["caption"]:
+            yield from present_captions(captions)
 
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
