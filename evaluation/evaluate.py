@@ -329,7 +329,7 @@ def evaluate_model(
     Raises:
         OSError: the output folder cannot be made.
         ValueError: a task that is unknown or given twice, a device that cannot compute, an empty name, or a result of
-            other weights under the same name; else as `Embedder`.
+            other weights, another dtype or another protocol under the same name; else as `Embedder`.
     """
     benchmarks = BENCHMARKS if benchmarks is None else benchmarks
     require_known(tasks, benchmarks)
@@ -341,7 +341,11 @@ def evaluate_model(
     output_dir, device = Path(output_dir), usable_device(device)
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
     of_model = {"fingerprint": opened.fingerprint, "weights": weights_fingerprint(str(model))}
-    names = {task: {"model": name, "task": task_name(task, benchmarks[task].data)} for task in tasks}
+    of_model |= {"dtype": str(dtype).removeprefix("torch.")}
+    names = {
+        task: {"model": name, "task": task_name(task, benchmarks[task].data), "protocol": benchmarks[task].protocol}
+        for task in tasks
+    }
     for task in tasks:  # before the work
         require_free(names[task] | of_model, output_dir)
     results = []
@@ -351,13 +355,11 @@ def evaluate_model(
             result = {
                 **names[task],
                 "title": benchmark.title,
-                "protocol": benchmark.protocol,
                 "data": benchmark.data,
                 **measure(benchmark, opened),
                 "primary": PRIMARY[benchmark.kind],
                 "source": str(model),
                 **of_model,
-                "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
                 "batch_size": batch_size,
                 "seed": 0,

@@ -257,6 +257,8 @@ class CaptionsStage:
     def _check(self):
         if self.data.streaming:
             raise ValueError("data.streaming: captions are built for a whole dataset")
+        if self.data.captions_per_line:
+            raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
         return self
 
 
