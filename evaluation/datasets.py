@@ -13,7 +13,9 @@ from datasets import ClassLabel, Dataset, Value
 
 from evaluation.results import content_hash
 from training import glyphs
-from training.data import DataArguments, load_pairs, open_rows, readable_pairs, select_columns, with_image_root
+from training.data import load_pairs, with_image_root
+from training.pairs import readable_pairs, select_columns
+from training.sources import DataArguments, open_rows
 
 Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
 

@@ -47,7 +47,9 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEModel
-from training.data import DataArguments, decode_image, present_captions
+from training.images import decode_image
+from training.pairs import present_captions
+from training.sources import DataArguments
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +329,7 @@ def evaluate_model(
     Raises:
         OSError: the output folder cannot be made.
         ValueError: a task that is unknown or given twice, a device that cannot compute, an empty name, or a result of
-            other weights under the same name; else as `Embedder`.
+            other weights, another dtype or another protocol under the same name; else as `Embedder`.
     """
     benchmarks = BENCHMARKS if benchmarks is None else benchmarks
     require_known(tasks, benchmarks)
@@ -339,7 +341,11 @@ def evaluate_model(
     output_dir, device = Path(output_dir), usable_device(device)
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
     of_model = {"fingerprint": opened.fingerprint, "weights": weights_fingerprint(str(model))}
-    names = {task: {"model": name, "task": task_name(task, benchmarks[task].data)} for task in tasks}
+    of_model |= {"dtype": str(dtype).removeprefix("torch.")}
+    names = {
+        task: {"model": name, "task": task_name(task, benchmarks[task].data), "protocol": benchmarks[task].protocol}
+        for task in tasks
+    }
     for task in tasks:  # before the work
         require_free(names[task] | of_model, output_dir)
     results = []
@@ -349,13 +355,11 @@ def evaluate_model(
             result = {
                 **names[task],
                 "title": benchmark.title,
-                "protocol": benchmark.protocol,
                 "data": benchmark.data,
                 **measure(benchmark, opened),
                 "primary": PRIMARY[benchmark.kind],
                 "source": str(model),
                 **of_model,
-                "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
                 "batch_size": batch_size,
                 "seed": 0,

@@ -77,10 +77,10 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
 
 
 def require_free(result: dict[str, Any], output_dir: Path) -> None:
-    """Whether a result of this `model`, `task` and `weights` may be written.
+    """Whether a result of this `model`, `task`, `weights`, `dtype` and `protocol` may be written.
 
     Raises:
-        ValueError: there is one of another model of this name, or the file is damaged.
+        ValueError: there is one of another model of this name, of another dtype or protocol, or the file is damaged.
     """
     path = result_file(result, output_dir)
     if not path.exists():
@@ -88,11 +88,14 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     before = read_result(path)
     # Results of earlier versions know their weights by another hash, and gave several names one file.
     key = "weights" if "weights" in before else "fingerprint"
+    found = ""
     if before["model"] != result["model"] or before.get(key) != result.get(key):
-        raise ValueError(
-            f"{path} holds the result of another model, {before['model']!r} from {before['source']}: choose another "
-            "name (--name) or another --output-dir, or delete it"
-        )
+        found = f"the result of another model, {before['model']!r} from {before['source']}"
+    for what in ("dtype", "protocol"):
+        if not found and before[what] != result[what]:
+            found = f"a result of {before['model']!r} with another {what}, {before[what]!r} and not {result[what]!r}"
+    if found:
+        raise ValueError(f"{path} holds {found}: choose another name (--name) or another --output-dir, or delete it")
 
 
 def result_file(result: dict[str, Any], output_dir: Path) -> Path:

@@ -3,17 +3,19 @@
 import json
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from test_losses import plain_multi_positive_loss
 from torch import nn
 from transformers import CLIPModel
 
 from training import glyphs
-from training.arguments import CaptionPolicy
+from training.arguments import CaptionPolicy, CaptionsStage
 from training.captions import build_captions, pack_sentences, split_sentences
 from training.data import DataArguments, PairLoader, caption_columns, load_pairs
 from training.engine import ContrastiveTask
@@ -160,6 +162,26 @@ def test_a_missing_column():
     arguments = DataArguments(source="glyphs", captions="detailed", num_samples=4)
     with pytest.raises(ValueError, match="has no column alt_text; its columns are .*raw_caption"):
         caption_columns(arguments, ["alt_text"])
+
+
+def test_columns_that_hold_no_texts(tmp_path):
+    images = [Image.new("RGB", (8, 8))] * 2
+    rows = {"photo": images, "number": [1, 2], "numbers": [[1], [2]], "none": [None, None], "text": ["a", None]}
+    datasets.Dataset.from_dict({**rows, "texts": [["a", None], []]}).save_to_disk(tmp_path / "x")
+    source = DataArguments(source=str(tmp_path / "x"), image_column="photo")
+    for column in ("number", "numbers"):
+        with pytest.raises(ValueError, match=f"column {column} of .*/x holds .*int64.*, not text"):
+            caption_columns(source, ["text", column])
+    found = caption_columns(source, ["text", "texts", "none"])
+    assert sorted(found.column_names) == ["image", "none", "text", "texts"]
+    assert found[0]["image"]["bytes"] and found[0]["texts"] == ["a", None]  # not decoded
+
+
+def test_captions_per_line_is_no_setting_of_a_captions_stage():
+    data = {"source": "x", "captions_per_line": True}
+    captions = [{"policy": "full", "column": "caption"}]
+    with pytest.raises(ValueError, match="data.captions_per_line: "):
+        CaptionsStage(name="texts", stage="captions", model="m", data=data, captions=captions)
 
 
 def test_what_a_policy_cannot_be():

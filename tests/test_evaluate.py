@@ -410,6 +410,25 @@ def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
         evaluate_model(dense, ["glyphs_pairs"], tmp_path, name=" ")
 
 
+def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monkeypatch):
+    evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+    path = tmp_path / "glyphs_pairs--dense.json"
+    before = path.read_bytes()
+    command = ["--model", str(dense), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path)]
+    other = {"glyphs_pairs": dataclasses.replace(evaluate.BENCHMARKS["glyphs_pairs"], protocol="half of them")}
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "measure", None)  # calling it would fail
+        with pytest.raises(SystemExit) as exit:
+            evaluate.main([*command, "--dtype", "bfloat16"])
+        assert f"{path} holds a result of 'dense' with another dtype, 'float32' and not 'bfloat16': " in exit.value.code
+        assert "--name" in exit.value.code
+        with pytest.raises(ValueError, match="with another protocol, .* and not 'half of them'"):
+            evaluate_model(dense, ["glyphs_pairs"], tmp_path, benchmarks=other)
+    assert path.read_bytes() == before
+    evaluate_model(dense, ["glyphs_pairs"], tmp_path, batch_size=7)  # changes no numbers
+    assert json.loads(path.read_text())["batch_size"] == 7
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
 def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatch, old):
     other = shutil.copytree(dense, tmp_path / "other" / "dense")

@@ -230,6 +230,11 @@ def test_every_error_names_its_stage(write, tmp_path):
             raise FloatingPointError("a tensor is not finite")
 
 
+def test_every_stage_that_makes_a_model_says_how_to_load_it(write, tmp_path, capsys):
+    upcycle.main(["--config", str(write()), "--stages", " dense "])
+    assert f'AutoModel.from_pretrained("{tmp_path / "out" / "dense"}")' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -251,6 +256,8 @@ def test_every_error_names_its_stage(write, tmp_path):
         (["--stages", "nope"], "the recipe has no stage nope"),
         (["--stage", "dense"], "'stage' is neither an option"),
         (["--experts", ""], "--experts takes numbers"),
+        (["--experts", "1,,2"], "--experts takes numbers"),
+        (["--experts", "7, 8 "], "the recipe trains no expert [7, 8]"),
         (["--experts", "-1"], "--experts takes numbers"),
         (["--experts", "99999999999999999999"], "the recipe trains no expert [99999999999999999999]"),
         (["--experts", "9" * 5000], "digits"),

@@ -1,9 +1,11 @@
 """Sources that are damaged, contradictory or dangerous end in one line that names them."""
 
 import io
+import itertools
 import json
 import os
 import tarfile
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -135,6 +137,25 @@ def test_a_parquet_file_that_is_damaged(tmp_path, processor, streaming, damage):
     whole = (tmp_path / "1.parquet").read_bytes()
     (tmp_path / "1.parquet").write_bytes(b"no parquet" if damage == "text" else whole[:-50])
     assert f"{tmp_path / '1.parquet'} is no parquet file or is damaged" in error_of(processor, tmp_path, streaming)
+
+
+def test_no_file_is_looked_for_after_an_error_that_names_it(tmp_path, processor):
+    for number in range(2):
+        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
+    (tmp_path / "1.parquet").write_bytes(b"no parquet")
+    pattern = tmp_path / "*.parquet"
+    message = error_of(processor, pattern, False)
+    assert message.startswith(f"{pattern} cannot be read: {tmp_path / '1.parquet'} is no parquet file or is damaged")
+
+
+def test_a_file_that_cannot_be_read_is_looked_for_ten_seconds_at_most(tmp_path, processor, monkeypatch):
+    """By a clock that goes three seconds at every look, the last file is not reached."""
+    for number in range(6):
+        shard(tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + (8 if number == 5 else 2))))
+    (tmp_path / "5.tar").write_bytes((tmp_path / "5.tar").read_bytes()[:5000])
+    ticks = itertools.count(0, 3)
+    monkeypatch.setattr("training.sources.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: ReadError: ")
 
 
 @STREAMING

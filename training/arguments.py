@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig, CLIPVisionConfig
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from conversion.upcycle import PRESETS, require_routing
-from training.data import DataArguments
+from training.sources import DataArguments
 from training.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -257,6 +257,8 @@ class CaptionsStage:
     def _check(self):
         if self.data.streaming:
             raise ValueError("data.streaming: captions are built for a whole dataset")
+        if self.data.captions_per_line:
+            raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
         return self
 
 

@@ -14,9 +14,10 @@ from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
 from conversion.files import new_file
-from training.data import decode_image, first_caption
 from training.data_identity import OTHER_DATA
 from training.embedding import open_arrays
+from training.images import decode_image
+from training.pairs import first_caption
 
 FILE = "clusters.safetensors"
 # Of a contact sheet

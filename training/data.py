@@ -23,6 +23,7 @@ from training.pairs import (
     present_captions,
     read_pair,
     readable_pairs,
+    rename_columns,
     select_columns,
 )
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -59,7 +60,7 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
     Raises:
         FileNotFoundError: a local source is not there.
-        ValueError: a column is missing.
+        ValueError: a column is missing or holds no texts.
     """
     if arguments.source == "glyphs":
         kinds, number, seed = glyphs.KIND_SETS[arguments.kinds], arguments.num_samples, arguments.seed
@@ -68,14 +69,11 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
     else:
         rows = open_rows(arguments)
     image = "image" if arguments.source == "glyphs" else arguments.image_column
-    missing = sorted({image, *columns} - set(rows.column_names))
-    if missing:
-        raise ValueError(
-            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(rows.column_names)}"
-        )
-    rows = rows.select_columns([image, *sorted(columns)])
-    rows = rows if image == "image" else rows.rename_column(image, "image")
-    rows = rows.cast_column("image", datasets.Image(decode=False)) if _holds_images(rows) else rows
+    for column in rows.features.keys() & columns:
+        kind = getattr(rows.features[column], "feature", rows.features[column])
+        if getattr(kind, "dtype", kind) not in ("string", "large_string", "null"):
+            raise ValueError(f"column {column} of {arguments.source} holds {kind}, not text")
+    rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
     return with_image_root(rows, arguments)
 
 
@@ -91,10 +89,6 @@ def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> dataset
         return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
 
     return rows.map(lambda row: {"image": whole(row["image"])})
-
-
-def _holds_images(rows: Rows) -> bool:
-    return isinstance((rows.features or {}).get("image"), datasets.Image)
 
 
 class PairLoader:
@@ -184,8 +178,7 @@ class PairLoader:
         """Warns of captions that are longer than the tokenizer's `model_max_length`, with their share: of all, or of
         as many as `CAPTIONS_LOOKED_AT` or the first `STREAMED_LOOKED_AT` pairs of a stream tell."""
         if self.arguments.streaming:
-            with reading(self.arguments):
-                rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
+            rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
         else:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]

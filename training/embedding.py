@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from conversion.files import new_file
 from training.arguments import dump
-from training.data import DataArguments, PairLoader
+from training.data import PairLoader
+from training.sources import DataArguments
 
 FILE = "features.safetensors"
 # Batches that are written together: what a run that is killed loses.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from conversion.provenance import ATTEMPTS, MANIFEST
-from training.data import DataArguments
 from training.data_identity import newest_file
+from training.sources import DataArguments
 
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}

@@ -2,7 +2,7 @@
 
 import logging
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -18,15 +18,22 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 
 
-def present_captions(captions: str | None | Sequence[str | None]) -> list[str]:
-    """The caption or captions of an image without those that are missing: None or blank."""
+def present_captions(captions: Any) -> list[str]:
+    """The caption or captions of an image without those that are missing: blank or no text."""
     captions = captions if isinstance(captions, list) else [captions]
-    return [caption for caption in captions if caption and caption.strip()]
+    return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
 
 
 def first_caption(captions: Sequence[str | None]) -> str:
     """The first of several captions that is not missing."""
     return present_captions(captions)[0]
+
+
+def all_captions(rows: Rows) -> Iterator[str]:
+    """All captions of rows but those that are missing."""
+    for batch in rows.select_columns("caption").iter(100):
+        for captions in batch["caption"]:
+            yield from present_captions(captions)
 
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
@@ -35,7 +42,16 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     Raises:
         ValueError: one of them is not there.
     """
-    wanted = {arguments.image_column: "image", arguments.caption_column: "caption"}
+    rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
+    return _split_lines(rows) if arguments.captions_per_line else rows
+
+
+def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments) -> Rows:
+    """These columns alone, under their new names; images are not decoded yet.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
     columns = rows.column_names
     if columns is None:  # a stream of unknown features tells with its first row
         with reading(arguments):
@@ -43,15 +59,15 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     missing = [column for column in wanted if column not in columns]
     if missing:
         raise ValueError(
-            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(columns)}. Set "
-            "image_column and caption_column"
+            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(columns)}. Name "
+            "others (image_column and caption_column, or the columns of a captions stage's policies)"
         )
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
-    if isinstance((rows.features or {}).get(arguments.image_column), datasets.Image):
-        rows = rows.cast_column(arguments.image_column, datasets.Image(decode=False))
+    for column in wanted:
+        if isinstance((rows.features or {}).get(column), datasets.Image):
+            rows = rows.cast_column(column, datasets.Image(decode=False))
     rows = rows.select_columns(list(wanted))
-    rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    return _split_lines(rows) if arguments.captions_per_line else rows
+    return rows.rename_columns({old: new for old, new in wanted.items() if old != new})
 
 
 def _split_lines(rows: Rows) -> Rows:

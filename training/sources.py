@@ -7,6 +7,7 @@ import os
 import re
 import textwrap
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
 NUMBERS = {"bool", "decimal", "double", "float", "halffloat", "int", "uint"}
 # How long a file that cannot be read is looked for, once it is known that there is one
-SEARCH_SECONDS = 60
+SEARCH_SECONDS = 10
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
@@ -105,7 +106,9 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        file = _bad_file(arguments)
+        *_, (raised_in, _) = traceback.walk_tb(cause.__traceback__)
+        # What this module raises itself says what is wrong
+        file = None if raised_in.f_globals is globals() else _bad_file(arguments)
         name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
         text = " ".join(str(cause).split())
         raise ValueError(f"{source} cannot be read{f' because of {file}' if file else ''}: {name}{text}") from error

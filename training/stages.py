@@ -83,7 +83,7 @@ from training.arguments import (
 )
 from training.captions import build_captions
 from training.clustering import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
-from training.data import DataArguments, PairLoader, caption_columns, first_caption, load_pairs
+from training.data import PairLoader, caption_columns, load_pairs
 from training.data_clusters import (
     BATCHES_PER_PART,
     DataClusters,
@@ -116,8 +116,10 @@ from training.hidden_states import (
 )
 from training.initialize import random_clip
 from training.manifests import comparable, flatten, has_work, read_record, require_same
+from training.pairs import all_captions, first_caption
 from training.samplers import ClusterBatchSampler, merge_small_clusters
-from training.tokenizer import SAMPLE, all_captions, learn_tokenizer, pieces_per_word, warn_of_many_pieces
+from training.sources import DataArguments, reading
+from training.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 # Of the pictures of data experts: pairs that samples are drawn from
@@ -659,8 +661,6 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
             f"{num_processes} processes x {stage.gradient_accumulation_steps} accumulation steps"
         )
     rows, seed = run.pairs(stage.data), run.recipe.seed if stage.seed is None else stage.seed
-    if accelerator.is_main_process:
-        warn_of_many_pieces(processor.tokenizer, rows, stage.name)
     if isinstance(stage, TrainDataExpertStage):
         rows = _pairs_of_expert(run, stage, rows)
     sampler = None
@@ -686,7 +686,9 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         hidden_states,
     )
     if accelerator.is_main_process:
-        loader.report_cut_captions()
+        with reading(stage.data):
+            warn_of_many_pieces(processor.tokenizer, all_captions(rows), stage.name)
+            loader.report_cut_captions()
     total_steps = stage.max_steps or stage.num_epochs * (len(loader) // stage.gradient_accumulation_steps)
     if total_steps == 0:
         raise ValueError(

@@ -4,9 +4,8 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import datasets
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase
@@ -59,13 +58,6 @@ def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -
     )
 
 
-def all_captions(rows: datasets.Dataset | datasets.IterableDataset) -> Iterator[str]:
-    """The captions of rows, of several all that are not missing."""
-    for batch in rows.select_columns("caption").iter(100):
-        for captions in batch["caption"]:
-            yield from [captions] if isinstance(captions, str) else filter(None, captions)
-
-
 def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str]) -> float:
     """Into how many tokens a word falls on average; numbers and runs of signs count as words."""
     pieces = words = 0
@@ -75,11 +67,9 @@ def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str])
     return pieces / max(words, 1)
 
 
-def warn_of_many_pieces(
-    tokenizer: PreTrainedTokenizerBase, rows: datasets.Dataset | datasets.IterableDataset, stage: str
-) -> None:
-    """Says so if a tokenizer knows few of the words of some pairs, as one learnt from other captions does."""
-    pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
+def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str], stage: str) -> None:
+    """Says so if a tokenizer knows few of the words of these captions, as one learnt from others does."""
+    pieces = pieces_per_word(tokenizer, itertools.islice(captions, SAMPLE))
     if pieces > MANY_PIECES:
         logger.warning(
             "%s: the tokenizer cuts a word of these captions into %.1f pieces on average: it was made for others. For "

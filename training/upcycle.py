@@ -10,9 +10,9 @@ from pathlib import Path
 
 from conversion.files import one_line_errors
 from conversion.recipe_yaml import read_yaml
-from training.arguments import AssembleStage, TrainStage, UnifyStage, UpcycleStage, load_recipe
+from training.arguments import load_recipe
 from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
-from training.stages import run_recipe
+from training.stages import MODEL_STAGES, run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 
@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(known.config, overrides)
         only = None if known.stages is None else _names(known.stages)
         output_dir = run_recipe(recipe, only, None if known.experts is None else _numbers(known.experts))
-    models = [
-        stage for stage in recipe.stages if isinstance(stage, TrainStage | UpcycleStage | UnifyStage | AssembleStage)
-    ]
+    models = [stage for stage in recipe.stages if isinstance(stage, MODEL_STAGES)]
     asked = {stage.name for stage in models} if only is None else set(only)
     finished = [stage for stage in models if stage.name in asked and (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
@@ -59,17 +57,20 @@ def main(argv: list[str] | None = None) -> None:
         )
 
 
+def _parts(argument: str) -> list[str]:
+    return [part.strip() for part in argument.split(",")]
+
+
 def _names(argument: str) -> list[str]:
-    names = [name.strip() for name in argument.split(",")]
-    if not all(names):
+    if not all(_parts(argument)):
         raise ValueError(f"--stages takes names of stages, such as upcycled,clip_up, not {argument!r}")
-    return names
+    return _parts(argument)
 
 
 def _numbers(argument: str) -> list[int]:
-    if not all(number.isdecimal() for number in argument.split(",")):
+    if not all(number.isdecimal() for number in _parts(argument)):
         raise ValueError(f"--experts takes numbers, such as 1,2, not {argument!r}")
-    return [int(number) for number in argument.split(",")]
+    return [int(number) for number in _parts(argument)]
 
 
 def _overrides(arguments: list[str]) -> dict[str, object]:
