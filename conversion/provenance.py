@@ -48,9 +48,9 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
 def weights_fingerprint(model: str) -> str:
     """What a model computes with, by which scores know the model that they were measured of: see `fingerprint`.
 
-    Of a mixture, all experts count. The processor does not.
+    The processor counts, and of a mixture all experts and the encoder of metadata.
     """
-    return fingerprint(model, ("**/config.json", "**/*.bin", "**/*.safetensors"))
+    return fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
 
 
 def manifest_fingerprint(folder: Path) -> str:

@@ -101,6 +101,16 @@ def test_scores_are_those_of_the_weights(run, capsys):
     assert "3 results of sparse are left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["processor_config.json", "tokenizer_config.json"])
+def test_scores_are_those_of_the_processor(run, capsys, name):
+    write_result(run, weights_fingerprint(str(run / "sparse")))
+    assert len(Provenance.of(run / "sparse").results) == 1
+    path = run / "sparse" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [5.0, 5.0, 5.0]}))
+    assert Provenance.of(run / "sparse").results == {}
+    assert "1 results of sparse are left out: they are of other weights" in capsys.readouterr().err
+
+
 def test_a_result_counts_whatever_it_is_called(run):
     sparse = weights_fingerprint(str(run / "sparse"))
     write_result(run, sparse, source="moved/another", model="another")
