@@ -19,8 +19,15 @@ STREAM_TRIAL = 1000
 
 
 def present_captions(captions: str | None | Sequence[str | None]) -> list[str]:
-    """The caption or captions of an image without those that are missing: None or blank."""
+    """The caption or captions of an image without those that are missing: None or blank.
+
+    Raises:
+        ValueError: one is no text.
+    """
     captions = captions if isinstance(captions, list) else [captions]
+    no_text = [caption for caption in captions if not isinstance(caption, str | None)]
+    if no_text:
+        raise ValueError(f"its caption is no text but {textwrap.shorten(repr(no_text[0]), 60)}")
     return [caption for caption in captions if caption and caption.strip()]
 
 
@@ -70,12 +77,11 @@ def _split_lines(rows: Rows) -> Rows:
 
 def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
     """What keeps a pair from being used, or nothing; its image; and whether that has more frames."""
-    captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
-    no_text = [caption for caption in captions if not isinstance(caption, str | None)]
-    if no_text:
-        return f"its caption is no text but {textwrap.shorten(repr(no_text[0]), 60)}", None, False
-    if not present_captions(captions):
-        return "its caption is empty", None, False
+    try:
+        if not present_captions(row["caption"]):
+            return "its caption is empty", None, False
+    except ValueError as error:
+        return str(error), None, False
     try:
         return "", *read_image(row["image"], arguments.image_root)
     except OSError as error:
