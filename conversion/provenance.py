@@ -58,6 +58,11 @@ def manifest_fingerprint(folder: Path) -> str:
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
 
 
+def is_as_made(folder: Path, manifest: dict) -> bool:
+    """Whether the model of a finished stage is what the stage wrote, as far as its manifest tells."""
+    return manifest.get("weights") is None or manifest["weights"] == weights_fingerprint(str(folder))
+
+
 def environment() -> dict:
     """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
     import accelerate
