@@ -78,7 +78,8 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
         return
     way_out = "Delete it to make it anew, or choose another --output-dir"
     old, new = read_record(folder / MANIFEST, dict), dict(new)
-    old.pop("weights", None)  # known when it has finished
+    for manifest in (old, new):
+        manifest.pop("weights", None)  # known when it has finished
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
     old, new = flatten(old), flatten(new)
