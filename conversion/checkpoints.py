@@ -136,7 +136,7 @@ def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
         FileNotFoundError: `source` is neither a folder nor a hub name.
         OSError: there is no model, or the hub cannot be reached.
         ValueError: a damaged configuration, or one of an unknown model; one that names kernels, which transformers
-            would run unasked, or that peft would load another model for.
+            would run unasked, or a file of weights, or that peft would load another model for.
     """
     require_source(source)
     check_json(Path(source) / subfolder)
@@ -146,7 +146,13 @@ def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
                 "adapter_config.json makes it an adapter of another model: merge it into that one (peft's "
                 "merge_and_unload), and save the whole"
             )
-        named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])
+        settings = PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0]
+        if "transformers_weights" in settings:  # loaded in place of the files that are checked
+            raise ValueError(
+                f"transformers_weights names a file of its own for the weights ({settings['transformers_weights']!r}): "
+                "remove it from config.json, and call that file model.safetensors"
+            )
+        named = kernels(settings)
         if named:
             raise ValueError(
                 f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.own_code import read_json
-from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, manifest_fingerprint, weights_fingerprint
+from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
 from conversion.recipe_yaml import read_yaml
 from conversion.rules import cut
 
@@ -88,10 +88,11 @@ class Provenance:
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
+        if not is_as_made(folder, read_record(folder / MANIFEST, dict)):
+            print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
+            return cls(unknown=[folder.name], **_measured(folder))
         made = {place: read_record(place / MANIFEST, dict) for place in _stages_before(folder, _all_inputs)}
         names = {place: _name(place, folder.parent) for place in made}
-        weights = weights_fingerprint(str(folder))
-        results = _results(folder, weights)
         bases, unknown = _bases(folder)
         data = [source for place in made for source in _data(place)]
         recipe = _read_recipe(folder.parent / RECIPE)
@@ -105,9 +106,7 @@ class Provenance:
             unknown=unknown,
             data=sorted({text for _, text in data}),
             datasets=sorted({name for name, _ in data if name is not None}),
-            results={name: without_paths(read_json(path) | {"source": folder.name}) for name, path in results.items()},
-            dates={name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
-            pictures=_pictures(folder, weights, {path.parent for path in results.values()}),
+            **_measured(folder),
         )
 
     @property
@@ -145,6 +144,17 @@ def read_record(path: Path, kind: type) -> Any:
     return record
 
 
+def _measured(folder: Path) -> dict[str, Any]:
+    """The scores of a folder's weights in its run, with their dates and pictures."""
+    weights = weights_fingerprint(str(folder))
+    results = _results(folder, weights)
+    return {
+        "results": {name: without_paths(read_json(path) | {"source": folder.name}) for name, path in results.items()},
+        "dates": {name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
+        "pictures": _pictures(folder, weights, {path.parent for path in results.values()}),
+    }
+
+
 def _is_stage(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
 
@@ -175,7 +185,8 @@ def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
             continue
         place = folder.parent / reference
         place = place if _is_stage(place) else Path(reference).absolute()
-        yield reference, place, _is_stage(place) and manifest_fingerprint(place) == recorded
+        is_known = _is_stage(place) and manifest_fingerprint(place) == recorded
+        yield reference, place, is_known and is_as_made(place, read_record(place / MANIFEST, dict))
 
 
 def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:

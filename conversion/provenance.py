@@ -48,14 +48,19 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
 def weights_fingerprint(model: str) -> str:
     """What a model computes with, by which scores know the model that they were measured of: see `fingerprint`.
 
-    Of a mixture, all experts count. The processor does not.
+    The processor counts, and of a mixture all experts and the encoder of metadata.
     """
-    return fingerprint(model, ("**/config.json", "**/*.bin", "**/*.safetensors"))
+    return fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
 
 
 def manifest_fingerprint(folder: Path) -> str:
     """What a finished stage is to the stages that it is an input of."""
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
+def is_as_made(folder: Path, manifest: dict) -> bool:
+    """Whether the model of a finished stage is what the stage wrote, as far as its manifest tells."""
+    return manifest.get("weights") is None or manifest["weights"] == weights_fingerprint(str(folder))
 
 
 def environment() -> dict:

@@ -129,8 +129,8 @@ def zero_shot_benchmark(
     """Zero-shot classification on any dataset with an image and a label column (`caption_column`).
 
     Args:
-        classes: names of the classes, in the order of integer labels; None: those that the dataset declares, or the
-            different texts of the column.
+        classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
+            integers; None: those that the column declares, or its different texts.
 
     Raises:
         ValueError: the labels are integers without names, or some have none among `classes`; a label that is neither an
@@ -159,12 +159,17 @@ def zero_shot_benchmark(
     if repeated:
         raise ValueError(f"classes need different names, but these occur twice: {', '.join(repeated[:5])}")
     if all(isinstance(label, int) for label in labels):
-        if labels and not 0 <= min(labels) <= max(labels) < len(classes):
-            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(classes)} classes")
-        labels = [classes[label] for label in labels]
+        # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
+        names = feature.names if isinstance(feature, ClassLabel) else classes
+        if labels and not 0 <= min(labels) <= max(labels) < len(names):
+            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
+        labels = [names[label] for label in labels]
     unknown = sorted(set(labels) - set(classes))
     if unknown:
-        raise ValueError(f"column {column} has labels that are no class: {', '.join(unknown[:5])}")
+        raise ValueError(
+            f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
+            f"own names, and are {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}"
+        )
     rows = rows.remove_columns(column).add_column(column, labels, feature=Value("string"))
 
     data = _data(arguments, classes=content_hash(classes), templates=list(templates))
@@ -187,17 +192,19 @@ def linear_probe_benchmark(
 
     Args:
         train_split: what the probe is fitted to; as many samples as `arguments` asks for.
+        classes: as there; None: those of either split.
     """
     test = zero_shot_benchmark(arguments, ["{}"], classes)
-    train = zero_shot_benchmark(dataclasses.replace(arguments, split=train_split), ["{}"], test.classes)
-    data = _data(arguments, classes=content_hash(test.classes), train_split=train_split)
+    train = zero_shot_benchmark(dataclasses.replace(arguments, split=train_split), ["{}"], classes)
+    classes = list(dict.fromkeys([*test.classes, *train.classes]))
+    data = _data(arguments, classes=content_hash(classes), train_split=train_split)
     return Benchmark(
         kind="linear_probe",
         title=f"linear probe, {_short_name(arguments)}",
-        protocol=f"{_protocol(data)}; {len(test.classes)} classes, fitted to the split {train_split}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
         load=test.load,
         load_train=train.load,
-        classes=test.classes,
+        classes=classes,
         data=data,
     )
 

@@ -17,7 +17,7 @@ from transformers import CLIPModel
 from training import glyphs
 from training.arguments import CaptionPolicy, CaptionsStage
 from training.captions import build_captions, pack_sentences, split_sentences
-from training.data import DataArguments, PairLoader, caption_columns, load_pairs
+from training.data import DataArguments, PairLoader, caption_columns, load_pairs, with_image_root
 from training.engine import ContrastiveTask
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
@@ -109,6 +109,20 @@ def test_captions_of_files_below_a_folder(tmp_path):
     build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
     loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
     assert len(loaded) == 6 and len(loaded[0]["caption"]) == 2
+
+
+def test_an_image_that_is_missing_stays_missing_below_a_folder():
+    images = [{"path": "x.png", "bytes": None}, None, {"path": None, "bytes": None}]
+    rows = datasets.Dataset.from_dict({"image": images, "caption": ["a", "b", "c"]})
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    rows = with_image_root(rows, DataArguments(source="x.parquet", image_root="images"))
+    assert [image and image["path"] for image in rows["image"]] == ["images/x.png", None, None]
+
+
+def test_policies_need_texts():
+    rows = datasets.Dataset.from_dict({"image": ["x.png"], "caption": [5]})
+    with pytest.raises(ValueError, match="its caption is no text but 5"):
+        build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
 
 
 def test_policies_leave_missing_captions_out():

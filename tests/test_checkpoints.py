@@ -316,6 +316,17 @@ def test_adapters_are_refused(copy, tmp_path):
     assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
 
 
+def test_weights_of_another_name_are_refused(copy, tmp_path):
+    """transformers would load that file, and not the one that is checked."""
+    for name in ("dense", "mixture/expert_1"):
+        change_json(copy / name / "config.json", lambda c: c.update(transformers_weights="other.safetensors"))
+        with pytest.raises(ValueError, match="transformers_weights names .*'other.safetensors'"):
+            load_config(copy / name)
+    with pytest.raises(ValueError, match="transformers_weights"):
+        load_mixture(copy / "mixture")
+    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
+
+
 def test_experts_of_a_mixture_that_are_damaged_are_named(copy):
     change_json(copy / "mixture/expert_1/config.json", lambda c: c["text_config"].update(hidden_size=10**9))
     with pytest.raises(ValueError, match="the configuration describes a model of .* numbers|hidden_size"):

@@ -390,8 +390,9 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
 def test_captions_that_are_no_texts(tmp_path):
     table = {"image": [picture(0)], "caption": [5]}
     datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")
-    with pytest.raises(ValueError, match="its caption is no text but 5"):
-        load_pairs(DataArguments(source=str(tmp_path / "x")))
+    for lines in (False, True):
+        with pytest.raises(ValueError, match="its caption is no text but 5"):
+            load_pairs(DataArguments(source=str(tmp_path / "x"), captions_per_line=lines))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])

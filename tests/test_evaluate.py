@@ -316,6 +316,35 @@ def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
         benchmarks.zero_shot_benchmark(labelled(tmp_path, labels), templates, classes)
 
 
+def class_folders(root, **names):
+    """An image folder with two images of each class of each split."""
+    for split, classes in names.items():
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for number in range(2):
+                PIL.Image.new("RGB", (8, 8), (number, 0, 0)).save(root / split / name / f"{name}{number}.png")
+    return DataArguments(source=str(root), split="test", caption_column="label")
+
+
+def test_classes_are_those_of_the_column_by_name(tmp_path):
+    column = datasets.ClassLabel(names=["cat", "dog", "emu"])
+    arguments = labelled(tmp_path, [0, 1, 1, 0], column)
+    for classes in (["dog", "cat"], ["ant", "cat", "dog"]):
+        rows, _ = benchmarks.zero_shot_benchmark(arguments, ["{}"], classes).load()
+        assert list(rows["caption"]) == ["cat", "dog", "dog", "cat"]
+    with pytest.raises(ValueError, match="no class: dog; the classes need the column's own names, and are cat, emu"):
+        benchmarks.zero_shot_benchmark(arguments, ["{}"], ["cat", "emu"])
+
+
+@pytest.mark.parametrize("classes", [None, ["a", "b", "c", "d"]])
+def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
+    arguments = class_folders(tmp_path / "folders", train="acd", test="bcd")
+    benchmark = benchmarks.linear_probe_benchmark(arguments, "train", classes)
+    assert sorted(benchmark.classes) == ["a", "b", "c", "d"]
+    for load, expected in ((benchmark.load, "bbccdd"), (benchmark.load_train, "aaccdd")):
+        assert "".join(load()[0]["caption"]) == expected
+
+
 def test_command_on_columns(dense, tmp_path, capsys):
     rows = glyphs.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
     rows.to_parquet(tmp_path / "glyphs.parquet")

@@ -101,6 +101,27 @@ def test_scores_are_those_of_the_weights(run, capsys):
     assert "3 results of sparse are left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["processor_config.json", "tokenizer_config.json"])
+def test_scores_are_those_of_the_processor(run, capsys, name):
+    write_result(run, weights_fingerprint(str(run / "sparse")))
+    assert len(Provenance.of(run / "sparse").results) == 1
+    path = run / "sparse" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [5.0, 5.0, 5.0]}))
+    assert Provenance.of(run / "sparse").results == {}
+    assert "1 results of sparse are left out: they are of other weights" in capsys.readouterr().err
+
+
+def test_a_stage_that_was_changed_is_not_told_as_it_was_made(run, capsys):
+    before = Provenance.of(run / "sparse")
+    assert before.recipe is not None and list(before.stages)[-1] == "sparse"
+    change_weights(run / "sparse")
+    write_result(run, weights_fingerprint(str(run / "sparse")))
+    later = Provenance.of(run / "sparse")
+    assert (later.recipe, later.stages, later.bases, later.unknown) == (None, {}, [], ["sparse"])
+    assert len(later.results) == 1
+    assert "sparse was changed after its stage had finished" in capsys.readouterr().err
+
+
 def test_a_result_counts_whatever_it_is_called(run):
     sparse = weights_fingerprint(str(run / "sparse"))
     write_result(run, sparse, source="moved/another", model="another")
@@ -258,6 +279,7 @@ def test_nothing_of_this_machine_is_published(run, tmp_path):
     path = run / "sparse" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["stage"]["data"] = {"source": str(data), "image_root": str(data)}
+    del manifest["weights"]  # so that the settings below may be changed
     path.write_text(json.dumps(manifest))
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["stages"] += [{"name": "other", "stage": "embed_captions", "encoder": "~/private/encoder"}]

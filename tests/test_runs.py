@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from test_training import recipe, same_weights
 
 from training import engine, stages, upcycle
@@ -78,6 +79,23 @@ def test_a_later_stage_is_refused_before_an_earlier_one_runs(write):
     with pytest.raises(ValueError, match="other is in the way: it has no manifest.json.* Move it away"):
         run_recipe(load_recipe(path, {"sparse.name": "other"}))
     assert (output / "other" / "notes.txt").read_text() == "mine"
+
+
+def test_a_model_that_was_changed_after_its_stage_is_not_read(write, tmp_path, capsys):
+    path = write()
+    output = run_recipe(load_recipe(path))
+    run_recipe(load_recipe(path))
+    assert capsys.readouterr().out.count("done before, skipped") == 2
+    weights = load_file(output / "dense" / "model.safetensors")
+    weights["visual_projection.weight"] += 1
+    save_file(weights, output / "dense" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="dense was changed after its stage had finished: delete the folder"):
+        run_recipe(load_recipe(path))
+    run_recipe(load_recipe(path), only=["dense"])  # nothing reads it
+    # The way out
+    shutil.copytree(output / "dense", tmp_path / "mine", ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.rmtree(output / "sparse")
+    run_recipe(load_recipe(path, {"sparse.model": str(tmp_path / "mine")}), only=["sparse"])
 
 
 def test_damaged_records_are_named(write, monkeypatch):

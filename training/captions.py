@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from training.arguments import CaptionPolicy
-from training.pairs import present_captions
+from training.pairs import present_texts
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def build_captions(
     def build(row: dict, index: int) -> dict:
         captions = []
         for number, policy in enumerate(policies):
-            text = " ".join(present_captions(row[policy.column]))
+            text = " ".join(present_texts(row[policy.column]))
             if policy.policy == "full":
                 captions.append(text.strip())
             elif policy.policy == "first_sentence":

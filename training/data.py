@@ -83,10 +83,11 @@ def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> dataset
     if root is None:
         return rows
 
-    def whole(image: str | dict) -> str | dict:
+    def whole(image: str | dict | None) -> str | dict | None:
         if isinstance(image, str):
             return os.path.join(root, image)
-        return image if image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+        missing = image is None or image["path"] is None
+        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
 
     return rows.map(lambda row: {"image": whole(row["image"])})
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from conversion.provenance import ATTEMPTS, MANIFEST
+from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint
 from training.data_identity import newest_file
 from training.sources import DataArguments
 
@@ -29,6 +29,20 @@ def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to make it anew") from error
     return record
+
+
+def stage_fingerprint(folder: Path) -> str:
+    """See `manifest_fingerprint`.
+
+    Raises:
+        ValueError: the manifest is damaged, or the model beside it was changed after the stage had finished.
+    """
+    if not is_as_made(folder, read_record(folder / MANIFEST, dict)):
+        raise ValueError(
+            f"the model in {folder} was changed after its stage had finished: delete the folder to make it anew, or "
+            f"copy it elsewhere without {MANIFEST} and name that folder"
+        )
+    return manifest_fingerprint(folder)
 
 
 def has_work(partial: Path) -> bool:
@@ -64,6 +78,8 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
         return
     way_out = "Delete it to make it anew, or choose another --output-dir"
     old, new = read_record(folder / MANIFEST, dict), dict(new)
+    for manifest in (old, new):
+        manifest.pop("weights", None)  # known when it has finished
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
     old, new = flatten(old), flatten(new)

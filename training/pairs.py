@@ -24,6 +24,18 @@ def present_captions(captions: Any) -> list[str]:
     return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
 
 
+def present_texts(captions: Any) -> list[str]:
+    """As `present_captions`.
+
+    Raises:
+        ValueError: one is neither a text nor missing.
+    """
+    for caption in captions if isinstance(captions, list) else [captions]:
+        if not isinstance(caption, str | None):
+            raise ValueError(f"its caption is no text but {textwrap.shorten(repr(caption), 60)}")
+    return present_captions(captions)
+
+
 def first_caption(captions: Sequence[str | None]) -> str:
     """The first of several captions that is not missing."""
     return present_captions(captions)[0]
@@ -74,7 +86,7 @@ def _split_lines(rows: Rows) -> Rows:
     """Rows whose captions are the lines of what they were."""
 
     def split(row: dict[str, Any]) -> dict[str, list[str]]:
-        lines = [line for text in present_captions(row["caption"]) for line in text.split("\n")]
+        lines = [line for text in present_texts(row["caption"]) for line in text.split("\n")]
         return {"caption": [line.strip() for line in present_captions(lines)]}
 
     captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
@@ -86,12 +98,11 @@ def _split_lines(rows: Rows) -> Rows:
 
 def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
     """What keeps a pair from being used, or nothing; its image; and whether that has more frames."""
-    captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
-    no_text = [caption for caption in captions if not isinstance(caption, str | None)]
-    if no_text:
-        return f"its caption is no text but {textwrap.shorten(repr(no_text[0]), 60)}", None, False
-    if not present_captions(captions):
-        return "its caption is empty", None, False
+    try:
+        if not present_texts(row["caption"]):
+            return "its caption is empty", None, False
+    except ValueError as error:
+        return str(error), None, False
     try:
         return "", *read_image(row["image"], arguments.image_root)
     except OSError as error:

@@ -38,7 +38,16 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
 from conversion.files import locked, respect_umask, write_text
-from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
+from conversion.provenance import (
+    ATTEMPTS,
+    ENVIRONMENT,
+    LOGS,
+    MANIFEST,
+    RECIPE,
+    environment,
+    manifest_fingerprint,
+    weights_fingerprint,
+)
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
@@ -115,7 +124,7 @@ from training.hidden_states import (
     require_all_parts,
 )
 from training.initialize import random_clip
-from training.manifests import comparable, flatten, has_work, read_record, require_same
+from training.manifests import comparable, flatten, has_work, read_record, require_same, stage_fingerprint
 from training.pairs import all_captions, first_caption
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 from training.sources import DataArguments, reading
@@ -169,12 +178,12 @@ class Run:
             return data_fingerprint(rows, arguments.image_root)
 
     def model_fingerprint(self, reference: str) -> str:
-        """What a stage, a folder or a hub name holds; folders that this run does not make are read once."""
-        if self._is_stage(reference):
-            return fingerprint(self.folder(reference))
-        if reference not in self._models:
-            self._models[reference] = fingerprint(reference)
-        return self._models[reference]
+        """What a stage, a folder or a hub name holds, which is read once after it was made."""
+        folder = self.folder(reference)
+        key = f"{reference} {manifest_fingerprint(Path(folder))}" if self._is_stage(reference) else reference
+        if key not in self._models:
+            self._models[key] = fingerprint(folder)
+        return self._models[key]
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `training.data_identity.identity`; every process has to ask for it."""
@@ -333,6 +342,8 @@ def run_stage(run: Run, stage: Stage) -> None:
         os.replace(partial, final)
         # Not before: a run that is killed now goes on from the last one.
         shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
+        if isinstance(stage, MODEL_STAGES):  # of what is left
+            write_text(final / MANIFEST, json.dumps(manifest | {"weights": weights_fingerprint(str(final))}, indent=2))
     run.accelerator.wait_for_everyone()
 
 
@@ -789,7 +800,7 @@ MODEL_STAGES = (
 def fingerprint(model: str) -> str:
     """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
     if (Path(model) / MANIFEST).is_file():
-        return manifest_fingerprint(Path(model))
+        return stage_fingerprint(Path(model))
     return model_fingerprint(model)
 
 
