@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
@@ -116,6 +116,16 @@ def writing(path: str | Path) -> Iterator[None]:
     except Exception as error:
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"cannot write {path}: {reason}") from error
+
+
+def save(part: Any, folder: Path) -> None:
+    """Saves a model, a processor or a half of one as transformers does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with writing(folder):
+        part.save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
-from conversion.files import locked, respect_umask, write_text
+from conversion.files import locked, respect_umask, save, write_text
 from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
@@ -368,7 +368,7 @@ def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
     if not run.accelerator.is_main_process:
         return
     tokenizer = learn_tokenizer(all_captions(rows), stage.vocab_size, stage.max_length)
-    tokenizer.save_pretrained(directory)
+    save(tokenizer, directory)
     pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
     print(f"{stage.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
@@ -378,7 +378,7 @@ def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
     if run.accelerator.is_main_process:
         model, processor = random_clip(stage, None if stage.tokenizer is None else run.folder(stage.tokenizer))
         model.save_pretrained(directory)
-        processor.save_pretrained(directory)
+        save(processor, directory)
 
 
 def lengthen(run: Run, stage: LongContextStage, directory: Path) -> None:
@@ -705,7 +705,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         tracker.finish()
     if accelerator.is_main_process:
         model.save_pretrained(directory, state_dict=state_dict)
-        processor.save_pretrained(directory)
+        save(processor, directory)
 
 
 def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
