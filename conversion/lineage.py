@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from conversion.files import read_record
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.own_code import read_json
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, manifest_fingerprint, weights_fingerprint
@@ -135,14 +136,6 @@ class Provenance:
     @property
     def _all_attempts(self) -> list[dict[str, Any]]:
         return [attempt for attempts in self.attempts.values() for attempt in attempts]
-
-
-def read_record(path: Path, kind: type) -> Any:
-    """A dictionary or a list that a run wrote. Raises ValueError for any other file."""
-    record = read_json(path)
-    if not isinstance(record, kind):
-        raise ValueError(f"{path} is damaged: it holds no {kind.__name__}")
-    return record
 
 
 def _is_stage(folder: Path) -> bool:

@@ -1,34 +1,15 @@
 """What made a stage's folder, as its `manifest.json` tells, and whether that is what a run asks for."""
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from conversion.files import read_record
 from conversion.provenance import ATTEMPTS, MANIFEST
 from training.data import DataArguments
 from training.data_identity import newest_file
 
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
-
-
-def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
-    """A dictionary with these keys, or a list, that a stage wrote as JSON.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, kind):
-            raise ValueError(f"it holds no {kind.__name__}")
-        missing = [key for key in keys if key not in record]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to make it anew") from error
-    return record
 
 
 def has_work(partial: Path) -> bool:

@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
-from conversion.files import locked, respect_umask, save, write_text
+from conversion.files import locked, read_record, respect_umask, save, write_text
 from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
@@ -115,7 +115,7 @@ from training.hidden_states import (
     require_all_parts,
 )
 from training.initialize import random_clip
-from training.manifests import comparable, flatten, has_work, read_record, require_same
+from training.manifests import comparable, flatten, has_work, require_same
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 from training.tokenizer import SAMPLE, all_captions, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 
@@ -151,9 +151,13 @@ class Run:
         """Whether what a stage names is there, as far as this run makes it."""
         return not self._is_stage(reference) or (self.output_dir / reference / MANIFEST).is_file()
 
+    def resolve(self, arguments: DataArguments) -> DataArguments:
+        """With the folder as the source where that is a captions stage."""
+        return dataclasses.replace(arguments, source=self.folder(arguments.source))
+
     def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
         """See `load_pairs`; the source may be a captions stage."""
-        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
+        arguments = self.resolve(arguments)
         key = json.dumps(dump(arguments))
         if key not in self._pairs:
             self._pairs.clear()
@@ -176,7 +180,7 @@ class Run:
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `training.data_identity.identity`; every process has to ask for it."""
-        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
+        arguments = self.resolve(arguments)
         key = json.dumps(dump(arguments))
         if key not in self._identities:
             with self.accelerator.main_process_first():
@@ -357,9 +361,10 @@ def _require_made_alike(run: Run, stage: Stage) -> None:
     folders = [final] if (final / MANIFEST).is_file() else []
     folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
     if folders and all(map(run.finished, run.inputs(stage))):
-        manifest = _manifest(run, stage)
+        manifest, data = _manifest(run, stage), getattr(stage, "data", None)
+        data = data and run.resolve(data)
         for folder in folders:
-            require_same(folder, manifest, getattr(stage, "data", None))
+            require_same(folder, manifest, data)
 
 
 def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
