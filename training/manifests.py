@@ -47,6 +47,12 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     old, new = read_record(folder / MANIFEST, dict), dict(new)
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
+    # An input that is younger than the manifest counts as the same, and so does one that is not here now: the settings
+    # name all inputs, so that another one is seen there
+    then, now = old.get("inputs", {}), new.get("inputs", {})
+    if not isinstance(then, dict):
+        raise ValueError(f"{folder / MANIFEST} is damaged: its inputs are no dictionary. {way_out}")
+    old["inputs"], new["inputs"] = ({key: some[key] for key in then.keys() & now} for some in (then, now))
     old, new = flatten(old), flatten(new)
     # A setting that is younger than the folder counts as its default, None or False
     old = {key: False for key, value in new.items() if value is False} | old

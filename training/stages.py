@@ -38,7 +38,16 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
 from conversion.files import locked, read_record, respect_umask, save, write_text
-from conversion.provenance import ATTEMPTS, ENVIRONMENT, LOGS, MANIFEST, RECIPE, environment, manifest_fingerprint
+from conversion.provenance import (
+    ATTEMPTS,
+    ENVIRONMENT,
+    LOGS,
+    MANIFEST,
+    PROCESSOR,
+    RECIPE,
+    environment,
+    manifest_fingerprint,
+)
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
@@ -339,12 +348,14 @@ def run_stage(run: Run, stage: Stage) -> None:
 
 
 def _manifest(run: Run, stage: Stage) -> dict[str, Any]:
-    data = getattr(stage, "data", None)
+    data, inputs = getattr(stage, "data", None), run.inputs(stage)
+    given = {stage.processor, stage.tokenizer} - {None, "glyphs", *inputs} if isinstance(stage, InitializeStage) else ()
+    processors = {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(given) if Path(folder).is_dir()}
     return {
         "stage": comparable(dump(stage)),
         "seed": run.recipe.seed,
         "mixed_precision": run.accelerator.mixed_precision,
-        "inputs": {reference: run.model_fingerprint(reference) for reference in run.inputs(stage)},
+        "inputs": {reference: run.model_fingerprint(reference) for reference in inputs} | processors,
         "data": None if data is None else run.identity(data),
     }
 
