@@ -242,6 +242,40 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
         assert f"Data: {text}." in card.text and "From openai/clip, by the stages" in card.text
 
 
+@pytest.mark.parametrize(
+    ("identity", "datasets", "published"),
+    [
+        ({"commit": "a" * 40}, ["private/photos"], "private/photos"),
+        ({"files": 3, "sha256": "0" * 64}, None, "photos"),
+        (None, ["private/photos"], "private/photos"),  # not known, as in runs that are older
+    ],
+)
+def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, identity, datasets, published):
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": "private/photos", "image_root": "private/images"}
+    path.write_text(json.dumps(manifest | {"data": identity}))
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["stages"][0]["data"] = manifest["stage"]["data"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    provenance = Provenance.of(run / "sparse")
+    card = card_of(provenance)
+    assert card.data.datasets == datasets
+    assert f"Data: {published}{'' if datasets else ' (local)'}." in card.text
+    assert provenance.recipe["stages"][0]["data"] == {"source": published, "image_root": "images"}
+    assert provenance.stages["sparse"]["stage"]["data"]["source"] == published
+
+
+def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "pairs").mkdir(parents=True)
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": "user/pairs"}
+    path.write_text(json.dumps(manifest | {"data": {"commit": "a" * 40}}))
+    assert card_of(Provenance.of(run / "sparse")).data.datasets == ["user/pairs"]
+
+
 @pytest.mark.parametrize("name", ["runs/demo/clip_up", "no name", "training"])
 def test_a_base_model_is_a_name_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
