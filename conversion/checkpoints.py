@@ -37,7 +37,7 @@ from transformers.utils import (
     logging,
 )
 
-from conversion.files import writing
+from conversion.files import save
 from conversion.own_code import kernels
 from conversion.rules import cut
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
@@ -440,8 +440,7 @@ def copy_processor(source: str | Path, folder: Path, required: bool = False) -> 
     if tokenizer is not None:
         check_vocabulary(tokenizer, source, folder)
         forget_last_use(tokenizer)
-    with writing(folder):
-        copy.save_pretrained(folder)
+    save(copy, folder)
 
 
 # For `cached_file`: no error where there is no file

@@ -8,13 +8,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+
+from conversion.own_code import read_json
 
 NOTHING_LEFT = "nothing was written"
 
@@ -119,6 +121,16 @@ def writing(path: str | Path) -> Iterator[None]:
         raise OSError(f"cannot write {path}: {reason}") from error
 
 
+def save(part: Any, folder: Path) -> None:
+    """Saves a model, a processor or a half of one as transformers does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with writing(folder):
+        part.save_pretrained(folder)
+
+
 @contextlib.contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
@@ -187,6 +199,27 @@ def output_folder(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not empty
             is_new and path.rmdir()
         raise
+
+
+def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
+    """A dictionary with these keys, or a list, that a stage wrote as JSON.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        record = read_json(path)
+        if not isinstance(record, kind):
+            raise ValueError(f"it holds no {kind.__name__}")
+        missing = [key for key in keys if key not in record]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path} ")
+        raise ValueError(
+            f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file"
+        ) from error
+    return record
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from conversion.files import read_record
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.own_code import read_json
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
@@ -97,7 +98,7 @@ class Provenance:
         data = [source for place in made for source in _data(place)]
         recipe = _read_recipe(folder.parent / RECIPE)
         inputs = [reference for place in made for reference, start, _ in _all_inputs(place) if start is not None]
-        local = {*inputs, str(recipe.get("output_dir"))}
+        local = {*inputs, str(recipe.get("output_dir"))}.union(*map(_local_data, made.values()))
         return cls(
             recipe=without_paths(recipe, local),
             stages={names[place]: without_paths(manifest, local) for place, manifest in made.items()},
@@ -134,14 +135,6 @@ class Provenance:
     @property
     def _all_attempts(self) -> list[dict[str, Any]]:
         return [attempt for attempts in self.attempts.values() for attempt in attempts]
-
-
-def read_record(path: Path, kind: type) -> Any:
-    """A dictionary or a list that a run wrote. Raises ValueError for any other file."""
-    record = read_json(path)
-    if not isinstance(record, kind):
-        raise ValueError(f"{path} is damaged: it holds no {kind.__name__}")
-    return record
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -212,15 +205,32 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
 
 def _data(folder: Path) -> list[tuple[str | None, str]]:
     """The name on the Hub, if it is one, and what a card calls them, of a stage's data that no stage made."""
-    data = read_record(folder / MANIFEST, dict)["stage"].get("data")
+    manifest = read_record(folder / MANIFEST, dict)
+    data = manifest["stage"].get("data")
     source = data.get("source") if isinstance(data, dict) else None
     made = {reference: is_known for reference, _, is_known in _all_inputs(folder)}
     if not isinstance(source, str) or made.get(source):
         return []
     if source == BUILT_IN or is_url(source):
         return [(None, source)]
-    is_public = source not in made and is_hub_name(source)
+    is_local = source in made or source in _local_data(manifest)
+    is_public = not is_local and ("commit" in _identity(manifest) or is_hub_name(source))
     return [(source, source)] if is_public else [(None, f"{Path(without_paths(source)).name} (local)")]
+
+
+def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Of a stage's data, as training.data_identity tells it: empty where it was not known."""
+    identity = manifest.get("data")
+    return identity if isinstance(identity, dict) else {}
+
+
+def _local_data(manifest: dict[str, Any]) -> set[str]:
+    """What a stage's data were read from on the machine that it ran on, whether it is still there or not."""
+    data = manifest["stage"].get("data")
+    if not isinstance(data, dict):
+        return set()
+    places = [data.get("image_root"), data.get("source") if "files" in _identity(manifest) else None]
+    return {place for place in places if isinstance(place, str)}
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from conversion.checkpoints import (
     load_processor,
     load_weights,
 )
-from conversion.files import new_folder, one_line_errors, writing
+from conversion.files import new_folder, one_line_errors, save
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 
@@ -128,8 +128,7 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
             f"processor that belongs to the tower into {tower_source}"
         )
     processor.patch_size = config.patch_size
-    with writing(folder):
-        processor.save_pretrained(folder)
+    save(processor, folder)
 
 
 def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:

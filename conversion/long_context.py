@@ -28,7 +28,7 @@ from conversion.checkpoints import (
     load_tokenizer,
     sample_inputs,
 )
-from conversion.files import new_folder, one_line_errors, writing
+from conversion.files import new_folder, one_line_errors, save
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEEP = 20
@@ -131,8 +131,7 @@ def set_text_length(folder: str | Path, length: int) -> None:
     if has_file(folder, *TOKENIZER_FILES):
         tokenizer = load_tokenizer(folder, model_max_length=length)
         forget_last_use(tokenizer)  # it may have been the old length
-        with writing(folder):
-            tokenizer.save_pretrained(folder)
+        save(tokenizer, folder)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -35,7 +35,7 @@ from conversion.checkpoints import (
     load_processor,
     sample_inputs,
 )
-from conversion.files import new_folder, one_line_errors, write_text
+from conversion.files import new_folder, one_line_errors, save, write_text, writing
 from conversion.lineage import Provenance
 from conversion.local_names import is_hub_name
 from conversion.model_card import render, result_entries
@@ -142,9 +142,10 @@ def write_processor(source: Path, folder: Path) -> None:
     """
     processor = load_processor(source)
     forget_last_use(processor.tokenizer)
-    processor.save_pretrained(folder)
-    processor.image_processor.save_pretrained(folder)  # preprocessor_config.json
-    processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+    save(processor, folder)
+    save(processor.image_processor, folder)  # preprocessor_config.json
+    with writing(folder):
+        processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
 
 
 def write_encoder(source: Path, folder: Path) -> None:

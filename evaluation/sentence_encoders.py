@@ -28,6 +28,7 @@ from conversion.checkpoints import (
     reading,
     stored_weights,
 )
+from conversion.files import save, writing
 from modeling_clip_moe import CLIPMoEConfig
 
 FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -109,7 +110,8 @@ class SentenceTransformerEncoder:
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
-            self.model.save(str(folder / "model"))
+            with writing(folder):
+                self.model.save(str(folder / "model"))
         _write(folder, {"kind": "sentence_transformers", "name": self.name, "source": self.source})
 
 
@@ -164,8 +166,8 @@ class TransformersEncoder:
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
-            self.model.save_pretrained(folder / "model")
-            self.tokenizer.save_pretrained(folder / "model")
+            save(self.model, folder / "model")
+            save(self.tokenizer, folder / "model")
         settings = {"kind": "transformers", "name": self.name, "source": self.source, "pooling": self.pooling}
         _write(folder, settings)
 

@@ -19,6 +19,8 @@ from training.data import DataArguments, load_pairs
 from training.data_identity import content_digests, data_fingerprint, identity
 from training.stages import run_recipe
 
+BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
@@ -180,6 +182,38 @@ def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys
     layout(kind.replace("stream", "parquet"), tmp_path / "a", first=100)
     with pytest.raises(ValueError, match=r"tuned was made with other data: .* Delete it"):
         train(data)
+
+
+def test_captions_that_were_changed_are_other_data(tmp_path):
+    """The folder of a stage, which a recipe names as it does a dataset of the Hub."""
+    settings = recipe(max_steps=2, global_batch_size=4)
+    captions = {
+        "name": "caps",
+        "stage": "captions",
+        "model": str(BASE),
+        "captions": [{"policy": "full", "column": "caption"}],
+    }
+    settings["stages"].insert(0, captions | {"data": {"source": "glyphs", "num_samples": 8}})
+    settings["stages"][-1] |= {"data": {"source": "caps"}, "caption_weights": [1.0]}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "out")}))
+    output = run_recipe(load_recipe(path))
+    (shard,) = (output / "caps").glob("data-*.arrow")
+    shard.write_bytes(shard.read_bytes() + b"x")
+    with pytest.raises(
+        ValueError, match=r"tuned was made with other data: \S+caps was .*, of which \S+\.arrow changed"
+    ):
+        run_recipe(load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [{"filename": 3}]}', "[" * 100_000]
+)
+def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
+    data = DataArguments(**layout("saved", tmp_path / "a"))
+    (tmp_path / "a" / "saved" / "state.json").write_text(text)
+    with pytest.raises(ValueError, match="saved/state.json is damaged"):
+        identity(data)
 
 
 def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatch):

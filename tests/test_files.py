@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 import torch
 from converters import COMMANDS, make_sources, run
 from safetensors.torch import save_file
-from test_upcycle import tiny_clip
+from test_upcycle import processor, tiny_clip
 
 from conversion.checkpoints import copy_processor
 from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask
+from conversion.publish import write_processor
+from evaluation.sentence_encoders import TransformersEncoder
 
 HOLD = """
 import os, sys, time
@@ -144,13 +147,29 @@ def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, full_dis
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_full_disk_processors_end_in_one_line(sources, tmp_path, full_disk, capsys):
-    full_disk(1000)
+WRITERS = {
+    "copy": copy_processor,
+    "publish": write_processor,
+    "encoder": lambda source, folder: TransformersEncoder(str(source)).save(folder),
+}
+
+
+@pytest.mark.parametrize("size", [0, 1000, 300_000], ids=["nothing", "no tokenizer's state", "no long tokenizer"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_on_a_full_disk_processors_end_in_one_line(sources, tmp_path, full_disk, capsys, writer, size):
+    source = Path(shutil.copytree(sources / "dense", tmp_path / "source"))
+    if size == 300_000:  # larger than the weights, which the encoder saves before
+        tokenizer = processor().tokenizer
+        tokenizer.add_tokens([str(number) * 1000 for number in range(300)])
+        tokenizer.save_pretrained(source)
     with pytest.raises(SystemExit, match="error: cannot write .*out.*too large"), one_line_errors():
         with new_folder(tmp_path / "out") as folder:
-            copy_processor(sources / "dense", folder)
-    full_disk(resource.RLIM_INFINITY)
-    assert not list(tmp_path.iterdir())
+            try:
+                full_disk(size)  # from here on, since the lock is a file as well
+                WRITERS[writer](source, folder)
+            finally:
+                full_disk(resource.RLIM_INFINITY)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def modes(folder):

@@ -183,17 +183,17 @@ def attempt(**changes):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("evaluation/a--b.json", "{", "a--b.json is no JSON"),
-        ("evaluation/a--b.json", "[1]", "a--b.json is damaged: it holds no dict"),
+        ("evaluation/a--b.json", "{", "a--b.json is damaged .is no JSON"),
+        ("evaluation/a--b.json", "[1]", "a--b.json is damaged .it holds no dict"),
         ("experts/experts.json", "null", "experts.json is damaged"),
-        ("sparse/manifest.json", "", "manifest.json is no JSON"),
+        ("sparse/manifest.json", "", "manifest.json is damaged .is no JSON"),
         ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged: it tells neither"),
         ("sparse/attempts.json", "[1]", "attempts.json is damaged: an attempt has"),
         ("recipe.yaml", "a: [", "recipe.yaml is not valid YAML"),
-        ("sparse/attempts.json", DEEP, "attempts.json is no JSON that can be read: it is nested"),
+        ("sparse/attempts.json", DEEP, "attempts.json is damaged .is no JSON that can be read: it is nested"),
         ("sparse/attempts.json", attempt(commit=["a"]), "attempts.json is damaged: an attempt has"),
         ("sparse/attempts.json", attempt(seconds=math.nan), "attempts.json is damaged: an attempt has"),
-        ("evaluation/a--b.json", DEEP, "a--b.json is no JSON that can be read: it is nested"),
+        ("evaluation/a--b.json", DEEP, "a--b.json is damaged .is no JSON that can be read: it is nested"),
         ("recipe.yaml", "a: " + DEEP, "recipe.yaml is nested"),
         ("recipe.yaml", ALIASES, "recipe.yaml: .* more than 100000 values"),
         ("recipe.yaml", "a: &a [*a]", "an alias stands for a value that holds it"),
@@ -261,6 +261,40 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
         card = card_of(Provenance.of(run / "sparse"))
         assert (card.data.base_model, card.data.datasets) == ("openai/clip", datasets)
         assert f"Data: {text}." in card.text and "From openai/clip, by the stages" in card.text
+
+
+@pytest.mark.parametrize(
+    ("identity", "datasets", "published"),
+    [
+        ({"commit": "a" * 40}, ["private/photos"], "private/photos"),
+        ({"files": 3, "sha256": "0" * 64}, None, "photos"),
+        (None, ["private/photos"], "private/photos"),  # not known, as in runs that are older
+    ],
+)
+def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, identity, datasets, published):
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": "private/photos", "image_root": "private/images"}
+    path.write_text(json.dumps(manifest | {"data": identity}))
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["stages"][0]["data"] = manifest["stage"]["data"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    provenance = Provenance.of(run / "sparse")
+    card = card_of(provenance)
+    assert card.data.datasets == datasets
+    assert f"Data: {published}{'' if datasets else ' (local)'}." in card.text
+    assert provenance.recipe["stages"][0]["data"] == {"source": published, "image_root": "images"}
+    assert provenance.stages["sparse"]["stage"]["data"]["source"] == published
+
+
+def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "pairs").mkdir(parents=True)
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": "user/pairs"}
+    path.write_text(json.dumps(manifest | {"data": {"commit": "a" * 40}}))
+    assert card_of(Provenance.of(run / "sparse")).data.datasets == ["user/pairs"]
 
 
 @pytest.mark.parametrize("name", ["runs/demo/clip_up", "no name", "training"])

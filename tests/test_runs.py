@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from test_training import recipe, same_weights
 
-from training import engine, stages, upcycle
+from training import engine, glyphs, stages, upcycle
 from training.arguments import load_recipe
 from training.data_clusters import load_index
 from training.hidden_states import HiddenStates
@@ -175,7 +175,9 @@ def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("stage", "size"), [("dense", 0), ("dense", 3000), ("sparse", 3000), ("features", 0), ("tuned", 30_000)]
+    ("stage", "size"),
+    [("dense", 0), ("dense", 3000), ("sparse", 3000), ("features", 0), ("tuned", 30_000), ("words", 3000)]
+    + [("dense", 500_000), ("tuned", 500_000)],  # the tokenizer alone does not fit
 )
 def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeypatch, stage, size):
     """No file may be longer than a few bytes, from the stage's own work on."""
@@ -183,6 +185,11 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
     settings = yaml.safe_load(path.read_text())
     data = {"source": "glyphs", "num_samples": 8}
     settings["stages"].append({"name": "features", "stage": "embed", "model": "dense", "data": data})
+    settings["stages"].append({"name": "words", "stage": "tokenizer", "data": data})
+    processor = glyphs.build_processor(16, 32)
+    processor.tokenizer.add_tokens([str(number) * 1000 for number in range(300)])
+    processor.save_pretrained(tmp_path / "processor")
+    settings["stages"][0]["processor"] = str(tmp_path / "processor")
     path.write_text(yaml.safe_dump(settings))
     limits, kinds = resource.getrlimit(resource.RLIMIT_FSIZE), {type(s): s.name for s in load_recipe(path).stages}
 
@@ -207,7 +214,8 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
     resumed = run_recipe(load_recipe(path))
     whole = run_recipe(load_recipe(path, {"output_dir": str(tmp_path / "whole")}))
     assert same_weights(resumed / "tuned", whole / "tuned")
-    assert contents(resumed / "features").keys() == contents(whole / "features").keys()
+    for name in ("features", "words"):
+        assert contents(resumed / name).keys() == contents(whole / name).keys()
 
 
 def test_what_killed_attempts_left_is_no_part_of_a_stage(write, tmp_path, monkeypatch):

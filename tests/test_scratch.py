@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 
 from conversion import assemble
 from conversion.checkpoints import require_loadable
+from conversion.lineage import Provenance
 from conversion.upcycle import ROUTING_FIELDS
 from training import glyphs, stages
 from training.arguments import InitializeStage, UpcycleStage, load_recipe
@@ -145,8 +147,30 @@ def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder,
     learn_tokenizer(CAPTIONS, 600, 16).save_pretrained(tmp_path / "words")
     output = run([{**DENSE, "processor": str(tmp_path / "half"), "tokenizer": str(tmp_path / "words")}])
     assert AutoProcessor.from_pretrained(output / "dense").tokenizer.tokenize("harbour") == ["harbour</w>"]
-    # A model card names what a run starts from: no tokenizer, as it names no processor
-    assert json.loads((output / "dense" / "manifest.json").read_text())["inputs"] == {}
+    inputs = json.loads((output / "dense" / "manifest.json").read_text())["inputs"]
+    assert set(inputs) == {str(tmp_path / "half"), str(tmp_path / "words")}
+    # A model card names what weights start from: neither
+    provenance = Provenance.of(output / "dense")
+    assert (provenance.bases, provenance.unknown) == ([], [])
+
+
+@pytest.mark.parametrize("setting, file", [("processor", "processor_config.json"), ("tokenizer", "tokenizer.json")])
+def test_a_processor_that_was_changed_is_another_one(run, processor_folder, tmp_path, capsys, setting, file):
+    folder = Path(shutil.copytree(processor_folder, tmp_path / "here"))
+    stage = {**DENSE, "processor": str(processor_folder), setting: str(folder)}
+    manifest = run([stage]) / "dense" / "manifest.json"
+    (folder / "README.md").write_text("no part of it")
+    run([stage])
+    (folder / file).write_text((folder / file).read_text() + " ")
+    with pytest.raises(ValueError, match="dense was made with other settings .inputs..*here"):
+        run([stage])
+    entries = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(entries | {"inputs": {}}))  # of a run before there were such inputs
+    run([stage])
+    manifest.write_text(json.dumps(entries))
+    shutil.rmtree(folder)  # it need not be carried
+    run([stage])
+    assert capsys.readouterr().out.count("dense: done before, skipped") == 3
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "processor_config.json"])

@@ -13,10 +13,9 @@ from safetensors.numpy import save_file
 from sklearn.cluster import kmeans_plusplus
 from tqdm.auto import tqdm
 
-from conversion.files import new_file
+from conversion.files import new_file, read_record
 from training.data_identity import OTHER_DATA
 from training.embedding import open_arrays
-from training.manifests import read_record
 
 INDEX, CENTERS, LABELS = "index.json", "centers.safetensors", "labels.safetensors"
 # Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses

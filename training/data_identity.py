@@ -22,6 +22,7 @@ import datasets
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
+from conversion.files import read_record
 from training.sources import DataArguments, open_rows, split_files
 
 # What others say of a fingerprint that is not that of the pairs
@@ -102,13 +103,22 @@ def _commit(dataset: str) -> dict[str, str] | None:
 
 
 def source_files(arguments: DataArguments) -> list[str]:
-    """The files of a local source that hold its split, in order: without images that only its rows name."""
+    """The files of a local source that hold its split, in order: without images that only its rows name.
+
+    Raises:
+        ValueError: the record of a saved dataset is damaged.
+    """
     source = Path(os.path.abspath(arguments.source))
     if not source.is_dir():
         return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))
     saved = _saved(arguments)
     if saved is not None:  # `datasets` keeps its caches in the same folder
-        names = [file["filename"] for file in json.loads((saved / "state.json").read_text())["_data_files"]]
+        files = read_record(saved / "state.json", dict, ["_data_files"])["_data_files"]
+        if not isinstance(files, list) or not all(
+            isinstance(file, dict) and isinstance(file.get("filename"), str) for file in files
+        ):
+            raise ValueError(f"{saved / 'state.json'} is damaged: _data_files lists no files: restore it")
+        names = [file["filename"] for file in files]
         return [str(saved / name) for name in ("state.json", "dataset_info.json", *names)]
     try:
         _, splits = split_files(arguments)

@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from conversion.files import new_file
+from conversion.files import new_file, read_record
 from modeling_clip_moe import CLIPMoEModel
 from training.data import PairLoader
 from training.data_identity import OTHER_DATA
-from training.manifests import read_record
 
 INDEX = "index.json"
 BATCHES_PER_PART = 8

@@ -1,34 +1,15 @@
 """What made a stage's folder, as its `manifest.json` tells, and whether that is what a run asks for."""
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from conversion.files import read_record
 from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint
 from training.data_identity import newest_file
 from training.sources import DataArguments
 
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
-
-
-def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
-    """A dictionary with these keys, or a list, that a stage wrote as JSON.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, kind):
-            raise ValueError(f"it holds no {kind.__name__}")
-        missing = [key for key in keys if key not in record]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to make it anew") from error
-    return record
 
 
 def stage_fingerprint(folder: Path) -> str:
@@ -82,6 +63,12 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
         manifest.pop("weights", None)  # known when it has finished
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
+    # An input that is younger than the manifest counts as the same, and so does one that is not here now: the settings
+    # name all inputs, so that another one is seen there
+    then, now = old.get("inputs", {}), new.get("inputs", {})
+    if not isinstance(then, dict):
+        raise ValueError(f"{folder / MANIFEST} is damaged: its inputs are no dictionary. {way_out}")
+    old["inputs"], new["inputs"] = ({key: some[key] for key in then.keys() & now} for some in (then, now))
     old, new = flatten(old), flatten(new)
     # A setting that is younger than the folder counts as its default, None or False
     old = {key: False for key, value in new.items() if value is False} | old

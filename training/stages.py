@@ -37,12 +37,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
-from conversion.files import locked, respect_umask, write_text
+from conversion.files import locked, read_record, respect_umask, save, write_text
 from conversion.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
     LOGS,
     MANIFEST,
+    PROCESSOR,
     RECIPE,
     environment,
     manifest_fingerprint,
@@ -124,7 +125,7 @@ from training.hidden_states import (
     require_all_parts,
 )
 from training.initialize import random_clip
-from training.manifests import comparable, flatten, has_work, read_record, require_same, stage_fingerprint
+from training.manifests import comparable, flatten, has_work, require_same, stage_fingerprint
 from training.pairs import all_captions, first_caption
 from training.samplers import ClusterBatchSampler, merge_small_clusters
 from training.sources import DataArguments, reading
@@ -162,9 +163,13 @@ class Run:
         """Whether what a stage names is there, as far as this run makes it."""
         return not self._is_stage(reference) or (self.output_dir / reference / MANIFEST).is_file()
 
+    def resolve(self, arguments: DataArguments) -> DataArguments:
+        """With the folder as the source where that is a captions stage."""
+        return dataclasses.replace(arguments, source=self.folder(arguments.source))
+
     def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
         """See `load_pairs`; the source may be a captions stage."""
-        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
+        arguments = self.resolve(arguments)
         key = json.dumps(dump(arguments))
         if key not in self._pairs:
             self._pairs.clear()
@@ -187,7 +192,7 @@ class Run:
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `training.data_identity.identity`; every process has to ask for it."""
-        arguments = dataclasses.replace(arguments, source=self.folder(arguments.source))
+        arguments = self.resolve(arguments)
         key = json.dumps(dump(arguments))
         if key not in self._identities:
             with self.accelerator.main_process_first():
@@ -348,12 +353,14 @@ def run_stage(run: Run, stage: Stage) -> None:
 
 
 def _manifest(run: Run, stage: Stage) -> dict[str, Any]:
-    data = getattr(stage, "data", None)
+    data, inputs = getattr(stage, "data", None), run.inputs(stage)
+    given = {stage.processor, stage.tokenizer} - {None, "glyphs", *inputs} if isinstance(stage, InitializeStage) else ()
+    processors = {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(given) if Path(folder).is_dir()}
     return {
         "stage": comparable(dump(stage)),
         "seed": run.recipe.seed,
         "mixed_precision": run.accelerator.mixed_precision,
-        "inputs": {reference: run.model_fingerprint(reference) for reference in run.inputs(stage)},
+        "inputs": {reference: run.model_fingerprint(reference) for reference in inputs} | processors,
         "data": None if data is None else run.identity(data),
     }
 
@@ -370,9 +377,10 @@ def _require_made_alike(run: Run, stage: Stage) -> None:
     folders = [final] if (final / MANIFEST).is_file() else []
     folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
     if folders and all(map(run.finished, run.inputs(stage))):
-        manifest = _manifest(run, stage)
+        manifest, data = _manifest(run, stage), getattr(stage, "data", None)
+        data = data and run.resolve(data)
         for folder in folders:
-            require_same(folder, manifest, getattr(stage, "data", None))
+            require_same(folder, manifest, data)
 
 
 def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
@@ -381,7 +389,7 @@ def learn(run: Run, stage: TokenizerStage, directory: Path) -> None:
     if not run.accelerator.is_main_process:
         return
     tokenizer = learn_tokenizer(all_captions(rows), stage.vocab_size, stage.max_length)
-    tokenizer.save_pretrained(directory)
+    save(tokenizer, directory)
     pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
     print(f"{stage.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
@@ -391,7 +399,7 @@ def initialize(run: Run, stage: InitializeStage, directory: Path) -> None:
     if run.accelerator.is_main_process:
         model, processor = random_clip(stage, None if stage.tokenizer is None else run.folder(stage.tokenizer))
         model.save_pretrained(directory)
-        processor.save_pretrained(directory)
+        save(processor, directory)
 
 
 def lengthen(run: Run, stage: LongContextStage, directory: Path) -> None:
@@ -718,7 +726,7 @@ def train_model(run: Run, stage: TrainStage, directory: Path) -> None:
         tracker.finish()
     if accelerator.is_main_process:
         model.save_pretrained(directory, state_dict=state_dict)
-        processor.save_pretrained(directory)
+        save(processor, directory)
 
 
 def unify_experts(run: Run, stage: UnifyStage, directory: Path) -> None:
