@@ -128,7 +128,7 @@ def test_a_file_that_was_written_just_now_is_read_again(tmp_path):
     (tmp_path / "a").write_bytes(b"x")
     first = content_digests([tmp_path / "a"])
     kept = data_identity._Kept()
-    assert kept.get({str(tmp_path / "a"): data_identity._stamp(tmp_path / "a")}) == {}
+    assert kept.get({str(tmp_path / "a"): data_identity.file_stamp(tmp_path / "a")}) == {}
     (tmp_path / "a").write_bytes(b"y")
     assert content_digests([tmp_path / "a"]) != first
 

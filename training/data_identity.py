@@ -22,7 +22,7 @@ import datasets
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
-from training.sources import DataArguments, open_rows, split_files
+from training.sources import DataArguments, file_stamp, open_rows, split_files
 
 # What others say of a fingerprint that is not that of the pairs
 OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
@@ -50,7 +50,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
         OSError: a file is gone.
     """
     kept = _Kept()
-    key, stamp = f"rows {rows._fingerprint}", " ".join(_stamp(file["filename"]) for file in rows.cache_files)
+    key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
     if rows.cache_files and key in (found := kept.get({key: stamp})):
         return found[key]
     holds_images = isinstance(rows.features["image"], datasets.Image)
@@ -136,7 +136,7 @@ def content_digests(paths: Iterable[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
     kept, digests = _Kept(), {}
     for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5):
-        stamps = {path: _stamp(path) for path in paths[start : start + AT_ONCE]}
+        stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
         digests |= kept.get(stamps)
         missing = [path for path in stamps if path not in digests]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -157,12 +157,6 @@ def _content_digest(path: str) -> str:
                 file.seek(number * (size - BLOCK) // (BLOCKS - 1))
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
-
-
-def _stamp(path: str) -> str:
-    """What changes whenever a file is written or replaced; its times are set back easily, that of its inode is not."""
-    stat = os.stat(path)
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
 def _is_old(path: str) -> bool:
