@@ -234,26 +234,35 @@ def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
     read(processor, tmp_path, False, **TAR)
 
 
-@pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "a::b", "q?", "{b,c}"])
+@pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])
 def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
     for folder in (name, "v1", "v2", "run_old", "qq", "a"):
         (tmp_path / folder).mkdir()
-        with (tmp_path / folder / "0.parquet").open("wb") as file:
-            rows([f"of {folder}"] * 3).to_parquet(file)
+        rows([f"of {folder}"] * 3).to_parquet(str(tmp_path / folder / "0.parquet"))
     for streaming in (False, True):
         pairs = load_pairs(DataArguments(source=str(tmp_path / name), streaming=streaming))
         assert [pair["caption"] for pair in pairs] == [f"of {name}"] * 3
 
 
+def test_a_folder_whose_name_cannot_be_read(tmp_path, processor):
+    (tmp_path / "a::b").mkdir()
+    (tmp_path / "a::b" / "0.parquet").touch()
+    assert f"{tmp_path / 'a::b'}: rename" in error_of(processor, tmp_path / "a::b", False)
+
+
 @STREAMING
-@pytest.mark.parametrize("file", ["test/train-style/0.parquet", "test-train-overlap.parquet"])
+@pytest.mark.parametrize(
+    "files",
+    [["train/0.parquet", "test/train-style/0.parquet"], ["train-0.parquet", "test-train-overlap.parquet"]],
+    ids=["folders", "files"],
+)
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_file_of_two_splits_is_refused(tmp_path, processor, streaming, file, split):
-    for name in ("train/0.parquet", "test/0.parquet", file):
+def test_a_file_of_two_splits_is_refused(tmp_path, processor, streaming, files, split):
+    for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         rows(["a caption"] * 3).to_parquet(str(tmp_path / name))
     message = error_of(processor, tmp_path, streaming, split=split)
-    assert file in message and "split train" in message and "split test" in message
+    assert files[1] in message and "split train" in message and "split test" in message
 
 
 def test_a_class_called_as_a_split_is_refused(tmp_path):

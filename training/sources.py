@@ -149,7 +149,8 @@ def _open(arguments: DataArguments) -> Rows:
     for file in files:
         if builder == "imagefolder" and os.path.basename(file) == "metadata.jsonl":
             _require_objects(file)
-    patterns = {name: [_escaped(file) for file in files] for name, files in by_split.items()}
+    # `datasets` takes file names for patterns
+    patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
     stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for file in files])
     return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming, description=stamps)
@@ -173,11 +174,6 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     return names
 
 
-def _escaped(path: str) -> str:
-    """A name for `datasets`, which takes names for patterns, and "::" for a file within an archive."""
-    return glob.escape(path).replace("::", "[:]:")
-
-
 def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """The builder of `datasets` for a pattern or a folder, and the files of each split that is asked for.
 
@@ -186,6 +182,8 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
         ValueError: the folder has no such split, or a file of it is in another split as well.
     """
     source = arguments.source
+    if "::" in os.path.abspath(source):
+        raise ValueError(f"`datasets` takes the :: for an archive in {source}: rename the folder or file")
     # What `train`, `train[:10%]` and `train+test` name
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
@@ -224,7 +222,7 @@ def _read_by(builder: str, files: Iterable[str]) -> list[str]:
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names."""
     suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
-    folder = _escaped(folder)
+    folder = glob.escape(folder)
 
     def found(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
         by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
