@@ -145,9 +145,11 @@ class StreamReport:
                 self.arguments.source, self.bad, self.seen, _where(row), problem,
             )  # fmt: skip
 
-    def end_of_epoch(self, alone: bool) -> None:
-        """A short stream is judged as a whole; a worker's share of it tells nothing, unless nothing is left of it."""
-        if self.bad and (alone or self.bad == self.seen):
+    def end_of_epoch(self, readers: int) -> None:
+        """A short stream is judged as a whole; one reader's share of it only if nothing is left of it, or if it has
+        more bad pairs than all shares together may have."""
+        too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
+        if self.bad and (readers == 1 or self.bad == self.seen or too_many):
             self._judge()
 
     def _judge(self) -> None:
