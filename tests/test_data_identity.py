@@ -100,6 +100,27 @@ def test_a_copy_elsewhere_is_the_same_data(kind, tmp_path):
     assert identity(here) == identity(there)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
+def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
+    images(tmp_path / "images")
+    named = [{"bytes": None, "path": str(tmp_path / "images" / f"{number}.bmp")} for number in range(8)]
+    image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}  # an Image would get its bytes
+    features = datasets.Features({"image": image, "caption": datasets.Value("string")})
+    rows = datasets.Dataset.from_dict({"image": named, "caption": ["a caption"] * 8}, features)
+    rows.to_parquet(str(tmp_path / "x.parquet"))
+    rows.save_to_disk(tmp_path / "saved")
+    sources = {"parquet": "x.parquet", "arrow": "saved/*.arrow", "saved": "saved"}
+    data = DataArguments(source=str(tmp_path / sources[kind]))
+    before = identity(data)
+    images(tmp_path / "images", first=100)
+    assert identity(data) != before
+
+
+def test_images_in_a_file_are_not_named(tmp_path):
+    write_parquet(tmp_path / "x.parquet")
+    assert identity(DataArguments(source=str(tmp_path / "x.parquet")))["files"] == 1
+
+
 def test_streams_know_their_shards(tmp_path):
     shards = [write_parquet(tmp_path / f"{number}.parquet", first=10 * number)["source"] for number in range(2)]
     data = DataArguments(source=str(tmp_path / "*.parquet"), streaming=True)
