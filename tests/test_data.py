@@ -176,8 +176,21 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_share_of_a_short_stream_is_not_judged(tmp_path, processor, num_workers):
     """Four bad pairs of 200 are few, but may be many of those that one process or worker reads."""
-    source = damaged(tmp_path, 0.02) | {"streaming": True, "max_unreadable": 0.001, "num_workers": num_workers}
+    source = damaged(tmp_path, 0.02) | {"streaming": True, "max_unreadable": 0.02, "num_workers": num_workers}
     assert len(epoch_of(DataArguments(**source), processor, 110, rank=1, world_size=2)) == 110
+
+
+def test_a_share_of_a_short_stream_that_is_worse_than_all_may_be_is_an_error(tmp_path, processor):
+    source = damaged(tmp_path, 0.5) | {"streaming": True}
+    with pytest.raises(ValueError, match="More than max_unreadable"):
+        epoch_of(DataArguments(**source), processor, 200, rank=1, world_size=2)
+
+
+@pytest.mark.parametrize(("num_workers", "world_size"), [(2, 1), (0, 2)])
+def test_a_stream_that_several_share_has_no_first_pairs(tmp_path, processor, num_workers, world_size):
+    arguments = DataArguments(**parquet(tmp_path), streaming=True, num_samples=2, num_workers=num_workers)
+    with pytest.raises(ValueError, match="num_samples = 2: a stream"):
+        PairLoader(load_pairs(arguments), processor, arguments, 1, world_size=world_size)
 
 
 def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatch):
@@ -288,6 +301,25 @@ def test_streamed_batches_resume(processor, tmp_path):
     whole = batches(loader, 0, 4)  # more than an epoch
     assert whole[0]["pixel_values"].shape == (3, 3, 16, 16)
     assert equal(batches(loader, 2, 2), whole[2:])
+
+
+@pytest.mark.parametrize("counts", [(0, 20), (3, 20)], ids=["empty", "short"])
+def test_streams_of_uneven_shards_resume(processor, tmp_path, counts):
+    for shard, count in enumerate(counts):
+        images = []
+        for number in range(count):
+            content = io.BytesIO()
+            picture(number % 8).save(content, "png")
+            images.append({"bytes": content.getvalue(), "path": None})
+        features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+        captions = [f"{shard} {number}" for number in range(count)]
+        rows = datasets.Dataset.from_dict({"image": images, "caption": captions}, features)
+        rows.to_parquet(str(tmp_path / f"{shard}.parquet"))
+    arguments = DataArguments(source=str(tmp_path), streaming=True, num_workers=2)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=2)
+    whole = batches(loader, 0, 12)
+    for start in (1, 3, 6):
+        assert equal(batches(loader, start, 12 - start), whole[start:])
 
 
 def with_a_broken_image(tmp_path, layout):

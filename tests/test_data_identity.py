@@ -13,7 +13,7 @@ import pytest
 import yaml
 from test_training import recipe
 
-from training import data_identity
+from training import data_identity, stages
 from training.arguments import load_recipe
 from training.data import DataArguments, load_pairs
 from training.data_identity import content_digests, data_fingerprint, identity
@@ -102,6 +102,27 @@ def test_a_copy_elsewhere_is_the_same_data(kind, tmp_path):
     assert identity(here) == identity(there)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
+def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
+    images(tmp_path / "images")
+    named = [{"bytes": None, "path": str(tmp_path / "images" / f"{number}.bmp")} for number in range(8)]
+    image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}  # an Image would get its bytes
+    features = datasets.Features({"image": image, "caption": datasets.Value("string")})
+    rows = datasets.Dataset.from_dict({"image": named, "caption": ["a caption"] * 8}, features)
+    rows.to_parquet(str(tmp_path / "x.parquet"))
+    rows.save_to_disk(tmp_path / "saved")
+    sources = {"parquet": "x.parquet", "arrow": "saved/*.arrow", "saved": "saved"}
+    data = DataArguments(source=str(tmp_path / sources[kind]))
+    before = identity(data)
+    images(tmp_path / "images", first=100)
+    assert identity(data) != before
+
+
+def test_images_in_a_file_are_not_named(tmp_path):
+    write_parquet(tmp_path / "x.parquet")
+    assert identity(DataArguments(source=str(tmp_path / "x.parquet")))["files"] == 1
+
+
 def test_streams_know_their_shards(tmp_path):
     shards = [write_parquet(tmp_path / f"{number}.parquet", first=10 * number)["source"] for number in range(2)]
     data = DataArguments(source=str(tmp_path / "*.parquet"), streaming=True)
@@ -130,7 +151,7 @@ def test_a_file_that_was_written_just_now_is_read_again(tmp_path):
     (tmp_path / "a").write_bytes(b"x")
     first = content_digests([tmp_path / "a"])
     kept = data_identity._Kept()
-    assert kept.get({str(tmp_path / "a"): data_identity._stamp(tmp_path / "a")}) == {}
+    assert kept.get({str(tmp_path / "a"): data_identity.file_stamp(tmp_path / "a")}) == {}
     (tmp_path / "a").write_bytes(b"y")
     assert content_digests([tmp_path / "a"]) != first
 
@@ -232,6 +253,47 @@ def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatc
     layout("parquet", tmp_path / "a", first=100)
     with pytest.raises(ValueError, match=r"tuned.partial was made with other data: .*data\.parquet.* Delete it"):
         train(data)
+
+
+def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train, monkeypatch):
+    data, original = layout("parquet", tmp_path / "a"), stages.train
+
+    def train_and_change(*args, **kwargs):
+        original(*args, **kwargs)
+        layout("parquet", tmp_path / "a", first=100)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "train", train_and_change)
+        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
+            train(data)
+    assert not (tmp_path / "out" / "tuned").exists()
+    layout("parquet", tmp_path / "a")
+    train(data)
+    assert (tmp_path / "out" / "tuned").exists()
+
+
+def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch):
+    data, original, loaded = layout("parquet", tmp_path / "a"), stages.run_stage, []
+
+    def run_and_change(run, stage):
+        original(run, stage)
+        if stage.name == "tuned":
+            layout("parquet", tmp_path / "a", first=100)
+
+    def load(arguments):
+        loaded.append(load_pairs(arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(stages, "run_stage", run_and_change)
+    monkeypatch.setattr(stages, "load_pairs", load)
+    settings = recipe(data=data, max_steps=2, global_batch_size=4)
+    tuned = next(stage for stage in settings["stages"] if stage["name"] == "tuned")
+    settings["stages"].append(tuned | {"name": "again"})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    run_recipe(load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / "out")}))
+    first, second = (json.loads((tmp_path / "out" / name / "manifest.json").read_text()) for name in ("tuned", "again"))
+    assert first["data"] != second["data"] == identity(DataArguments(**data))
+    assert data_fingerprint(loaded[-1]) == data_fingerprint(load_pairs(DataArguments(**data)))
 
 
 def test_stages_that_were_carried_here_or_are_older_than_their_identity_stay_done(tmp_path, train, capsys):

@@ -253,3 +253,80 @@ def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
         (tmp_path / name).write_text("something else")
     assert len(os.listdir(tmp_path)) == 4
     read(processor, tmp_path, False, **TAR)
+
+
+@pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])
+def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
+    for folder in (name, "v1", "v2", "run_old", "qq", "a"):
+        (tmp_path / folder).mkdir()
+        rows([f"of {folder}"] * 3).to_parquet(str(tmp_path / folder / "0.parquet"))
+    for streaming in (False, True):
+        pairs = load_pairs(DataArguments(source=str(tmp_path / name), streaming=streaming))
+        assert [pair["caption"] for pair in pairs] == [f"of {name}"] * 3
+
+
+def test_a_folder_whose_name_cannot_be_read(tmp_path, processor):
+    (tmp_path / "a::b").mkdir()
+    (tmp_path / "a::b" / "0.parquet").touch()
+    assert f"{tmp_path / 'a::b'}: rename" in error_of(processor, tmp_path / "a::b", False)
+
+
+@STREAMING
+@pytest.mark.parametrize(
+    "files",
+    [["train/0.parquet", "test/train-style/0.parquet"], ["train-0.parquet", "test-train-overlap.parquet"]],
+    ids=["folders", "files"],
+)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_file_of_two_splits_is_refused(tmp_path, processor, streaming, files, split):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        rows(["a caption"] * 3).to_parquet(str(tmp_path / name))
+    message = error_of(processor, tmp_path, streaming, split=split)
+    assert files[1] in message and "split train" in message and "split test" in message
+
+
+def test_a_class_called_as_a_split_is_refused(tmp_path):
+    for name in ("train/bus", "train/train", "test/bus", "test/train"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "0.png").write_bytes(png())
+    with pytest.raises(ValueError, match=r"test/train/0.png is in the split test and in the split train"):
+        load_pairs(DataArguments(source=str(tmp_path), split="test", caption_column="label"))
+
+
+def test_notes_of_two_splits_do_not_matter(tmp_path):
+    for name in ("train", "test"):
+        image_folder(tmp_path / name, json.dumps({"file_name": "0.png", "caption": name}))
+    (tmp_path / "test-train.txt").write_text("notes")
+    assert load_pairs(DataArguments(source=str(tmp_path), split="test"))["caption"] == ["test"]
+
+
+def set_back(path):
+    os.utime(path, (1e9, 1e9))
+
+
+def test_rows_are_read_anew_from_a_file_that_kept_its_time(tmp_path):
+    for word in ("red", "new"):
+        rows([word] * 3).to_parquet(str(tmp_path / "0.parquet"))
+        set_back(tmp_path / "0.parquet")
+        assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == [word] * 3
+
+
+@pytest.mark.parametrize("column", ["texts", "paths"])
+def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_path, column):
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        (tmp_path / "images" / f"{number}.png").write_bytes(png(number))
+    names = [f"{number}.png" for number in range(4)]
+    images = names if column == "texts" else [{"bytes": None, "path": name} for name in names]
+    table = datasets.Dataset.from_dict({"image": images, "caption": names})
+    (tmp_path / "rows").mkdir()
+    table.to_parquet(str(tmp_path / "rows" / "0.parquet"))
+    arguments = DataArguments(source=str(tmp_path / "rows"), image_root=str(tmp_path / "images"), max_unreadable=0.5)
+    image = tmp_path / "images" / "1.png"
+    for content, number in ((png(1), 4), (b"broken", 3), (png(1), 4)):
+        image.write_bytes(content)
+        set_back(image)
+        assert len(load_pairs(arguments)) == number
+    image.unlink()
+    assert len(load_pairs(arguments)) == 3

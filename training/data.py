@@ -125,6 +125,11 @@ class PairLoader:
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
         if arguments.streaming and not (sampler is None and caption_weights is None and hidden_states is None):
             raise ValueError("a stream has no numbered pairs for a sampler, caption weights or hidden states")
+        if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
+            raise ValueError(
+                f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
+                f"{arguments.num_workers} workers share has no first pairs. Load it, or read it with one"
+            )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         if not arguments.streaming:
@@ -199,14 +204,13 @@ class PairLoader:
         rows = self.rows.shuffle(seed=self.seed, buffer_size=SHUFFLE_BUFFER)
         rows = split_dataset_by_node(rows, self.rank, self.world_size)
         num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
-        # Workers give batches in turn
-        turns, rest = divmod(start, max(num_workers, 1))
-        alone = self.world_size * max(num_workers, 1) == 1
-        stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], turns * self.batch_size, alone)
+        readers = self.world_size * max(num_workers, 1)
+        stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], readers)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), _errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
-            yield from itertools.islice(loader, rest, None)
+            # Not by workers, which do not always take turns: one may have nothing to read
+            yield from itertools.islice(loader, start, None)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -249,8 +253,7 @@ class _Stream(torch.utils.data.IterableDataset):
 
     Args:
         seed: of the captions.
-        skip: readable pairs that each worker leaves out, once.
-        alone: no other worker or process reads a share of the same stream.
+        readers: workers of all processes that read a share of the same stream.
     """
 
     def __init__(
@@ -259,14 +262,12 @@ class _Stream(torch.utils.data.IterableDataset):
         processor: CLIPProcessor,
         arguments: DataArguments,
         seed: list[int],
-        skip: int,
-        alone: bool,
+        readers: int,
     ):
-        self.rows, self.processor, self.arguments, self.seed = rows, processor, arguments, seed
-        self.skip, self.alone = skip, alone
+        self.rows, self.processor, self.arguments, self.seed, self.readers = rows, processor, arguments, seed, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker, left = get_worker_info(), self.skip
+        worker = get_worker_info()
         for epoch in itertools.count():
             report = StreamReport(self.arguments, quiet=epoch > 0)
             self.rows.set_epoch(epoch)
@@ -275,9 +276,6 @@ class _Stream(torch.utils.data.IterableDataset):
                 report.add(row, problem, more_frames)
                 if problem:
                     continue
-                if left:
-                    left -= 1
-                    continue
                 rng = np.random.default_rng([*self.seed, worker.id if worker else 0, epoch, report.seen])
                 yield {
                     "pixel_values": _processed([image], self.processor)[0],
@@ -285,7 +283,7 @@ class _Stream(torch.utils.data.IterableDataset):
                 }
             if report.seen == 0:
                 return
-            report.end_of_epoch(self.alone)
+            report.end_of_epoch(self.readers)
 
 
 class _Pairs(torch.utils.data.Dataset):

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
 from conversion.files import read_record
-from training.sources import DataArguments, open_rows, split_files
+from training.sources import DataArguments, file_stamp, named_images, open_rows, split_files
 
 # What others say of a fingerprint that is not that of the pairs
 OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
@@ -51,7 +52,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
         OSError: a file is gone.
     """
     kept = _Kept()
-    key, stamp = f"rows {rows._fingerprint}", " ".join(_stamp(file["filename"]) for file in rows.cache_files)
+    key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
     if rows.cache_files and key in (found := kept.get({key: stamp})):
         return found[key]
     holds_images = isinstance(rows.features["image"], datasets.Image)
@@ -146,7 +147,7 @@ def content_digests(paths: Iterable[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
     kept, digests = _Kept(), {}
     for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5):
-        stamps = {path: _stamp(path) for path in paths[start : start + AT_ONCE]}
+        stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
         digests |= kept.get(stamps)
         missing = [path for path in stamps if path not in digests]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -169,25 +170,39 @@ def _content_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def _stamp(path: str) -> str:
-    """What changes whenever a file is written or replaced; its times are set back easily, that of its inode is not."""
-    stat = os.stat(path)
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-
-
 def _is_old(path: str) -> bool:
     return os.stat(path).st_mtime < time.time() - SECONDS_UNTIL_KEPT
 
 
 def _named_images(arguments: DataArguments) -> list[str]:
-    """The files of images that the rows of a local source only name, in a column of texts."""
+    """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
+    as parquet and Arrow files may have them."""
     in_memory = _saved(arguments) is not None or arguments.source.endswith(".json")
-    rows = open_rows(replace(arguments, streaming=not in_memory, in_memory=False))
     column = arguments.image_column
-    if getattr((rows.features or {}).get(column), "dtype", None) not in ("string", "large_string"):
-        return []
-    names = dict.fromkeys(row[column] for row in rows.select_columns([column]))
-    return [os.path.join(arguments.image_root or "", name) for name in names if name]
+    rows = open_rows(replace(arguments, streaming=not in_memory, in_memory=False))
+    if in_memory:
+        names = named_images(rows.data.column(column)) if column in rows.column_names else []
+    elif getattr((rows.features or {}).get(column), "dtype", None) in ("string", "large_string"):
+        names = [row[column] for row in rows.select_columns([column])]
+    else:
+        files = [file for file in source_files(arguments) if Path(file).suffix in (".parquet", ".arrow")]
+        names = [name for file in files for name in _named_in(file, column)]
+    return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
+
+
+def _named_in(file: str, column: str) -> list[str]:
+    """The files of images that a parquet or an Arrow file only names. Bytes of images are read only beside names."""
+    if file.endswith(".arrow"):
+        return named_images(datasets.Dataset.from_file(file).data.column(column))
+    names = []
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        for number in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(number)
+            chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
+            content = chunks.get(f"{column}.bytes")
+            if content is not None and not (content.statistics and content.statistics.null_count == 0):
+                names += named_images(parquet.read_row_group(number, [column]).column(column))
+    return names
 
 
 def _saved(arguments: DataArguments) -> Path | None:

@@ -1,6 +1,7 @@
 """Rows as pairs of an image and a caption, and which of them can be used."""
 
 import logging
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import PIL.Image
 
 from training.images import read_image
-from training.sources import DataArguments, Rows, reading
+from training.sources import DataArguments, Rows, file_stamp, named_images, reading
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +117,14 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         ValueError: they are more than `max_unreadable` of all, or nothing is left.
     """
 
-    def look(row: dict[str, Any]) -> dict[str, Any]:
+    def look(row: dict[str, Any], files: str) -> dict[str, Any]:
         problem, _, more_frames = read_pair(row, arguments)
         return {"problem": problem, "more_frames": more_frames}
 
     with reading(arguments):
         looks = rows.map(
             look,
+            fn_kwargs={"files": _named_files(rows, arguments)},  # part of what the result is cached under
             remove_columns=rows.column_names,
             num_proc=arguments.num_workers or None,
             desc="reading all images",
@@ -138,6 +140,12 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
     if len(rows) == 0:
         raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
     return rows, len(bad)
+
+
+def _named_files(rows: datasets.Dataset, arguments: DataArguments) -> str:
+    """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
+    paths = [os.path.join(arguments.image_root or "", name) for name in named_images(rows.data.column("image"))]
+    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
 class StreamReport:
@@ -164,9 +172,11 @@ class StreamReport:
                 self.arguments.source, self.bad, self.seen, _where(row), problem,
             )  # fmt: skip
 
-    def end_of_epoch(self, alone: bool) -> None:
-        """A short stream is judged as a whole; a worker's share of it tells nothing, unless nothing is left of it."""
-        if self.bad and (alone or self.bad == self.seen):
+    def end_of_epoch(self, readers: int) -> None:
+        """A short stream is judged as a whole; one reader's share of it only if nothing is left of it, or if it has
+        more bad pairs than all shares together may have."""
+        too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
+        if self.bad and (readers == 1 or self.bad == self.seen or too_many):
             self._judge()
 
     def _judge(self) -> None:

@@ -1,6 +1,7 @@
 """Where pairs of images and captions lie, and their rows as they lie there."""
 
 import glob
+import itertools
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Literal
 import datasets
 import pyarrow.parquet
 from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -152,7 +154,27 @@ def _open(arguments: DataArguments) -> Rows:
             _require_objects(file)
     # `datasets` takes file names for patterns
     patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
-    return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming)
+    # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
+    stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for file in files])
+    return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming, description=stamps)
+
+
+def file_stamp(path: str) -> str:
+    """What changes whenever a file is written or replaced; its times are set back easily, that of its inode is not."""
+    stat = os.stat(path)
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def named_images(column: pyarrow.ChunkedArray) -> list[str]:
+    """The files of images that a column only names: as texts, or as paths without bytes, which are not read here."""
+    names = []
+    for chunk in column.chunks:
+        if pyarrow.types.is_struct(chunk.type):
+            chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
+        elif not (pyarrow.types.is_string(chunk.type) or pyarrow.types.is_large_string(chunk.type)):
+            continue
+        names += filter(None, chunk.to_pylist())
+    return names
 
 
 def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
@@ -160,9 +182,11 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: the folder has no such split.
+        ValueError: the folder has no such split, or a file of it is in another split as well.
     """
     source = arguments.source
+    if "::" in os.path.abspath(source):
+        raise ValueError(f"`datasets` takes the :: for an archive in {source}: rename the folder or file")
     # What `train`, `train[:10%]` and `train+test` name
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
@@ -180,12 +204,28 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(_no_split(arguments, by_split))
+    for name, (other, files) in itertools.product(names, by_split.items()):
+        both = _read_by(builder, set(by_split[name]).intersection(files)) if other != name else []
+        if both:
+            raise ValueError(
+                f"by its name, {min(both)} is in the split {name} and in the split {other} of {source}: rename it, so "
+                "that nothing is trained on what is tested"
+            )
     return builder, {name: by_split[name] for name in names}
+
+
+def _read_by(builder: str, files: Iterable[str]) -> list[str]:
+    """The files that a builder reads: a folder of images may have others too."""
+    if builder != "imagefolder":
+        return list(files)
+    images = tuple(ImageFolder.EXTENSIONS)
+    return [file for file in files if os.path.basename(file) in METADATA or file.lower().endswith(images)]
 
 
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names."""
     suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
+    folder = glob.escape(folder)
 
     def found(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
         by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)

@@ -143,9 +143,10 @@ class Run:
     recipe: Recipe
     output_dir: Path
     accelerator: Accelerator
-    # The last pairs that were loaded, by their settings: most stages of a recipe use the same.
+    # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
     _models: dict[str, str] = field(default_factory=dict)
+    # Of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:
@@ -170,7 +171,7 @@ class Run:
     def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
         """See `load_pairs`; the source may be a captions stage."""
         arguments = self.resolve(arguments)
-        key = json.dumps(dump(arguments))
+        key = json.dumps([dump(arguments), self.identity(arguments)])
         if key not in self._pairs:
             self._pairs.clear()
             with self.accelerator.main_process_first():  # the first process fills the cache that the others read
@@ -317,6 +318,7 @@ def stage_errors(stage: Stage) -> Iterator[None]:
 def run_stage(run: Run, stage: Stage) -> None:
     """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
     final, partial = run.output_dir / stage.name, run.output_dir / f"{stage.name}.partial"
+    run._identities.clear()
     _require_made_alike(run, stage)
     if (final / MANIFEST).is_file():
         run.accelerator.print(f"{stage.name}: done before, skipped")
@@ -336,6 +338,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     started = time.perf_counter()
     STAGES[type(stage)](run, stage, partial)
     run.accelerator.wait_for_everyone()
+    _require_unchanged(run, stage, manifest["data"], partial)
     if run.accelerator.is_main_process:
         attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
         write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
@@ -363,6 +366,22 @@ def _manifest(run: Run, stage: Stage) -> dict[str, Any]:
         "inputs": {reference: run.model_fingerprint(reference) for reference in inputs} | processors,
         "data": None if data is None else run.identity(data),
     }
+
+
+def _require_unchanged(run: Run, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
+    """Local data must be what they were when the stage began. Those that are gone have been read.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if before is None or "commit" in before:
+        return
+    run._identities.clear()
+    if run.identity(stage.data) not in (None, before):
+        raise ValueError(
+            f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
+            f"{partial}, and run it again"
+        )
 
 
 def _require_made_alike(run: Run, stage: Stage) -> None:
