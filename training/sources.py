@@ -118,7 +118,7 @@ def reading(arguments: DataArguments) -> Iterator[None]:
 
 def _bad_file(arguments: DataArguments) -> str | None:
     """The first local file of a source that cannot be read alone, if it is found soon."""
-    end = time.monotonic() + SEARCH_SECONDS
+    end = None
     try:
         builder, by_split = split_files(arguments)
     except Exception:
@@ -129,6 +129,8 @@ def _bad_file(arguments: DataArguments) -> str | None:
     for file in files:
         try:
             alone = datasets.load_dataset(builder, data_files=[glob.escape(file)], split="train", streaming=True)
+            # From the first rows on: until then, `datasets` may have waited for something else
+            end = end or time.monotonic() + SEARCH_SECONDS
             for _ in alone.decode(False):
                 if time.monotonic() > end:
                     return None
