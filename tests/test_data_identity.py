@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import PIL.Image
+import pyarrow.parquet
 import pytest
 import yaml
 from test_training import recipe
@@ -102,7 +103,7 @@ def test_a_copy_elsewhere_is_the_same_data(kind, tmp_path):
     assert identity(here) == identity(there)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow_file", "saved"])
 def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
     images(tmp_path / "images")
     named = [{"bytes": None, "path": str(tmp_path / "images" / f"{number}.bmp")} for number in range(8)]
@@ -111,7 +112,9 @@ def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
     rows = datasets.Dataset.from_dict({"image": named, "caption": ["a caption"] * 8}, features)
     rows.to_parquet(str(tmp_path / "x.parquet"))
     rows.save_to_disk(tmp_path / "saved")
-    sources = {"parquet": "x.parquet", "arrow": "saved/*.arrow", "saved": "saved"}
+    with pyarrow.ipc.new_file(str(tmp_path / "x.arrow"), rows.data.schema) as file:
+        file.write_table(rows.data.table)
+    sources = {"parquet": "x.parquet", "arrow_file": "x.arrow", "arrow": "saved/*.arrow", "saved": "saved"}
     data = DataArguments(source=str(tmp_path / sources[kind]))
     before = identity(data)
     images(tmp_path / "images", first=100)
@@ -121,6 +124,17 @@ def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
 def test_images_in_a_file_are_not_named(tmp_path):
     write_parquet(tmp_path / "x.parquet")
     assert identity(DataArguments(source=str(tmp_path / "x.parquet")))["files"] == 1
+
+
+@pytest.mark.parametrize("kind", ["x.parquet", "x.arrow"])
+def test_a_column_that_is_not_there_is_not_looked_for_in_files(kind, tmp_path):
+    table = pyarrow.table({"caption": ["a caption"]})
+    if kind == "x.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / kind)
+    else:
+        with pyarrow.ipc.new_file(str(tmp_path / kind), table.schema) as file:
+            file.write_table(table)
+    assert identity(DataArguments(source=str(tmp_path / kind)))["files"] == 1
 
 
 def test_streams_know_their_shards(tmp_path):

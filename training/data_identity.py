@@ -193,7 +193,12 @@ def _named_images(arguments: DataArguments) -> list[str]:
 def _named_in(file: str, column: str) -> list[str]:
     """The files of images that a parquet or an Arrow file only names. Bytes of images are read only beside names."""
     if file.endswith(".arrow"):
-        return named_images(datasets.Dataset.from_file(file).data.column(column))
+        with pyarrow.memory_map(file) as source:
+            try:
+                table = pyarrow.ipc.open_stream(source).read_all()
+            except pyarrow.ArrowInvalid:  # Arrow's other format
+                table = pyarrow.ipc.open_file(source).read_all()
+        return named_images(table.column(column)) if column in table.column_names else []
     names = []
     with pyarrow.parquet.ParquetFile(file) as parquet:
         for number in range(parquet.num_row_groups):
