@@ -244,7 +244,7 @@ def test_fsdp2(recipe, tmp_path):
     arguments = [*file, "--config", recipe, "--output-dir", tmp_path]
     script = "tests/integration/fsdp2_on_cpu.py"
     interrupted = launch(*arguments, "--interrupt", script=script)
-    assert interrupted.returncode != 0 and "error: interrupted" in interrupted.stderr
+    assert interrupted.returncode != 0 and "error: trained: interrupted" in interrupted.stderr
     assert list(tmp_path.glob("*/checkpoints/step-00000002"))
     done = launch(*arguments, script=script)
     assert done.returncode == 0, done.stderr
