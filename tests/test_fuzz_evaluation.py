@@ -8,6 +8,7 @@ import collections
 import functools
 import itertools
 import json
+import logging as python_logging
 import math
 import random
 import resource
@@ -76,11 +77,14 @@ def rows(number=12):
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
+    # Warnings quote what is in the files, also what cannot be sent from one process of pytest to another
+    python_logging.disable()
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
     logging.enable_progress_bar()
+    python_logging.disable(python_logging.NOTSET)
     print(f"\n{sum(cases.values())} cases: {dict(cases)}")
 
 
