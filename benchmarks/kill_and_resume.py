@@ -3,7 +3,7 @@
     python -m benchmarks.kill_and_resume --kills 20
 
 The recipe trains with router noise and attention dropout. SIGKILL comes up to `--longest` seconds after a run has begun
-a stage that is drawn from the unfinished ones. At the end every file of weights, labels and features has to be that of
+a stage that was drawn. At the end every file of weights, labels and features has to be that of
 a run that nobody killed, to the bit, and every score the same.
 """
 
@@ -102,10 +102,9 @@ def start(path: Path, output: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
-def kill_at_random(path: Path, output: Path, stages: list[str], longest: float, chance: random.Random) -> str | None:
-    """Start a run and kill it in one of the stages; its name, or None if the run had finished before."""
-    unfinished = [name for name in stages if not (output / name).exists()]
-    stage = chance.choice(unfinished)
+def kill_in(stage: str, path: Path, output: Path, seconds: float) -> str | None:
+    """Start a run and kill it so long after it has begun a stage; the stage that it was in then, or None if the run had
+    finished before."""
     started, process = time.time(), start(path, output)
     # What every attempt at a stage begins with; that of an earlier one may still be there
     begun = output / f"{stage}.partial" / ATTEMPTS
@@ -114,7 +113,7 @@ def kill_at_random(path: Path, output: Path, stages: list[str], longest: float, 
             if begun.stat().st_mtime > started:
                 break
         time.sleep(0.002)
-    time.sleep(chance.uniform(0, longest))
+    time.sleep(seconds)
     if process.poll() is not None:
         if process.returncode != 0:
             raise RuntimeError(f"the run failed by itself: see {output}.log")
@@ -171,20 +170,20 @@ def main(argv: list[str] | None = None) -> None:
         path.write_text(yaml.safe_dump(recipe(), sort_keys=False), encoding="utf-8")
         if start(path, whole).wait() != 0:
             sys.exit((place / "whole.log").read_text()[-2000:])
-        names, stages, rounds = [stage["name"] for stage in recipe()["stages"]], Counter(), 0
-        while stages.total() < args.kills:
-            stage = kill_at_random(path, killed, names, args.longest, chance)
-            if stage is not None:
-                stages[stage] += 1
-                continue
-            rounds += 1  # it came to its end: the same once more
-            _require_equal(whole, killed)
-            shutil.rmtree(killed)
+        names, stages = [stage["name"] for stage in recipe()["stages"]], Counter()
+        for stage in sorted(chance.choices(names, k=args.kills), key=names.index):
+            was_in = None
+            while was_in is None:
+                was_in = kill_in(stage, path, killed, chance.uniform(0, args.longest))
+                if was_in is None:  # it came to its end: the same once more
+                    _require_equal(whole, killed)
+                    shutil.rmtree(killed)
+            stages[was_in] += 1
         if start(path, killed).wait() != 0:
             sys.exit((place / "killed.log").read_text()[-2000:])
         _require_equal(whole, killed)
-    print(f"{stages.total()} kills in {rounds + 1} runs; all weights, labels, features and scores are those of a run")
-    print("that nobody killed. They came in " + ", ".join(f"{name} ({n})" for name, n in stages.most_common()) + ".")
+    print(f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed.")
+    print("They came in " + ", ".join(f"{name} ({n})" for name, n in stages.items()) + ".")
     versions = ", ".join(f"{name} {version}" for name, version in environment()["versions"].items())
     print(f"\nCommit {environment()['commit']}, {versions}.")
 
