@@ -3,8 +3,8 @@
     python -m benchmarks.kill_and_resume --kills 20
 
 The recipe trains with router noise and attention dropout. SIGKILL comes up to `--longest` seconds after a run has begun
-a stage that was drawn. At the end every file of weights, labels and features has to be that of
-a run that nobody killed, to the bit, and every score the same.
+a stage that was drawn. At the end every file of weights, labels and features has to be that of a run that nobody
+killed, to the bit, and every score the same.
 """
 
 import argparse
@@ -38,7 +38,8 @@ def recipe() -> dict:
     noisy = {"text_config": NOISE, "vision_config": NOISE}
     several = {"data": {"source": "captions"}, "caption_weights": [0.5, 0.5]}
     stages = [
-        {"name": "dense", "stage": "initialize", "processor": "glyphs", "projection_dim": 16}
+        {"name": "words", "stage": "tokenizer", "data": PAIRS, "vocab_size": 600, "max_length": 24},
+        {"name": "dense", "stage": "initialize", "processor": "glyphs", "tokenizer": "words", "projection_dim": 16}
         | {"text_config": {**TOWER, "max_position_embeddings": 24, "attention_dropout": 0.1}}
         | {"vision_config": {**TOWER, "image_size": 32, "patch_size": 16, "attention_dropout": 0.1}},
         {"name": "longer", "stage": "long_context", "model": "dense", "length": 32},
@@ -137,7 +138,7 @@ def content(path: Path) -> bytes | tuple:
 def differences(first: Path, second: Path) -> list[str]:
     """Files of arrays that are not the same to the bit, and results whose scores are not the same."""
     found = []
-    for pattern in ("**/*.safetensors", "**/*.arrow"):
+    for pattern in ("**/*.safetensors", "**/*.arrow", "**/tokenizer.json"):
         names = [
             # without what `datasets` keeps beside a dataset that was read
             sorted(path.relative_to(folder) for path in folder.glob(pattern) if not path.name.startswith("cache-"))
