@@ -308,6 +308,8 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
         raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
     with reading(source):
         for name in config.experts:
+            if Path(source).is_dir() and not (Path(source) / name / "config.json").is_file():
+                raise FileNotFoundError(f"{Path(source) / name}, one of its experts, holds no model")
             expert = load_config(source, name)
             if expert.model_type not in MODELS:
                 raise ValueError(f"{name} is of type {expert.model_type!r}, no CLIP")

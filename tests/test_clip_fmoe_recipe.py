@@ -16,6 +16,7 @@ import yaml
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
+from test_training import as_made_before
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
@@ -425,6 +426,7 @@ def test_hidden_states_of_other_weights_or_data(run, whole, tmp_path):
     tensors = weights(whole / "fused")
     tensors["vision_model.encoder.layers.1.mlp.fc1.weight"][0, 0] += 1
     save_file(tensors, tmp_path / "out" / "fused" / "model.safetensors", {"format": "pt"})
+    as_made_before(tmp_path / "out" / "fused")
     shutil.rmtree(tmp_path / "out" / "expert_1")
     with pytest.raises(ValueError, match="are of a model with other weights below the sparse layers"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["expert_1"])

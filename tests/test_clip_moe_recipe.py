@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
+from test_training import as_made_before
 from transformers import AutoModel, AutoProcessor
 
 from training import stages
@@ -392,6 +393,7 @@ def test_an_expert_of_another_base_is_refused(run, whole, tmp_path):
     name = "vision_model.encoder.layers.1.self_attn.q_proj.weight"
     tensors[name][0, 0] += 1e-4
     save_file(tensors, tmp_path / "out" / "expert_2" / "model.safetensors", {"format": "pt"})
+    as_made_before(tmp_path / "out" / "expert_2")
     with pytest.raises(ValueError, match=f"expert 2 was not trained from this base.*{re.escape(name)}"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["unified"])
 
@@ -417,6 +419,7 @@ def test_a_base_in_half_precision(run, whole, tmp_path):
     for name in ("expert_1", "unified"):
         shutil.rmtree(output / name)
     AutoModel.from_pretrained(output / "dense", dtype=torch.float16).save_pretrained(output / "dense")
+    as_made_before(output / "dense")
     run("x", {"output_dir": str(output), "unified.experts": ["expert_1"]}, only=["expert_1", "unified"])
     tensors = weights(output / "unified")
     ffn = "text_model.encoder.layers.0.mlp"
@@ -431,5 +434,6 @@ def test_features_that_are_not_finite(run, whole, tmp_path):
     tensors = weights(tmp_path / "out" / "expert_1")
     tensors["visual_projection.weight"][:] = 3e38
     save_file(tensors, tmp_path / "out" / "expert_1" / "model.safetensors", {"format": "pt"})
+    as_made_before(tmp_path / "out" / "expert_1")
     with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are not finite"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["features_1"])

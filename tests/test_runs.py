@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from test_training import recipe, same_weights
+from test_training import as_made_before, recipe, same_weights
 
 from training import engine, glyphs, stages, upcycle
 from training.arguments import load_recipe
@@ -249,6 +249,7 @@ def test_every_error_names_its_stage(write, tmp_path):
         run_recipe(load_recipe(path, {"sparse.model": "nowhere/"}))
     run_recipe(load_recipe(path), ["dense"])
     (tmp_path / "out" / "dense" / "model.safetensors").unlink()
+    as_made_before(tmp_path / "out" / "dense")
     with pytest.raises(OSError, match="^sparse: "):
         run_recipe(load_recipe(path))
     with pytest.raises(FloatingPointError, match="^tuned: .*tensor"):

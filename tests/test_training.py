@@ -89,6 +89,13 @@ def same_weights(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+def as_made_before(folder):
+    """A stage's folder whose manifest does not know its weights, as of earlier versions: it may be changed."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["weights"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 

@@ -201,11 +201,11 @@ class PairLoader:
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """A stream has to be read again up to where the run stopped."""
-        rows = self.rows.shuffle(seed=self.seed, buffer_size=SHUFFLE_BUFFER)
-        rows = split_dataset_by_node(rows, self.rank, self.world_size)
-        num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
+        num_shards = split_dataset_by_node(self.rows, self.rank, self.world_size).num_shards
+        num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
-        stream = _Stream(rows, self.processor, self.arguments, [self.seed, self.rank], readers)
+        share = self.rank, self.world_size
+        stream = _Stream(self.rows, self.processor, self.arguments, self.seed, share, readers)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), _errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -252,7 +252,8 @@ class _Stream(torch.utils.data.IterableDataset):
     Every worker has its share of the shards. Of several captions, each epoch draws one.
 
     Args:
-        seed: of the captions.
+        seed: of the order and the captions.
+        share: the number of this process, and of all.
         readers: workers of all processes that read a share of the same stream.
     """
 
@@ -261,22 +262,26 @@ class _Stream(torch.utils.data.IterableDataset):
         rows: datasets.IterableDataset,
         processor: CLIPProcessor,
         arguments: DataArguments,
-        seed: list[int],
+        seed: int,
+        share: tuple[int, int],
         readers: int,
     ):
-        self.rows, self.processor, self.arguments, self.seed, self.readers = rows, processor, arguments, seed, readers
+        self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.seed, self.share, self.readers = seed, share, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         for epoch in itertools.count():
             report = StreamReport(self.arguments, quiet=epoch > 0)
-            self.rows.set_epoch(epoch)
-            for row in self.rows:
+            # Not by `set_epoch`, which the workers have in common: one may be epochs ahead of another
+            generator = np.random.default_rng([self.seed, epoch])
+            rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
+            for row in split_dataset_by_node(rows, *self.share):
                 problem, image, more_frames = read_pair(row, self.arguments)
                 report.add(row, problem, more_frames)
                 if problem:
                     continue
-                rng = np.random.default_rng([*self.seed, worker.id if worker else 0, epoch, report.seen])
+                rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
                 yield {
                     "pixel_values": _processed([image], self.processor)[0],
                     "caption": _draw(row["caption"], rng),
