@@ -43,9 +43,10 @@ $(OTHER)/installed: setup.py constraints.txt
 test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
 	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile --override-ini norecursedirs='.*'
 
-check: $(STAMP)  ## read only: style and the recipes
+check: $(STAMP)  ## read only: style, and which room imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .

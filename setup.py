@@ -1,8 +1,8 @@
 """Installs CLIP-MoE.
 
-``pip install -e .`` in a checkout makes ``modeling_clip_moe``, ``conversion``, ``training`` and ``evaluation``
-importable; a wheel carries ``modeling_clip_moe`` alone, so that no package called ``training`` lands in anybody's
-site-packages.
+``pip install -e .`` in a checkout makes ``modeling_clip_moe``, ``data``, ``conversion``, ``evaluation`` and
+``training`` importable; a wheel carries ``modeling_clip_moe`` alone, so that no package called ``training`` lands in
+anybody's site-packages.
 """
 
 from pathlib import Path
@@ -25,7 +25,9 @@ training = [
 test = [
     *training,
     "hypothesis>=6.100",
+    "import-linter>=2.3",
     "pytest>=8.3",
+    "pytest-randomly>=3.16",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.15",

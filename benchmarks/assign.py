@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from sklearn.metrics import pairwise_distances_argmin
 
 from evaluation.report import markdown_table
-from training.data_clusters import nearest_centers, read_parts, write_parts
+from training.caption_clusters import nearest_centers, read_parts, write_parts
 
 PART_SIZE = 32_768
 PARTS_IN_MEMORY = 4

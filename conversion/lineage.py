@@ -219,7 +219,7 @@ def _data(folder: Path) -> list[tuple[str | None, str]]:
 
 
 def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Of a stage's data, as training.data_identity tells it: empty where it was not known."""
+    """Of a stage's data, as data.identity tells it: empty where it was not known."""
     identity = manifest.get("data")
     return identity if isinstance(identity, dict) else {}
 

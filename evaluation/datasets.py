@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from datasets import ClassLabel, Dataset, Value
 
+from data import glyphs
+from data.pairs import load_pairs, readable_pairs, select_columns, with_image_root
+from data.sources import DataArguments, open_rows
 from evaluation.results import content_hash
-from training import glyphs
-from training.data import load_pairs, with_image_root
-from training.pairs import readable_pairs, select_columns
-from training.sources import DataArguments, open_rows
 
 Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
 
@@ -37,8 +36,8 @@ class Benchmark:
     """One task on one dataset.
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
-    Rows have the columns `image` and `caption` (zero-shot:
-    the name of the class; retrieval: a text or a list of texts), or for pairs those of `training.glyphs.load_pairs`.
+    Rows have the columns `image` and `caption` (zero-shot: the class name; retrieval: a text or a list of texts),
+    or for pairs those of `data.glyphs.load_minimal_pairs`.
     `data` is all that was chosen of a dataset given by columns: results in which it differs are of different tasks.
     """
 
@@ -94,7 +93,7 @@ BENCHMARKS = {
         kind="pairs",
         title="attribute pairs",
         protocol="1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions",
-        load=lambda: (glyphs.load_pairs("test", 1200), 0),
+        load=lambda: (glyphs.load_minimal_pairs("test", 1200), 0),
     ),
     "glyphs_linear_probe": Benchmark(
         kind="linear_probe",

@@ -31,6 +31,9 @@ from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor, reading
 from conversion.files import new_file, one_line_errors, output_folder
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
+from data.images import decode_image
+from data.pairs import present_captions
+from data.sources import DataArguments
 from evaluation.datasets import (
     BENCHMARKS,
     PRIMARY,
@@ -47,9 +50,6 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEModel
-from training.images import decode_image
-from training.pairs import present_captions
-from training.sources import DataArguments
 
 logger = logging.getLogger(__name__)
 

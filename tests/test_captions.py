@@ -14,11 +14,13 @@ from test_losses import plain_multi_positive_loss
 from torch import nn
 from transformers import CLIPModel
 
-from training import glyphs
-from training.arguments import CaptionPolicy, CaptionsStage
-from training.captions import build_captions, pack_sentences, split_sentences
-from training.data import DataArguments, PairLoader, caption_columns, load_pairs, with_image_root
+from data import glyphs
+from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
+from data.pairs import caption_columns, load_pairs, with_image_root
+from data.sources import DataArguments
+from training.arguments import CaptionsStage
 from training.engine import ContrastiveTask
+from training.loader import PairLoader
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]

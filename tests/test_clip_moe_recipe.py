@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from test_training import as_made_before
 from transformers import AutoModel, AutoProcessor
 
+from data.identity import data_fingerprint
 from training import stages
 from training.arguments import load_recipe
-from training.clustering import load_clusters
-from training.data_identity import data_fingerprint
+from training.feature_clusters import load_clusters
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]

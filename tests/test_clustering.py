@@ -6,9 +6,9 @@ from datasets import Dataset, Image
 from PIL import Image as PILImage
 from safetensors.numpy import save_file
 
-from training import glyphs
-from training.clustering import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters, split
-from training.data_identity import data_fingerprint
+from data import glyphs
+from data.identity import data_fingerprint
+from training.feature_clusters import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters, split
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 

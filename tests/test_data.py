@@ -14,8 +14,11 @@ import PIL.Image
 import pytest
 import torch
 
-from training import glyphs
-from training.data import DataArguments, PairLoader, decode_image, load_pairs, select_columns
+from data import glyphs
+from data.images import decode_image
+from data.pairs import load_pairs, select_columns
+from data.sources import DataArguments
+from training.loader import PairLoader
 
 CAPTIONS = [f"picture number {number}" for number in "zero one two three four five six seven".split()]
 
@@ -168,7 +171,7 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
     strict = dataclasses.replace(arguments, max_unreadable=0.01)
     with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):
         epoch_of(strict, processor, 197)
-    monkeypatch.setattr("training.pairs.STREAM_TRIAL", 10)
+    monkeypatch.setattr("data.pairs.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
         epoch_of(strict, processor, 196)
 
@@ -194,7 +197,7 @@ def test_a_stream_that_several_share_has_no_first_pairs(tmp_path, processor, num
 
 
 def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatch):
-    monkeypatch.setattr("training.data.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr("training.loader.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     arguments = DataArguments(**sharegpt4v(tmp_path), streaming=True, num_workers=1)
     with pytest.raises(ValueError, match=r"DataLoader worker .*(is killed by signal|exited unexpectedly)"):
         epoch_of(arguments, processor, 1)
@@ -448,8 +451,8 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
         f"86.5% of the captions of {arguments.source} (200 looked at) are longer than the 16 tokens of the tokenizer"
     )
     assert message in report(0.865)
-    monkeypatch.setattr("training.data.CAPTIONS_LOOKED_AT", 50)
-    monkeypatch.setattr("training.data.STREAMED_LOOKED_AT", 50)
+    monkeypatch.setattr("training.loader.CAPTIONS_LOOKED_AT", 50)
+    monkeypatch.setattr("training.loader.STREAMED_LOOKED_AT", 50)
     assert "100.0%" in report(1) and "(50 looked at)" in caplog.text
 
 

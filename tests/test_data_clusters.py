@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.cluster import KMeans
 from sklearn.metrics import pairwise_distances
 
-from training.data_clusters import (
+from training.caption_clusters import (
     DataClusters,
     assign_balanced,
     balanced_kmeans,

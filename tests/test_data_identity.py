@@ -14,10 +14,12 @@ import pytest
 import yaml
 from test_training import recipe
 
-from training import data_identity, stages
+from data import identity as data_identity
+from data.identity import content_digests, data_fingerprint, identity
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from training import stages
 from training.arguments import load_recipe
-from training.data import DataArguments, load_pairs
-from training.data_identity import content_digests, data_fingerprint, identity
 from training.stages import run_recipe
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
@@ -247,7 +249,7 @@ def test_captions_that_were_changed_are_other_data(tmp_path):
 def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
     data = DataArguments(**layout("saved", tmp_path / "a"))
     (tmp_path / "a" / "saved" / "state.json").write_text(text)
-    with pytest.raises(ValueError, match="saved/state.json is damaged"):
+    with pytest.raises(ValueError, match="saved cannot be read"):
         identity(data)
 
 

@@ -18,12 +18,12 @@ from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPCo
 
 from conversion.provenance import fingerprint
 from conversion.upcycle import PRESETS, upcycle
+from data import glyphs
+from data.sources import DataArguments
 from evaluation import datasets as benchmarks
 from evaluation import evaluate, report, seeds
 from evaluation.evaluate import Embedder, evaluate_model
 from evaluation.report import write_report
-from training import glyphs
-from training.data import DataArguments
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ def small_benchmarks(monkeypatch):
 
 def cut(load):
     def first():
-        original = glyphs.load, glyphs.load_pairs
+        original = glyphs.load, glyphs.load_minimal_pairs
         sizes = {"test": 40, "train": 400}
         glyphs.load = lambda split, style, number, kinds: original[0](split, style, sizes[split], kinds)
-        glyphs.load_pairs = lambda split, number: original[1](split, 12)
+        glyphs.load_minimal_pairs = lambda split, number: original[1](split, 12)
         try:
             return load()
         finally:
-            glyphs.load, glyphs.load_pairs = original
+            glyphs.load, glyphs.load_minimal_pairs = original
 
     return first
 

@@ -11,14 +11,14 @@ from transformers import CLIPModel
 from conversion.dense import extract
 from conversion.dense import main as dense_main
 from conversion.upcycle import PRESETS, upcycle
+from data import glyphs
 from evaluation.datasets import Benchmark
 from evaluation.evaluate import Embedder, measure
 from evaluation.experts import analyze_experts, main
 from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_shares
-from training import glyphs
 
 TASKS = {
-    "pairs": Benchmark("pairs", "pairs", "60 pairs", lambda: (glyphs.load_pairs("test", 60), 0)),
+    "pairs": Benchmark("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
     "retrieval": Benchmark("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
 }
 

@@ -31,11 +31,11 @@ from transformers import logging
 
 from conversion import publish
 from conversion.provenance import weights_fingerprint
+from data.sources import DataArguments
 from evaluation import datasets as benchmarks
 from evaluation import evaluate, experts, report, seeds
 from evaluation.results import read_result
 from training.arguments import load_recipe
-from training.data import DataArguments
 from training.stages import run_recipe
 
 MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoProcessor, CLIPModel, pipeline
 
 from conversion import upcycle
+from data import glyphs
 from evaluation.datasets import BENCHMARKS
 from evaluation.evaluate import Embedder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from training import glyphs
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
 TEMPLATE = "a picture of a {}"

@@ -11,7 +11,7 @@ import torch
 from datasets import Image
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 
-from training import glyphs
+from data import glyphs
 
 NUM_SAMPLES = 300
 
@@ -63,7 +63,7 @@ def test_same_arguments_same_bits(style):
 
 def test_same_bits_in_another_process():
     program = (
-        "import hashlib, json; from datasets import Image; from training import glyphs;"
+        "import hashlib, json; from datasets import Image; from data import glyphs;"
         "rows = glyphs.load('train', 'web', 20).cast_column('image', Image(decode=False)).to_list();"
         "print(hashlib.sha256(b''.join(row['image']['bytes'] for row in rows)).hexdigest(),"
         "json.dumps([row['caption'] for row in rows]))"
@@ -200,10 +200,10 @@ def test_attributes_can_be_seen(attribute):
 
 
 def test_pairs_differ_in_exactly_one_attribute():
-    pairs = glyphs.load_pairs("test", 60)
+    pairs = glyphs.load_minimal_pairs("test", 60)
     assert set(pairs.column_names) == {"image_0", "caption_0", "image_1", "caption_1", "attribute"}
     assert [pairs["attribute"].count(name) for name in glyphs.ATTRIBUTES] == [10] * 6
-    assert pairs.to_list() == glyphs.load_pairs("test", 60).to_list()
+    assert pairs.to_list() == glyphs.load_minimal_pairs("test", 60).to_list()
     values = {name: {word for value in values for word in value.split()} for name, values in glyphs.ATTRIBUTES.items()}
     values["texture"] |= {"without", "a", "pattern"}
     values["position"] |= {"corner"}
@@ -289,8 +289,8 @@ def test_clip_pools_at_the_end_token(processor, detailed):
         (lambda: glyphs.load("train", "short", 1), "'short', must be one of web, detailed"),
         (lambda: glyphs.load("train", "web", 1, kinds=["ten"]), "ten.*zero, one"),
         (lambda: glyphs.load("train", "web", 1, kinds=[]), "nothing"),
-        (lambda: glyphs.load_pairs("val", 1), "'val'"),
-        (lambda: glyphs.load_pairs("test", 1, kinds=["ten"]), "ten"),
+        (lambda: glyphs.load_minimal_pairs("val", 1), "'val'"),
+        (lambda: glyphs.load_minimal_pairs("test", 1, kinds=["ten"]), "ten"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training import images
-from training.images import decode_image, read_image
+from data import images
+from data.images import decode_image, read_image
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from training import glyphs
-from training.data import DataArguments, PairLoader, load_pairs
+from data import glyphs
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from training.loader import PairLoader
 
 NUMBER = 24
 CAPTIONS = [f"a picture of the number {number} and others" for number in range(NUMBER)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModel, AutoProcessor
 
+from data import glyphs
 from evaluation.datasets import BENCHMARKS, Benchmark, kept
 from evaluation.evaluate import Embedder, measure
 from evaluation.linear_probe import linear_probe_metrics
-from training import glyphs
 
 MODEL = "training/glyph_clip"
 # Not in the order of `glyphs.KINDS`, and as many templates as there are not classes
@@ -79,7 +79,7 @@ def test_a_blank_caption_is_no_caption(embedder):
 
 
 def test_pairs(embedder, embed):
-    rows = glyphs.load_pairs("test", 60)
+    rows = glyphs.load_minimal_pairs("test", 60)
     scores = {name: [] for name in ("text", "image", "group")}
     for row in rows:
         (a0, a1), (b0, b1) = (
@@ -120,7 +120,7 @@ def test_no_rows_outlive_the_call_that_loaded_them(monkeypatch):
         rows = datasets.Dataset.from_list([columns] * number)
         with monkeypatch.context() as patch:
             patch.setattr(glyphs, "load", lambda *_, rows=rows: rows)
-            patch.setattr(glyphs, "load_pairs", lambda *_, rows=rows: rows)
+            patch.setattr(glyphs, "load_minimal_pairs", lambda *_, rows=rows: rows)
             for benchmark in BENCHMARKS.values():
                 assert len(benchmark.load()[0]) == number
                 assert benchmark.load_train is None or len(benchmark.load_train()[0]) == number

@@ -17,6 +17,9 @@ from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
 from conversion.upcycle import PRESETS, upcycle
+from data.identity import data_fingerprint
+from data.pairs import load_pairs
+from data.sources import DataArguments
 from evaluation.datasets import Benchmark
 from evaluation.evaluate import concatenate, evaluate_model, measure, open_model
 from evaluation.report import best_of
@@ -25,9 +28,7 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training import stages
 from training.arguments import load_recipe
-from training.data import DataArguments, load_pairs
-from training.data_clusters import load_data_clusters, load_data_labels, read_parts
-from training.data_identity import data_fingerprint
+from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
 from training.stages import run_recipe
 
 ROOT = Path(__file__).parents[1]

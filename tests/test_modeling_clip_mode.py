@@ -18,8 +18,8 @@ from transformers import (
     pipeline,
 )
 
+from data import glyphs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel, routing_weights
-from training import glyphs
 
 TOWER = {
     "hidden_size": 16,

@@ -16,9 +16,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from test_training import as_made_before, recipe, same_weights
 
-from training import engine, glyphs, stages, upcycle
+from data import glyphs
+from training import engine, stages, upcycle
 from training.arguments import load_recipe
-from training.data_clusters import load_index
+from training.caption_clusters import load_index
 from training.hidden_states import HiddenStates
 from training.manifests import require_same
 from training.stages import run_recipe

@@ -30,10 +30,11 @@ from conversion import assemble
 from conversion.checkpoints import require_loadable
 from conversion.lineage import Provenance
 from conversion.upcycle import ROUTING_FIELDS
-from training import glyphs, stages
+from data import glyphs
+from data.tokenizer import learn_tokenizer, pieces_per_word
+from training import stages
 from training.arguments import InitializeStage, UpcycleStage, load_recipe
 from training.stages import run_recipe
-from training.tokenizer import learn_tokenizer, pieces_per_word
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
@@ -241,7 +242,7 @@ def test_the_same_captions_give_the_same_bytes_in_every_process(tmp_path):
     """Words made of random letters, with many pairs that are equally frequent."""
     program = """
 import random, sys
-from training.tokenizer import learn_tokenizer
+from data.tokenizer import learn_tokenizer
 random.seed(0)
 words = ["".join(random.choices("abcdefghijklmnop", k=random.randint(2, 7))) for _ in range(500)]
 captions = [" ".join(random.sample(words, 8)) for _ in range(200)]

@@ -12,8 +12,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from training import glyphs
-from training.data import DataArguments, PairLoader, load_pairs
+from data import glyphs
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 
@@ -154,7 +156,7 @@ def test_a_file_that_cannot_be_read_is_looked_for_ten_seconds_at_most(tmp_path, 
         shard(tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + (8 if number == 5 else 2))))
     (tmp_path / "5.tar").write_bytes((tmp_path / "5.tar").read_bytes()[:5000])
     ticks = itertools.count(0, 3)
-    monkeypatch.setattr("training.sources.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr("data.sources.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: ReadError: ")
 
 

@@ -25,8 +25,8 @@ from transformers import AutoModel, AutoProcessor
 from modeling_clip_moe import CLIPMoEModel
 from training import engine, stages, upcycle
 from training.arguments import load_recipe
-from training.checkpoints import latest_checkpoint, save_checkpoint
 from training.stages import run_recipe
+from training.training_state import latest_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_training import losses, recipe, same_weights
 
 from training.arguments import load_recipe
-from training.checkpoints import require_support
 from training.stages import run_recipe
+from training.training_state import require_support
 
 
 class Stop(Exception):

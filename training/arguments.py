@@ -16,8 +16,9 @@ from transformers import CLIPTextConfig, CLIPVisionConfig
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from conversion.upcycle import PRESETS, require_routing
-from training.sources import DataArguments
-from training.tokenizer import SMALLEST
+from data.captions import CaptionPolicy
+from data.sources import DataArguments
+from data.tokenizer import SMALLEST
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -217,25 +218,6 @@ class TrainDataExpertStage(TrainStage):
     def _check_data(self):
         if self.data.streaming or self.hidden_states is not None:
             raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
-        return self
-
-
-@dataclass(config=STRICT, kw_only=True)
-class CaptionPolicy:
-    """How one or more captions of an image come from a column of text."""
-
-    # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
-    # none cut, no two alike.
-    policy: Literal["full", "first_sentence", "packed"]
-    column: str
-    count: int = Field(default=1, gt=0)
-    # With the first and the last token; None: the tokenizer's `model_max_length`.
-    max_tokens: int | None = Field(default=None, gt=2)
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.policy != "packed" and (self.count != 1 or self.max_tokens is not None):
-            raise ValueError(f"count and max_tokens are for packed captions, not for {self.policy}")
         return self
 
 

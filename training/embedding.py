@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from conversion.files import new_file
+from data.sources import DataArguments
 from training.arguments import dump
-from training.data import PairLoader
-from training.sources import DataArguments
+from training.loader import PairLoader
 
 FILE = "features.safetensors"
 # Batches that are written together: what a run that is killed loses.

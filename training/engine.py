@@ -17,7 +17,9 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from training.arguments import TrainStage
-from training.checkpoints import (
+from training.freezing import parameter_groups
+from training.losses import contrastive_loss, multi_positive_loss, router_losses
+from training.training_state import (
     finished_steps,
     latest_checkpoint,
     load_checkpoint,
@@ -25,8 +27,6 @@ from training.checkpoints import (
     require_support,
     save_checkpoint,
 )
-from training.freezing import parameter_groups
-from training.losses import contrastive_loss, multi_positive_loss, router_losses
 
 CHECKPOINTS = "checkpoints"
 

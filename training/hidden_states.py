@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from conversion.files import new_file, read_record
+from data.identity import OTHER_DATA
 from modeling_clip_moe import CLIPMoEModel
-from training.data import PairLoader
-from training.data_identity import OTHER_DATA
+from training.loader import PairLoader
 
 INDEX = "index.json"
 BATCHES_PER_PART = 8
@@ -131,7 +131,7 @@ class HiddenStates:
     Args:
         directory: of a hidden_states stage.
         model: the one that is to be trained on them.
-        dataset_fingerprint: of the pairs, see `training.data_identity.data_fingerprint`.
+        dataset_fingerprint: of the pairs, see `data.identity.data_fingerprint`.
         captions: of an image.
 
     Raises:

@@ -27,7 +27,7 @@ from conversion.checkpoints import (
     load_tokenizer,
     require_source,
 )
-from training import glyphs
+from data import glyphs
 from training.arguments import InitializeStage
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from conversion.files import read_record
 from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint
-from training.data_identity import newest_file
-from training.sources import DataArguments
+from data.identity import newest_file
+from data.sources import DataArguments
 
 # How often something is logged or saved, and by how many workers data is read, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}

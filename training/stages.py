@@ -52,6 +52,11 @@ from conversion.provenance import (
 from conversion.provenance import fingerprint as model_fingerprint
 from conversion.rules import cut
 from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
+from data.captions import build_captions
+from data.identity import data_fingerprint, identity
+from data.pairs import all_captions, caption_columns, first_caption, load_pairs
+from data.sources import DataArguments, reading
+from data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 from evaluation.datasets import BENCHMARKS, kept
 from evaluation.evaluate import evaluate_model, write_result
 from evaluation.experts import analyze_experts
@@ -91,10 +96,7 @@ from training.arguments import (
     UpcycleStage,
     dump,
 )
-from training.captions import build_captions
-from training.clustering import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
-from training.data import PairLoader, caption_columns, load_pairs
-from training.data_clusters import (
+from training.caption_clusters import (
     BATCHES_PER_PART,
     DataClusters,
     balanced_kmeans,
@@ -112,9 +114,9 @@ from training.data_clusters import (
     squared_distances,
     write_parts,
 )
-from training.data_identity import data_fingerprint, identity
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.engine import CHECKPOINTS, start_trackers, train
+from training.feature_clusters import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
 from training.freezing import set_trainable
 from training.hidden_states import (
     INDEX,
@@ -125,11 +127,9 @@ from training.hidden_states import (
     require_all_parts,
 )
 from training.initialize import random_clip
+from training.loader import PairLoader
 from training.manifests import comparable, flatten, has_work, require_same, stage_fingerprint
-from training.pairs import all_captions, first_caption
 from training.samplers import ClusterBatchSampler, merge_small_clusters
-from training.sources import DataArguments, reading
-from training.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word, warn_of_many_pieces
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 # Of the pictures of data experts: pairs that samples are drawn from
@@ -192,7 +192,7 @@ class Run:
         return self._models[key]
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
-        """See `training.data_identity.identity`; every process has to ask for it."""
+        """See `data.identity.identity`; every process has to ask for it."""
         arguments = self.resolve(arguments)
         key = json.dumps(dump(arguments))
         if key not in self._identities:

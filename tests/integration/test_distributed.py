@@ -21,9 +21,9 @@ from transformers import AutoProcessor, CLIPModel
 from transformers.distributed import DistributedConfig
 
 from conversion.upcycle import PRESETS, upcycle
+from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 from modeling_clip_moe import modeling_clip_moe as modeling
-from training import glyphs
 from training.arguments import load_recipe
 from training.stages import run_recipe
 

@@ -10,8 +10,8 @@ from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from conversion.upcycle import PRESETS, upcycle
+from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
-from training import glyphs
 
 BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
 TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}

@@ -7,11 +7,11 @@ from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from torch.utils.data import DataLoader
 from transformers import CLIPModel
 
+from data import glyphs
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.open_clip_adapter import load_clip
-from training import glyphs
 
 BASE = "training/glyph_clip"
 TEMPLATES = ["a picture of a {c}", "a small {c}"]

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
 
-from training import glyphs
+from data import glyphs
 
 TEXTS = ["a large red star", "a small blue circle on a striped green background", "a seven", "a red star " * 60]
 PROGRAM = """

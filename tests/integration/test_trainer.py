@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+from data import glyphs
 from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel
-from training import glyphs
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from conversion.long_context import POSITIONS
-from training import glyphs
+from data import glyphs
 
 BASE = "training/glyph_clip"
 SHORT = 77

@@ -23,8 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
-from conversion.files import read_record
-from training.sources import DataArguments, file_stamp, named_images, open_rows, split_files
+from data.sources import DataArguments, file_stamp, named_images, open_rows, reading, split_files
 
 # What others say of a fingerprint that is not that of the pairs
 OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
@@ -114,13 +113,9 @@ def source_files(arguments: DataArguments) -> list[str]:
         return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))
     saved = _saved(arguments)
     if saved is not None:  # `datasets` keeps its caches in the same folder
-        files = read_record(saved / "state.json", dict, ["_data_files"])["_data_files"]
-        if not isinstance(files, list) or not all(
-            isinstance(file, dict) and isinstance(file.get("filename"), str) for file in files
-        ):
-            raise ValueError(f"{saved / 'state.json'} is damaged: _data_files lists no files: restore it")
-        names = [file["filename"] for file in files]
-        return [str(saved / name) for name in ("state.json", "dataset_info.json", *names)]
+        with reading(arguments):
+            files = [file["filename"] for file in datasets.load_from_disk(str(saved)).cache_files]
+        return [str(saved / "state.json"), str(saved / "dataset_info.json"), *files]
     try:
         _, splits = split_files(arguments)
     except FileNotFoundError:

@@ -3,9 +3,9 @@
 An image shows one glyph on a background: a handwritten digit (real pen strokes, from scikit-learn's `load_digits`, the
 UCI "Optical Recognition of Handwritten Digits") or a drawn shape, with an ink colour, a size, a position, a background
 colour and a texture. `web` captions are short, partial and now and then wrong; `detailed` ones are several sentences
-that name every attribute. Everything follows from the arguments of `load` and `load_pairs`, to the bit.
+that name every attribute. Everything follows from the arguments of `load` and `load_minimal_pairs`, to the bit.
 
-    python -m training.glyphs --contact-sheet glyphs.png
+    python -m data.glyphs --contact-sheet glyphs.png
 """
 
 import argparse
@@ -22,8 +22,7 @@ from PIL import ImageDraw
 from sklearn.datasets import load_digits
 from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
-from conversion.files import new_file, one_line_errors
-from training.tokenizer import learn_tokenizer
+from data.tokenizer import learn_tokenizer
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SHAPES = ["disc", "square", "triangle", "star", "cross", "heart"]
@@ -119,7 +118,7 @@ def load(
     return Dataset.from_list(rows, features=features)
 
 
-def load_pairs(
+def load_minimal_pairs(
     split: str, num_pairs: int, kinds: Sequence[str] = tuple(KINDS), seed: int = 0, image_size: int = 32
 ) -> Dataset:
     """Pairs of glyphs that differ in exactly one attribute, as MMVP-VLM's pairs of images do.
@@ -366,8 +365,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw sample images into")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    with one_line_errors(), new_file(Path(arguments.contact_sheet)) as picture:
-        contact_sheet(picture, arguments.seed)
+    try:
+        contact_sheet(arguments.contact_sheet, arguments.seed)
+    except (OSError, ValueError) as error:  # no such folder, no kind of picture
+        parser.error(f"{arguments.contact_sheet} cannot be written: {error}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training import glyphs
+from data import glyphs
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
 from conversion.files import new_file
-from training.data_identity import OTHER_DATA
+from data.identity import OTHER_DATA
+from data.images import decode_image
+from data.pairs import first_caption
 from training.embedding import open_arrays
-from training.images import decode_image
-from training.pairs import first_caption
 
 FILE = "clusters.safetensors"
 # Of a contact sheet
@@ -140,7 +140,7 @@ def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
     """The clusters of a cluster stage.
 
     Args:
-        dataset_fingerprint: `training.data_identity.data_fingerprint` of the samples they are to be used for.
+        dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for.
 
     Raises:
         FileNotFoundError: the folder has no clusters.

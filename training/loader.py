@@ -1,10 +1,9 @@
-"""Pairs of images and captions: from where they lie to the batches of a process."""
+"""Pairs of images and captions as the batches of a process."""
 
 import contextlib
 import itertools
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -15,19 +14,15 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import CLIPProcessor
 
-from training import glyphs
-from training.images import decode_image
-from training.pairs import (
+from data.images import decode_image
+from data.pairs import (
     StreamReport,
     first_caption,
     present_captions,
     read_pair,
-    readable_pairs,
-    rename_columns,
-    select_columns,
 )
+from data.sources import DataArguments, Rows, reading
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
-from training.sources import DataArguments, Rows, open_rows, reading
 
 logger = logging.getLogger(__name__)
 
@@ -36,67 +31,11 @@ SHUFFLE_BUFFER = 10_000
 CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 10_000, 1000
 
 
-def load_pairs(arguments: DataArguments) -> Rows:
-    """The pairs of a dataset, as columns `image` and `caption`.
-
-    Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
-    pairs are left, in a fixed order. A stream has all of them: `PairLoader` skips the unreadable as they come.
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: a column is missing, or more than `max_unreadable` of the pairs cannot be read; names the first.
-    """
-    if arguments.source == "glyphs":
-        kinds = glyphs.KIND_SETS[arguments.kinds]
-        return glyphs.load(arguments.split, arguments.captions, arguments.num_samples, kinds, arguments.seed)
-    rows = select_columns(open_rows(arguments), arguments)
-    if arguments.streaming:
-        return rows
-    return readable_pairs(rows, arguments)[0]
-
-
-def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
-    """The column `image` and these columns of any source. The glyphs have `caption` (detailed) and `raw_caption` (web).
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: a column is missing or holds no texts.
-    """
-    if arguments.source == "glyphs":
-        kinds, number, seed = glyphs.KIND_SETS[arguments.kinds], arguments.num_samples, arguments.seed
-        detailed, web = (glyphs.load(arguments.split, style, number, kinds, seed) for style in ("detailed", "web"))
-        rows = detailed.add_column("raw_caption", list(web["caption"]))
-    else:
-        rows = open_rows(arguments)
-    image = "image" if arguments.source == "glyphs" else arguments.image_column
-    for column in rows.features.keys() & columns:
-        kind = getattr(rows.features[column], "feature", rows.features[column])
-        if getattr(kind, "dtype", kind) not in ("string", "large_string", "null"):
-            raise ValueError(f"column {column} of {arguments.source} holds {kind}, not text")
-    rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
-    return with_image_root(rows, arguments)
-
-
-def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
-    """Rows whose column `image` has whole paths, for those who read it without `image_root`."""
-    root = arguments.image_root
-    if root is None:
-        return rows
-
-    def whole(image: str | dict | None) -> str | dict | None:
-        if isinstance(image, str):
-            return os.path.join(root, image)
-        missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
-
-    return rows.map(lambda row: {"image": whole(row["image"])})
-
-
 class PairLoader:
     """The batches of one process, for ever, from any batch on.
 
     Args:
-        rows: of `load_pairs`.
+        rows: of `data.pairs.load_pairs`.
         batch_size: of this process.
         sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.

@@ -1,22 +1,79 @@
-"""Rows as pairs of an image and a caption, and which of them can be used."""
+"""Pairs of an image and a caption: the rows of any source, and which of them can be used."""
 
 import logging
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import PIL.Image
 
-from training.images import read_image
-from training.sources import DataArguments, Rows, file_stamp, named_images, reading
+from data import glyphs
+from data.images import read_image
+from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, reading
 
 logger = logging.getLogger(__name__)
 
 # Samples of a stream to see before its share of unreadable ones is judged.
 STREAM_TRIAL = 1000
+
+
+def load_pairs(arguments: DataArguments) -> Rows:
+    """The pairs of a dataset, as columns `image` and `caption`.
+
+    Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
+    pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come.
+
+    Raises:
+        FileNotFoundError: a local source is not there.
+        ValueError: a column is missing, or more than `max_unreadable` of the pairs cannot be read; names the first.
+    """
+    if arguments.source == "glyphs":
+        kinds = glyphs.KIND_SETS[arguments.kinds]
+        return glyphs.load(arguments.split, arguments.captions, arguments.num_samples, kinds, arguments.seed)
+    rows = select_columns(open_rows(arguments), arguments)
+    if arguments.streaming:
+        return rows
+    return readable_pairs(rows, arguments)[0]
+
+
+def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
+    """The column `image` and these columns of any source. The glyphs have `caption` (detailed) and `raw_caption` (web).
+
+    Raises:
+        FileNotFoundError: a local source is not there.
+        ValueError: a column is missing or holds no texts.
+    """
+    if arguments.source == "glyphs":
+        kinds, number, seed = glyphs.KIND_SETS[arguments.kinds], arguments.num_samples, arguments.seed
+        detailed, web = (glyphs.load(arguments.split, style, number, kinds, seed) for style in ("detailed", "web"))
+        rows = detailed.add_column("raw_caption", list(web["caption"]))
+    else:
+        rows = open_rows(arguments)
+    image = "image" if arguments.source == "glyphs" else arguments.image_column
+    for column in rows.features.keys() & columns:
+        kind = getattr(rows.features[column], "feature", rows.features[column])
+        if getattr(kind, "dtype", kind) not in ("string", "large_string", "null"):
+            raise ValueError(f"column {column} of {arguments.source} holds {kind}, not text")
+    rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
+    return with_image_root(rows, arguments)
+
+
+def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
+    """Rows whose column `image` has whole paths, for those who read it without `image_root`."""
+    root = arguments.image_root
+    if root is None:
+        return rows
+
+    def whole(image: str | dict | None) -> str | dict | None:
+        if isinstance(image, str):
+            return os.path.join(root, image)
+        missing = image is None or image["path"] is None
+        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+
+    return rows.map(lambda row: {"image": whole(row["image"])})
 
 
 def present_captions(captions: Any) -> list[str]:

@@ -14,7 +14,7 @@ from sklearn.cluster import kmeans_plusplus
 from tqdm.auto import tqdm
 
 from conversion.files import new_file, read_record
-from training.data_identity import OTHER_DATA
+from data.identity import OTHER_DATA
 from training.embedding import open_arrays
 
 INDEX, CENTERS, LABELS = "index.json", "centers.safetensors", "labels.safetensors"
