@@ -22,10 +22,10 @@ from transformers import AutoModel, AutoProcessor, CLIPModel
 from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.upcycle import PRESETS, upcycle
 from training import stages
-from training.arguments import load_recipe
+from training.recipe import load_recipe
 from training.engine import checkpoint_layers
 from training.freezing import set_trainable
-from training.stages import run_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -22,9 +22,9 @@ from transformers import AutoModel, AutoProcessor
 
 from data.identity import data_fingerprint
 from training import stages
-from training.arguments import load_recipe
+from training.recipe import load_recipe
 from training.feature_clusters import load_clusters
-from training.stages import run_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

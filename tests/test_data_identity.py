@@ -19,8 +19,8 @@ from data.identity import content_digests, data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from training import stages
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
 

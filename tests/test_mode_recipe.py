@@ -27,9 +27,9 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training import stages
-from training.arguments import load_recipe
+from training.recipe import load_recipe
 from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
-from training.stages import run_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -18,11 +18,11 @@ from test_training import as_made_before, recipe, same_weights
 
 from data import glyphs
 from training import engine, stages, upcycle
-from training.arguments import load_recipe
+from training.recipe import load_recipe
 from training.caption_clusters import load_index
 from training.hidden_states import HiddenStates
 from training.manifests import require_same
-from training.stages import run_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "training.upcycle"]

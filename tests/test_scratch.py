@@ -33,8 +33,9 @@ from conversion.upcycle import ROUTING_FIELDS
 from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word
 from training import stages
-from training.arguments import InitializeStage, UpcycleStage, load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.stages import InitializeStage, UpcycleStage
+from training.runner import run_recipe
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {

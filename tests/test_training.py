@@ -24,8 +24,8 @@ from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel
 from training import engine, stages, upcycle
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 from training.training_state import latest_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
