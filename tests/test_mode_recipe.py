@@ -28,6 +28,7 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
 from training.loader import PairLoader
+from training.recipe import load_recipe
 from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
