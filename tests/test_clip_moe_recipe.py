@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoProcessor
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from training import runner
-from training.feature_clusters import load_clusters
+from training.feature_clusters import load_feature_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -177,8 +177,8 @@ def test_features_and_labels(whole, run):
             outputs = model(**inputs)
         np.testing.assert_allclose(features["image"][index], outputs.image_embeds[0], atol=1e-5)
         np.testing.assert_allclose(features["text"][index], outputs.text_embeds[0], atol=1e-5)
-    first = load_clusters(whole / "clusters_1", data_fingerprint(rows))
-    second = load_clusters(whole / "clusters_2", data_fingerprint(rows))
+    first = load_feature_clusters(whole / "clusters_1", data_fingerprint(rows))
+    second = load_feature_clusters(whole / "clusters_2", data_fingerprint(rows))
     assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
     assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
 
@@ -411,7 +411,7 @@ def test_a_part_of_the_features_that_is_gone(run, whole, tmp_path, monkeypatch):
         original(directory, *rest)
 
     monkeypatch.setattr(features, "join_parts", lose)
-    with pytest.raises(ValueError, match="features of the first 32 of 90 pairs only: do all processes see this folder"):
+    with pytest.raises(ValueError, match="000000000032.safetensors is not there: do all processes see this folder"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["features_0"])
 
 
