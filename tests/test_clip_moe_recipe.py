@@ -401,20 +401,6 @@ def test_an_expert_of_another_base_is_refused(run, whole, tmp_path):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["unified"])
 
 
-def test_a_part_of_the_features_that_is_gone(run, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "features_0")
-    original = features.join_parts
-
-    def lose(directory, *rest):
-        (directory / "parts" / "000000000032.safetensors").unlink()
-        original(directory, *rest)
-
-    monkeypatch.setattr(features, "join_parts", lose)
-    with pytest.raises(ValueError, match="000000000032.safetensors is not there: do all processes see this folder"):
-        run("x", {"output_dir": str(tmp_path / "out")}, only=["features_0"])
-
-
 def test_a_base_in_half_precision(run, whole, tmp_path):
     """Experts train in float32; the sparse model keeps it."""
     output = tmp_path / "out"

@@ -22,7 +22,7 @@ from training.training_state import (
     finished_steps,
     latest_checkpoint,
     load_checkpoint,
-    require_finite,
+    require_finite_weights,
     require_support,
     save_checkpoint,
 )
@@ -148,7 +148,7 @@ def train(
     state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
-    require_finite(state_dict, f"stage {settings.name}, step {step}")
+    require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
 
 

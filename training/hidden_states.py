@@ -24,7 +24,7 @@ from training.parts import INDEX, part_file, write_parts
 BATCHES_PER_PART = 8
 
 
-def frozen_weights(model: CLIPMoEModel) -> str:
+def frozen_weights_hash(model: CLIPMoEModel) -> str:
     """The hash of all weights below the first sparse layer of each tower.
 
     Raises:
@@ -129,7 +129,7 @@ class HiddenStates:
         directory: of a hidden_states stage.
         model: the one that is to be trained on them.
         dataset_fingerprint: of the pairs, see `data.identity.data_fingerprint`.
-        captions: of an image.
+        num_captions: of an image.
 
     Raises:
         FileNotFoundError: the folder holds none.
@@ -137,15 +137,17 @@ class HiddenStates:
             the first sparse layer. A changed processor or configuration is not noticed.
     """
 
-    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):
+    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
         index = read_record(directory / INDEX, dict, ("part_size", "captions", "dataset_fingerprint", "weights"))
         if index["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(f"the hidden states in {directory} are of {OTHER_DATA}")
-        if index["captions"] != captions:
-            raise ValueError(f"the hidden states in {directory} are of {index['captions']} captions, not of {captions}")
-        if index["weights"] != frozen_weights(model):
+        if index["captions"] != num_captions:
+            raise ValueError(
+                f"the hidden states in {directory} are of {index['captions']} captions, not of {num_captions}"
+            )
+        if index["weights"] != frozen_weights_hash(model):
             raise ValueError(
                 f"the hidden states in {directory} are of a model with other weights below the sparse layers"
             )

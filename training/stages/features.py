@@ -30,7 +30,7 @@ from training.hidden_states import (
     INDEX,
     announce_size,
     captions_of_image,
-    frozen_weights,
+    frozen_weights_hash,
     keep_hidden_states,
 )
 from training.loader import PairLoader
@@ -134,7 +134,7 @@ class HiddenStatesStage(Stage):
         index = {
             "captions": captions_of_image(rows, self.caption_weights),
             "dataset_fingerprint": context.fingerprint(rows, self.data),
-            "weights": frozen_weights(model),
+            "weights": frozen_weights_hash(model),
         }
         announce_size(accelerator, model, loader, dtype, directory)
         accelerator.wait_for_everyone()
