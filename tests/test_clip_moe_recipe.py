@@ -27,7 +27,6 @@ from training.feature_clusters import load_feature_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe
 from training.runner import run_recipe
-from training.stages import features
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
