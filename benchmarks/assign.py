@@ -52,6 +52,13 @@ def assign(folder: Path, num_rows: int, size: int, num_centers: int) -> None:
     print(json.dumps({"seconds": seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
+def _write_rows(folder: Path, num_rows: int, size: int) -> None:
+    def compute(start: int, stop: int) -> dict[str, np.ndarray]:
+        return {"embeddings": random_rows(start, stop, size)}
+
+    write_parts(Accelerator(cpu=True), folder / PARTS, "embeddings", num_rows, PART_SIZE, compute)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.assign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,14 +74,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_parts(
-            Accelerator(cpu=True),
-            folder / PARTS,
-            "embeddings",
-            args.rows,
-            PART_SIZE,
-            lambda start, stop: {"embeddings": random_rows(start, stop, args.size)},
-        )
+        _write_rows(folder, args.rows, args.size)
         parts = -(-args.rows // PART_SIZE)
         lines, rates = [], {}
         for num_rows in (parts // 2 * PART_SIZE, args.rows):
