@@ -38,8 +38,8 @@ from transformers.utils import (
 )
 
 from conversion.files import save
+from conversion.messages import cut
 from conversion.own_code import kernels
-from conversion.rules import cut
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.configuration_clip_moe import check_tower
 

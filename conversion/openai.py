@@ -43,7 +43,8 @@ from conversion.checkpoints import (
     sample_inputs,
 )
 from conversion.files import new_folder, one_line_errors
-from conversion.rules import Rule, apply_rules, cut
+from conversion.messages import cut
+from conversion.rules import Rule, apply_rules
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {

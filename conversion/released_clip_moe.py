@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, sample_inputs
 from conversion.files import locked, new_file, new_folder, one_line_errors, writing
 from conversion.long_context import KEEP, set_text_length
+from conversion.messages import cut
 from conversion.openai import (
     HEAD_WIDTH,
     RULES,
@@ -36,8 +37,8 @@ from conversion.openai import (
     original_outputs,
     read_state_dict,
 )
-from conversion.rules import Rule, apply_rules, cut
-from conversion.upcycle import PRESETS
+from conversion.presets import PRESETS
+from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
 TOWERS = {"": "text_model", "visual.": "vision_model"}

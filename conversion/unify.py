@@ -26,8 +26,10 @@ from transformers import CLIPModel, PreTrainedModel
 from conversion.checkpoints import check_equal, copy_processor, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import CLOSED, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
-from conversion.rules import Rule, cut
-from conversion.upcycle import EXPERT_TENSORS, PRESETS, TOWERS, Preset, build_sparse, sparse_config, sparse_ffns
+from conversion.messages import cut
+from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
+from conversion.rules import Rule
+from conversion.upcycle import EXPERT_TENSORS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 
@@ -81,7 +83,7 @@ def unify(
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
     base_expert = base_expert and not preset.fusion_gate
-    config = sparse_config(base, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
+    config = sparse_config(base.config, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
     source = _gather(base, experts, "|".join(sparse_ffns(config)))
     return build_sparse(config, source, unifying_rules(config, base_expert), _dtype(base, experts), seed)
 
@@ -257,11 +259,21 @@ def main(argv: list[str] | None = None) -> None:
         default=TOWERS,
         help="towers to make sparse (default: both); of dense models only",
     )
+    parser.add_argument(
+        "--sparse-layers",
+        nargs="+",
+        metavar="LAYERS",
+        default=["all"],
+        help=f"{', '.join(LAYERS)} (default: all), or layers from 0 such as 1,3; of each tower as in text=1,3 "
+        "vision=5,7; of dense models only",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
     args = parser.parse_args(argv)
-    preset = dataclasses.replace(PRESETS["clip_moe"], num_experts_per_tok=args.num_experts_per_tok)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.base, args.experts, folder, preset, args.towers, args.seed)
+    with one_line_errors():
+        layers = read_sparse_layers(args.sparse_layers)
+        changes = {"num_experts_per_tok": args.num_experts_per_tok, "sparse_layers": layers}
+        with new_folder(args.output) as folder:
+            convert(args.base, args.experts, folder, changed_preset("clip_moe", changes), args.towers, args.seed)
     print(f"wrote {args.output}")
 
 

@@ -165,9 +165,7 @@ def test_new_gates_and_none():
 
 
 def other_layers():
-    preset = dataclasses.replace(
-        PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, sparse_layers=lambda number: [1]
-    )
+    preset = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, sparse_layers=[1])
     return upcycle(tiny_clip(), preset)
 
 

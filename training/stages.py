@@ -38,6 +38,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion import assemble, average, long_context, publish, unify
 from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
 from conversion.files import locked, read_record, respect_umask, save, write_text
+from conversion.messages import cut
+from conversion.presets import Preset, changed_preset
 from conversion.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
@@ -50,8 +52,7 @@ from conversion.provenance import (
     weights_fingerprint,
 )
 from conversion.provenance import fingerprint as model_fingerprint
-from conversion.rules import cut
-from conversion.upcycle import PRESETS, Preset, change_routing, upcycle
+from conversion.upcycle import change_routing, upcycle
 from data.captions import build_captions
 from data.identity import data_fingerprint, identity
 from data.pairs import all_captions, caption_columns, first_caption, load_pairs
@@ -883,15 +884,10 @@ def _inputs(stage: Stage) -> list[str]:
 
 def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
     """The preset of that name with the stage's changes."""
-    fields = {field.name for field in dataclasses.fields(Preset)}
-    # YAML has no functions, and what is unified has as many experts as it has.
-    fields -= {"sparse_layers"} | ({"num_experts"} if isinstance(stage, UnifyStage) else set())
-    unknown = sorted(set(stage.changes) - fields)
-    if unknown:
-        raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(fields))}"
-        )
-    return dataclasses.replace(PRESETS[name], **stage.changes)
+    try:  # what is unified has as many experts as it has
+        return changed_preset(name, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
+    except ValueError as error:
+        raise ValueError(f"{stage.name}.changes: {error}") from error
 
 
 def _captions(rows: datasets.Dataset, stage: HiddenStatesStage | TrainStage) -> int:
