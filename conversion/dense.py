@@ -13,7 +13,6 @@ they sum to in the mean, which `python -m evaluation.experts` measures and keeps
 """
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +24,12 @@ from conversion.checkpoints import (
     TOLERANCE,
     architecture,
     check_equal,
-    copy_processor,
     load_model,
     model_outputs,
     sample_inputs,
 )
-from conversion.files import new_folder, one_line_errors
+from conversion.files import new_folder, one_line_errors, read_json
+from conversion.processors import copy_processor
 from conversion.provenance import weights_fingerprint
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import EXPERT_TENSORS, kept_rules, sparse_ffns
@@ -173,10 +172,10 @@ def read_scale(value: str, source: str | Path) -> Scale:
     except ValueError:
         pass  # a file
     try:
-        result = json.loads(Path(value).read_text(encoding="utf-8"))
+        result = read_json(Path(value))
         weights, towers = result["weights"], result["scales"]
         scales = {tower: {layer: float(number) for layer, number in layers.items()} for tower, layers in towers.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{value} holds no scales: make it again with `python -m evaluation.experts --model {source}` "
             f"({type(error).__name__}: {error})"

@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from conversion.files import read_record
+from conversion.files import read_json, read_record
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.messages import cut
-from conversion.own_code import read_json
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
 from conversion.recipe_yaml import read_yaml
 

@@ -26,20 +26,14 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import (
-    forget_last_use,
-    has_file,
-    load_clip,
-    load_config,
-    load_mixture,
-    load_processor,
-    sample_inputs,
-)
-from conversion.files import new_folder, one_line_errors, save, write_text, writing
+from conversion.checkpoints import load_clip, load_mixture, sample_inputs
+from conversion.files import new_folder, one_line_errors, read_json, save, write_text, writing
+from conversion.folders import has_file, load_config
 from conversion.lineage import Provenance
 from conversion.local_names import is_hub_name
 from conversion.model_card import render, result_entries
-from conversion.own_code import CODE, named_code, own_code_only, read_json, require_own_code, settings_files
+from conversion.own_code import CODE, named_code, own_code_only, require_own_code, settings_files
+from conversion.processors import forget_last_call, load_processor, require_fit_to_folder
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
 # Of configurations: where they were loaded from on this machine, and files there
@@ -139,9 +133,11 @@ def write_processor(source: Path, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: it does not fit the model that is in `folder` already.
     """
     processor = load_processor(source)
-    forget_last_use(processor.tokenizer)
+    require_fit_to_folder(folder, source, processor.tokenizer, processor.image_processor)
+    forget_last_call(processor.tokenizer)
     save(processor, folder)
     save(processor.image_processor, folder)  # preprocessor_config.json
     with writing(folder):

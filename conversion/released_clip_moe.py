@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, sample_inputs
+from conversion.checkpoints import architecture, check_equal, load_model, sample_inputs
 from conversion.files import locked, new_file, new_folder, one_line_errors, writing
-from conversion.long_context import KEEP, set_text_length
+from conversion.long_context import KEPT_POSITIONS
 from conversion.messages import cut
 from conversion.openai import (
     HEAD_WIDTH,
@@ -38,6 +38,7 @@ from conversion.openai import (
     read_state_dict,
 )
 from conversion.presets import PRESETS
+from conversion.processors import copy_processor, set_text_length
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
@@ -54,7 +55,7 @@ EXPERT_TENSORS = {
 
 def position_table(first: Tensor, later: Tensor | None = None) -> Tensor:
     """The text positions: the first 20 rows of one tensor and the others of the second, or all of the only one."""
-    return first if later is None else torch.cat([first[:KEEP], later[KEEP:]])
+    return first if later is None else torch.cat([first[:KEPT_POSITIONS], later[KEPT_POSITIONS:]])
 
 
 def loading_rules() -> list[Rule]:

@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel, PreTrainedModel
 
-from conversion.checkpoints import check_equal, copy_processor, load_clip, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import check_equal, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import CLOSED, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
 from conversion.messages import cut
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
+from conversion.processors import copy_processor
 from conversion.rules import Rule
 from conversion.upcycle import EXPERT_TENSORS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel

@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
 
-from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import architecture, check_equal, load_model, model_outputs, sample_inputs
 from conversion.files import new_folder, one_line_errors
 from conversion.presets import (
     LAYERS,
@@ -36,6 +36,7 @@ from conversion.presets import (
     require_towers,
     sparse_layers,
 )
+from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 

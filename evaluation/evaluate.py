@@ -28,8 +28,10 @@ from tqdm.auto import tqdm
 from transformers import CLIPModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor, reading
+from conversion.checkpoints import load_clip, load_mixture
 from conversion.files import new_file, one_line_errors, output_folder
+from conversion.folders import load_config, loading
+from conversion.processors import load_processor
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
 from data.images import decode_image
 from data.pairs import present_captions
@@ -187,7 +189,7 @@ class Ensemble:
         self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
         self.options = (cache_dir, batch_size, device, dtype)
         self.router = load_mixture(folder, max_loaded_experts=1)
-        with reading(folder):
+        with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
         self._known: dict[str, np.ndarray] = {}

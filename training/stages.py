@@ -36,10 +36,12 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion import assemble, average, long_context, publish, unify
-from conversion.checkpoints import copy_processor, load_clip, load_config, load_model, load_processor, require_loadable
+from conversion.checkpoints import load_clip, load_model, require_loadable
 from conversion.files import locked, read_record, respect_umask, save, write_text
+from conversion.folders import load_config
 from conversion.messages import cut
 from conversion.presets import Preset, changed_preset
+from conversion.processors import copy_processor, load_processor
 from conversion.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
