@@ -24,13 +24,13 @@ import torch
 from transformers import CLIPModel, PreTrainedModel
 
 from conversion.checkpoints import check_equal, load_clip, load_model, model_outputs, sample_inputs
-from conversion.dense import CLOSED, set_fusion_gates
+from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
 from conversion.messages import cut
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule
-from conversion.upcycle import EXPERT_TENSORS, build_sparse, sparse_config, sparse_ffns
+from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 
@@ -47,7 +47,7 @@ def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
     ]
     experts = r"\d+" if base_expert else r"[1-9]\d*"
     for ffn, tower_config in sparse_ffns(config).items():
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             target = rf"\1.experts.{expert_tensor}"
             rules.append(Rule(rf"{experts}\.({ffn})\.{name}", target, lambda *ffns: torch.stack(ffns), merges=True))
         if tower_config.fusion_gate:
@@ -148,7 +148,7 @@ def unify_sparse(
         Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
     ]
     if fusion_gate and not gated:
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda one: one[0]))
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
@@ -202,7 +202,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
         ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, folder, dtype=torch.float32)
-    set_fusion_gates(sparse, CLOSED)
+    set_fusion_gates(sparse, ONLY_EXPERTS)
     num_experts = max(config.num_experts for config in sparse_ffns(sparse.config).values())
     sources = [base, *experts] if num_experts > len(experts) else experts
     inputs = sample_inputs(sparse.config)
@@ -210,7 +210,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
     for number, source in enumerate(sources):
         model = load_clip(source, dtype=torch.float32)
         if isinstance(model, CLIPMoEModel):
-            set_fusion_gates(model, CLOSED)
+            set_fusion_gates(model, ONLY_EXPERTS)
         outputs = model_outputs(model, inputs)
         with sparse.force_expert(number, scale=1.0):
             forced = model_outputs(sparse, inputs)

@@ -6,7 +6,7 @@ SOURCE is a folder or hub name of a `CLIPModel`. Experts are copies of the dense
 https://arxiv.org/abs/2212.05055), routers and fusion gates are new, all else is kept. Before OUTPUT appears, the saved
 model is loaded again and compared with the source in float32: where routing weights sum to 1, equal experts compute
 the dense FFN, so the two agree up to rounding. Where they do not (`--no-norm-topk-prob`, as in the preset clip_up),
-the comparison alone is made with renormalised weights.
+the comparison alone is made with renormalized weights.
 
 CLIP-FMoE's baseline of five experts without fusion gate:
     --preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate
@@ -41,7 +41,7 @@ from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
-EXPERT_TENSORS = {
+FFN_TO_EXPERTS = {
     "fc1.weight": "up_proj",
     "fc1.bias": "up_proj_bias",
     "fc2.weight": "down_proj",
@@ -139,7 +139,7 @@ def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
     rules = kept_rules(config, (1,))
     for ffn, tower_config in sparse_ffns(config).items():
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             source, experts = rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}"
 
             def tile(tensor, num_experts=tower_config.num_experts):
@@ -266,7 +266,7 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
         if not tower_config.norm_topk_prob:
             print(
                 f"{tower_config.base_config_key}: routing weights do not sum to 1, so the model starts below the dense "
-                "one; for the comparison alone they are renormalised"
+                "one; for the comparison alone they are renormalized"
             )
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)

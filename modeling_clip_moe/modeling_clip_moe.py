@@ -59,7 +59,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 # In files, every sparse layer has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
 # would take a random one and at most warn if there was nothing; this is an error
-MARK = "mlp.fc1.weight"
+SPARSE_LAYER_MARK = "mlp.fc1.weight"
 
 
 def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -571,7 +571,7 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         super().post_init()
         # Not those of its towers, which transformers adds: each ignores the other one
         ignored = type(self)._keys_to_ignore_on_load_unexpected or []
-        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{re.escape(MARK)}$"}
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{re.escape(SPARSE_LAYER_MARK)}$"}
 
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
@@ -623,12 +623,12 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             prefix = "" if added else self._tower_prefix
             for name, module in model_to_save.named_modules():
                 if isinstance(module, CLIPMoEEncoderLayer) and module.is_sparse:
-                    state_dict[f"{prefix}{name}.{MARK}"] = torch.empty(0, dtype=self.dtype)
+                    state_dict[f"{prefix}{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
         return state_dict
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # transformers' Trainer loads the files of its checkpoints as they are
-        for name in [name for name in state_dict if name.endswith(MARK) and state_dict[name].numel() == 0]:
+        for name in [name for name in state_dict if name.endswith(SPARSE_LAYER_MARK) and state_dict[name].numel() == 0]:
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

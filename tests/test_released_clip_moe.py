@@ -292,7 +292,7 @@ def test_what_the_layout_cannot_express():
 
 def test_commands_there_and_back(tmp_path, capsys):
     torch.save({key: tensor.half() for key, tensor in checkpoint().items()}, tmp_path / "released.pt")
-    processor().save_pretrained(tmp_path / "processor")
+    processor(image_size=8).save_pretrained(tmp_path / "processor")
     arguments = [str(tmp_path / "released.pt"), str(tmp_path / "model"), "--processor", str(tmp_path / "processor")]
     main(arguments)
     assert capsys.readouterr().out.count("largest difference") == 3

@@ -56,12 +56,12 @@ def tiny_clip(text_layers=4, vision_layers=4):
     return model.eval()
 
 
-def processor():
+def processor(image_size=16):
     letters = sorted(set("".join(WORDS)))
     tokens = [*letters, *(letter + "</w>" for letter in letters)]
     vocab = {token: index for index, token in enumerate(tokens)} | {"<|startoftext|>": 38, "<|endoftext|>": 39}
     tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12)
-    return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16), tokenizer)
+    return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=image_size), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def error_of(capsys, *argv):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_renormalised_equals_dense(dense, name):
+def test_renormalized_equals_dense(dense, name):
     sparse = upcycle(dense, dataclasses.replace(PRESETS[name], norm_topk_prob=True))
     num_sparse_layers = sum(key.endswith("experts.up_proj") for key in sparse.state_dict())
     assert num_sparse_layers == {"clip_up": 4, "clip_moe": 8, "clip_fmoe": 2}[name]

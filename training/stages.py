@@ -51,9 +51,9 @@ from conversion.provenance import (
     RECIPE,
     environment,
     manifest_fingerprint,
+    model_fingerprint,
     weights_fingerprint,
 )
-from conversion.provenance import fingerprint as model_fingerprint
 from conversion.upcycle import change_routing, upcycle
 from data.captions import build_captions
 from data.identity import data_fingerprint, identity
@@ -828,7 +828,7 @@ MODEL_STAGES = (
 
 
 def fingerprint(model: str) -> str:
-    """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
+    """What a model is: its manifest's hash for a stage's folder, else see `conversion.provenance.model_fingerprint`."""
     if (Path(model) / MANIFEST).is_file():
         return stage_fingerprint(Path(model))
     return model_fingerprint(model)
