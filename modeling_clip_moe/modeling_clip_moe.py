@@ -83,7 +83,6 @@ def load_balancing_loss(
     router_logits: tuple[torch.Tensor, ...],
     top_k: int,
     mask: torch.Tensor | None = None,
-    pool_layers: bool = False,
     reduce: Reduce | None = None,
 ) -> torch.Tensor:
     """
@@ -94,11 +93,10 @@ def load_balancing_loss(
     are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
 
     Args:
-        router_logits: one tensor (B, S, E) or (T, E) a layer.
+        router_logits: one tensor (B, S, E) or (T, E) a layer. The loss is the mean of the layers' (CLIP-UP, CLIP-MoE);
+            for the loss of all layers' tokens together (CLIP-FMoE), give those as one layer.
         top_k: how many choices of a token count: K (CLIP-UP, CLIP-FMoE), or 1 for the argmax alone (CLIP-MoE eq. 7).
         mask: (B, S) or (T,), 1 for a token and 0 for padding.
-        pool_layers: whether R and P are those of all layers' tokens together (CLIP-FMoE), instead of one loss a layer
-            and the mean of those (CLIP-UP, CLIP-MoE).
         reduce: maps a vector of this process's sums (choices, probabilities, number of tokens) to the sums over all
             processes, differentiably. None: the loss of this process's tokens.
 
@@ -109,8 +107,6 @@ def load_balancing_loss(
     num_experts = probabilities.shape[-1]
     choices = F.one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
     means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
-    if pool_layers:
-        means = means.mean(dim=0, keepdim=True)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
 
