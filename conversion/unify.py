@@ -33,6 +33,9 @@ from conversion.rules import Rule
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
+# Of a sparse FFN with one expert, what stage 1 of CLIP-FMoE may train: a regular expression
+TRAINED_PARTS = "(?:experts|fusion_gate|router)"
+
 
 def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
     """Rules from the dense models' tensors, named I.NAME for model I, to `CLIPMoEModel`: FFNs are stacked.
@@ -134,10 +137,22 @@ def unify_sparse(
             settings[tower]["num_experts"] = base_expert + len(experts)
             settings[tower]["num_experts_per_tok"] = num_experts_per_tok
             settings[tower]["fusion_gate"] = gated or fusion_gate
-    config = CLIPMoEConfig.from_dict(settings)
     ffn = f"(?:{'|'.join(ffns)})"
-    trained = rf"{ffn}\.(?:experts|fusion_gate|router)"
-    source = _gather(base, experts, trained)
+    source = _gather(base, experts, rf"{ffn}\.{TRAINED_PARTS}")
+    rules = stacking_rules(ffn, base_expert, new_gates=fusion_gate and not gated)
+    new_parts = ("router",) if gated else ("router", "fusion_gate")
+    return build_sparse(CLIPMoEConfig.from_dict(settings), source, rules, _dtype(base, experts), seed, new_parts)
+
+
+def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
+    """Rules from sparse models of one expert each, tensors named I.NAME for model I, to one model of all experts.
+
+    Args:
+        ffn: regular expression of the names of the sparse FFNs.
+        base_expert: whether the expert of model 0 is stacked with the others.
+        new_gates: whether that expert becomes the base FFN instead, beside gates that no model has yet.
+    """
+    trained = rf"{ffn}\.{TRAINED_PARTS}"
     stacked = r"\d+" if base_expert else r"[1-9]\d*"
     rules = [
         Rule(rf"0\.(?!{trained}\.)(.*)", r"\1"),
@@ -147,13 +162,12 @@ def unify_sparse(
         Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="what the gates started from"),
         Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
     ]
-    if fusion_gate and not gated:
+    if new_gates:
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda one: one[0]))
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
-    new_parts = ("router",) if gated else ("router", "fusion_gate")
-    return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
+    return rules
 
 
 def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.dtype:

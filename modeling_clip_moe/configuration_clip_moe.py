@@ -78,8 +78,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
     """
 
     _auto_class = "AutoConfig"
-    # What transformers' `DistributedConfig` splits over processes: the experts (EP) or every layer (FSDP2); and heads and
-    # dense FFNs (TP), see `base_model_tp_plan`
+    # What transformers' `DistributedConfig` splits over processes: the experts (EP) or every layer (FSDP2); heads and
+    # dense FFNs (TP) by `base_model_tp_plan`
     base_model_ep_plan = {
         f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
         f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
