@@ -19,8 +19,10 @@ from test_training import as_made_before
 from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.checkpoints import copy_processor, model_outputs, sample_inputs
-from conversion.upcycle import PRESETS, upcycle
+from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.presets import PRESETS
+from conversion.processors import copy_processor
+from conversion.upcycle import upcycle
 from training.engine import checkpoint_layers
 from training.feature_clusters import FeatureClusters
 from training.freezing import set_trainable

@@ -320,7 +320,11 @@ def test_two_processes_end_in_the_same_model(run, whole):
         ({"unified.experts": ["expert_1", "clip_moe"]}, "unified", "a model of type 'clip' is needed"),
         ({"unified.changes": {"experts": 2}}, "unified", "a preset has no experts"),
         ({"unified.changes": {"num_experts": 2}}, "unified", "a preset has no num_experts to change"),
-        ({"unified.changes": {"sparse_layers": "all"}}, "unified", "a preset has no sparse_layers to change"),
+        (
+            {"unified.changes": {"sparse_layers": [9]}},
+            "unified",
+            "sparse_layers of the text tower has 9, but that tower has",
+        ),
         (
             {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 8}
             | {"expert_1.global_batch_size": 80},

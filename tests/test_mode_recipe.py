@@ -16,7 +16,8 @@ from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.sources import DataArguments

@@ -16,7 +16,8 @@ from tiny_models import SHORT, sdxl, stable_diffusion, tokenizer, with_77_positi
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from conversion import long_context
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 BASE = "training/glyph_clip"

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, CLIPModel
 from transformers.distributed import DistributedConfig
 
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 from modeling_clip_moe import modeling_clip_moe as modeling

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 

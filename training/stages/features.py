@@ -10,8 +10,9 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.checkpoints import load_clip, load_model, load_processor
+from conversion.checkpoints import load_clip, load_model
 from conversion.files import write_text
+from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns

@@ -1,7 +1,7 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,10 +11,13 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, long_context, unify
-from conversion.checkpoints import copy_processor, load_config, load_model
+from conversion.checkpoints import load_model
 from conversion.files import save
-from conversion.provenance import PROCESSOR, fingerprint
-from conversion.upcycle import PRESETS, Preset, change_routing, require_routing, upcycle
+from conversion.folders import load_config
+from conversion.presets import PRESETS, Preset, changed_preset
+from conversion.processors import copy_processor
+from conversion.provenance import PROCESSOR, model_fingerprint
+from conversion.upcycle import change_routing, require_routing, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig
@@ -66,7 +69,7 @@ class InitializeStage(Stage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
-        return {folder: fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
+        return {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -138,7 +141,7 @@ class UpcycleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         dense = load_model(CLIPModel, inputs.model)
-        model = upcycle(dense, _preset(self, self.preset), self.towers, context.seed)
+        model = upcycle(dense, _preset(self), self.towers, context.seed)
         for tower in ("text_config", "vision_config"):
             try:
                 change_routing(getattr(model.config, tower), getattr(self, tower))
@@ -169,7 +172,7 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset, config = _preset(self, self.preset), load_config(inputs.model)
+        preset, config = _preset(self), load_config(inputs.model)
         if isinstance(config, CLIPMoEConfig):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
@@ -201,14 +204,9 @@ class AverageStage(Stage):
         average.convert(inputs.models, directory)
 
 
-def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
-    """The preset of that name with the stage's changes."""
-    names = {field.name for field in fields(Preset)}
-    # YAML has no functions, and what is unified has as many experts as it has.
-    names -= {"sparse_layers"} | ({"num_experts"} if isinstance(stage, UnifyStage) else set())
-    unknown = sorted(set(stage.changes) - names)
-    if unknown:
-        raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(names))}"
-        )
-    return replace(PRESETS[name], **stage.changes)
+def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
+    """The preset of a stage with its changes."""
+    try:  # what is unified has as many experts as it has
+        return changed_preset(stage.preset, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
+    except ValueError as error:
+        raise ValueError(f"{stage.name}.changes: {error}") from error

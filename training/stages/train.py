@@ -14,9 +14,10 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel
 
-from conversion.checkpoints import load_clip, load_processor
+from conversion.checkpoints import load_clip
 from conversion.files import save
-from conversion.rules import cut
+from conversion.messages import cut
+from conversion.processors import load_processor
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
