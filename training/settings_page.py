@@ -1,0 +1,129 @@
+"""Writes docs/settings.md: the settings of all stages, from the fields of their classes and the comments above these.
+
+python -m training.settings_page
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from data.captions import CaptionPolicy
+from data.sources import DataArguments
+from training.arguments import Recipe, Stage
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+OTHERS = {Recipe: "The recipe", DataArguments: "data", CaptionPolicy: "Caption policies"}
+BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+INTRODUCTION = """# Settings
+
+<!-- Written by `python -m training.settings_page`. Edit the comments in the code instead. -->
+
+A recipe is a YAML file with the keys of [the recipe](#the-recipe). `stages` is a list. Every stage has a `name`, which is the name
+of its folder, a `stage`, which says what kind it is, and the settings below. [recipes.md](recipes.md) shows how to write a recipe.
+
+"None" in a meaning is `null` in YAML. A setting without a default has to be given."""
+
+
+def settings_page() -> str:
+    """The page in markdown."""
+    stages = get_args(Stage)
+    contents = "\n".join(["| stage | what it is |", "|---|---|", *(_row_of_contents(stage) for stage in stages)])
+    titles = {stage: kind_of(stage) for stage in stages} | OTHERS
+    sections = [INTRODUCTION, contents, *(_section(cls, titles) for cls in [Recipe, *stages, *OTHERS] if cls in titles)]
+    return "\n\n".join(dict.fromkeys(sections)) + "\n"
+
+
+def kind_of(stage: type) -> str:
+    """What a recipe calls a stage of this class."""
+    return get_args(stage.__annotations__["stage"])[0]
+
+
+def comments_above(cls: type) -> dict[str, str]:
+    """Field of a class -> the comment lines above it, as one text."""
+    meanings, comment = {}, []
+    for line in inspect.getsource(cls).splitlines():
+        field = re.match(r"    (\w+): ", line)
+        if line.startswith("    # "):
+            comment.append(line[6:])
+        elif field:
+            meanings[field[1]] = " ".join(comment)
+            comment = []
+        else:
+            comment = []
+    return meanings
+
+
+def _row_of_contents(stage: type) -> str:
+    summary = re.match(r".+?(?=[.:;] |[.:;]$)", _docstring(stage).split("\n\n")[0])[0]
+    return f"| [{kind_of(stage)}](#{kind_of(stage)}) | {summary} |"
+
+
+def _docstring(cls: type) -> str:
+    """Its paragraphs, each on one line."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.getdoc(cls).split("\n\n"))
+
+
+def _section(cls: type, titles: dict[type, str]) -> str:
+    parts = [f"## {titles[cls]}", _docstring(cls)]
+    parents = [parent for parent in cls.__mro__[1:] if parent in titles]
+    if parents:
+        parts.append(f"It has all settings of [{titles[parents[0]]}](#{titles[parents[0]]}), and these:")
+    meanings = comments_above(cls)
+    rows = [
+        _row(name, cls.__pydantic_fields__[name], meanings.get(name, ""))
+        for name in inspect.get_annotations(cls)
+        if name not in ("name", "stage", "stages", "kind")
+    ]
+    table = ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n\n".join([*parts, "\n".join(table)])
+
+
+def _row(name: str, field: FieldInfo, meaning: str) -> str:
+    default = "" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
+    cells = (f"`{name}`", _type(field.annotation, field.metadata), default, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(kind: Any, metadata: Iterable[Any] = ()) -> str:
+    """A type in words, with the bounds of a number."""
+    arguments = [argument for argument in get_args(kind) if argument is not types.NoneType]
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        words = " or ".join(_type(argument) for argument in arguments)
+    elif origin is Literal:
+        words = ", ".join(f"`{_yaml(argument)}`" for argument in arguments)
+    elif origin is Annotated:
+        words = _type(arguments[0], arguments[1:])
+    elif origin is list:
+        words = f"list ({_type(arguments[0])})"
+    elif origin is dict:
+        words = "keys and values"
+    elif kind in OTHERS:
+        words = f"[{OTHERS[kind]}](#{OTHERS[kind].lower().replace(' ', '-')})"
+    else:
+        words = BASIC[kind]
+    facts = [
+        part for fact in metadata for part in getattr(fact, "metadata", [fact])
+    ]  # Field(...) in Annotated has more
+    bounds = [f"{sign} {getattr(fact, key):g}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
+    return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def _yaml(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
+
+
+def main() -> None:
+    PAGE.write_text(settings_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
