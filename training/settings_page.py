@@ -17,7 +17,8 @@ from data.sources import DataArguments
 from training.arguments import Recipe, Stage
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
-OTHERS = {Recipe: "The recipe", DataArguments: "data", CaptionPolicy: "Caption policies"}
+# Classes that are no stages, and the titles of their sections
+OTHERS = {DataArguments: "data", CaptionPolicy: "Caption policies", Recipe: "The recipe"}
 BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -25,10 +26,11 @@ INTRODUCTION = """# Settings
 
 <!-- Written by `python -m training.settings_page`. Edit the comments in the code instead. -->
 
-A recipe is a YAML file with the keys of [the recipe](#the-recipe). `stages` is a list. Every stage has a `name`, which is the name
-of its folder, a `stage`, which says what kind it is, and the settings below. [recipes.md](recipes.md) shows how to write a recipe.
+A recipe is a YAML file. [recipes.md](recipes.md) shows how to write one.
 
-"None" in a meaning is `null` in YAML. A setting without a default has to be given."""
+Its key `stages` is a list of stages. Every stage has a `name`, which is also the name of its folder, a `stage`, which
+is one of the kinds in this table, and the settings of its kind. The key `defaults` maps a kind to settings for all
+stages of that kind. The other keys are those of [the recipe](#the-recipe). "None" means `null` in YAML."""
 
 
 def settings_page() -> str:
@@ -36,8 +38,7 @@ def settings_page() -> str:
     stages = get_args(Stage)
     contents = "\n".join(["| stage | what it is |", "|---|---|", *(_row_of_contents(stage) for stage in stages)])
     titles = {stage: kind_of(stage) for stage in stages} | OTHERS
-    sections = [INTRODUCTION, contents, *(_section(cls, titles) for cls in [Recipe, *stages, *OTHERS] if cls in titles)]
-    return "\n\n".join(dict.fromkeys(sections)) + "\n"
+    return "\n\n".join([INTRODUCTION, contents, *(_section(cls, titles) for cls in titles)]) + "\n"
 
 
 def kind_of(stage: type) -> str:
@@ -61,8 +62,8 @@ def comments_above(cls: type) -> dict[str, str]:
 
 
 def _row_of_contents(stage: type) -> str:
-    summary = re.match(r".+?(?=[.:;] |[.:;]$)", _docstring(stage).split("\n\n")[0])[0]
-    return f"| [{kind_of(stage)}](#{kind_of(stage)}) | {summary} |"
+    summary = re.match(r".+?(?=[:;] |\.$|\. [A-Z])", _docstring(stage).split("\n\n")[0])[0]
+    return f"| {_link(kind_of(stage))} | {summary} |"
 
 
 def _docstring(cls: type) -> str:
@@ -74,19 +75,20 @@ def _section(cls: type, titles: dict[type, str]) -> str:
     parts = [f"## {titles[cls]}", _docstring(cls)]
     parents = [parent for parent in cls.__mro__[1:] if parent in titles]
     if parents:
-        parts.append(f"It has all settings of [{titles[parents[0]]}](#{titles[parents[0]]}), and these:")
-    meanings = comments_above(cls)
+        parts.append(f"It has all settings of {_link(titles[parents[0]])}, and these:")
+    elsewhere = {name for parent in parents for name in parent.__pydantic_fields__} - set(inspect.get_annotations(cls))
+    meanings = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments_above(base).items()}
     rows = [
-        _row(name, cls.__pydantic_fields__[name], meanings.get(name, ""))
-        for name in inspect.get_annotations(cls)
-        if name not in ("name", "stage", "stages", "kind")
+        _row(name, field, meanings[name])
+        for name, field in cls.__pydantic_fields__.items()
+        if name not in {"name", "stage", "stages"} | elsewhere
     ]
     table = ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
     return "\n\n".join([*parts, "\n".join(table)])
 
 
 def _row(name: str, field: FieldInfo, meaning: str) -> str:
-    default = "" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
+    default = "required" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
     cells = (f"`{name}`", _type(field.annotation, field.metadata), default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -106,14 +108,17 @@ def _type(kind: Any, metadata: Iterable[Any] = ()) -> str:
     elif origin is dict:
         words = "keys and values"
     elif kind in OTHERS:
-        words = f"[{OTHERS[kind]}](#{OTHERS[kind].lower().replace(' ', '-')})"
+        words = _link(OTHERS[kind])
     else:
         words = BASIC[kind]
-    facts = [
-        part for fact in metadata for part in getattr(fact, "metadata", [fact])
-    ]  # Field(...) in Annotated has more
-    bounds = [f"{sign} {getattr(fact, key):g}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
+    # A Field(...) within Annotated holds several facts
+    facts = [part for fact in metadata for part in getattr(fact, "metadata", [fact])]
+    bounds = [f"{sign} {getattr(fact, key):,}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
     return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def _link(title: str) -> str:
+    return f"[{title}](#{title.lower().replace(' ', '-')})"
 
 
 def _yaml(value: Any) -> str:
