@@ -1,5 +1,5 @@
-"""The pages of README and docs, their blocks of code, and how these run: as they stand, with stand-ins for what they
-name. A page is one reader: its blocks run in their order, in one folder that looks like a checkout.
+"""The pages of README and docs, their blocks of code, and how these run: as they stand, in a folder where `stand_ins`
+has put what they name. A page is one reader: its blocks run in their order.
 
 bash runs the bash blocks. The commands in COMMANDS come back to this process, which has imported torch already.
 """
@@ -33,13 +33,19 @@ SMALLER = {
     "--stages captions,fused,states,features,clusters,sub_clusters,expert_1",
     "--config training/recipes/mode_glyphs.yaml": TINY
     + "--defaults.embed_captions.data.num_samples 32 --fine.num_centers 8 --captions.dim 8 "
-    "--stages captions,fine,assigned,clusters_2,clusters_4,expert_2_1,expert_4_1,expert_4_2,expert_4_3,expert_4_4,mode_4",
+    "--stages captions,fine,assigned,clusters_2,clusters_4,"
+    "expert_2_1,expert_4_1,expert_4_2,expert_4_3,expert_4_4,mode_4",
+    "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
+    "training.upcycle --seed": TINY + "--defaults.train.max_steps 1",
+    # In place of the Hub
+    "--base-model user/base": "--dry-run runs/uploaded",
 }
 
 
 @dataclass
 class Block:
     page: Path
+    section: str  # the heading "## ..." above
     line: int
     language: str
     text: str
@@ -49,14 +55,16 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found, start = [], None
+    found, start, section = [], None, ""
     lines = page.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         if line.startswith("```") and start is None:
             start, language = number, line[3:]
         elif line == "```":
-            found.append(Block(page, start + 1, language, "\n".join(lines[start : number - 1]) + "\n"))
+            found.append(Block(page, section, start + 1, language, "\n".join(lines[start : number - 1]) + "\n"))
             start = None
+        elif line.startswith("## ") and start is None:
+            section = line[3:]
     assert start is None, f"{page.name}:{start}: a block without an end"
     return found
 
@@ -116,14 +124,14 @@ def _python(arguments: list[str]) -> str | None:
     """`python -m MODULE ARGUMENTS`, in this process. Returns what is wrong, or nothing."""
     assert arguments[0] == "-m", arguments
     try:
-        importlib.import_module(arguments[1]).main(_smaller(arguments[2:]))
+        importlib.import_module(arguments[1]).main(_smaller(arguments[1:])[1:])
     except SystemExit as stop:
         return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
     return None
 
 
 def _smaller(arguments: list[str]) -> list[str]:
-    line = shlex.join(arguments)
+    line = " ".join(arguments)
     return [*arguments, *(more for text, tail in SMALLER.items() if text in line for more in shlex.split(tail))]
 
 
