@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import stand_ins
-from documents import ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
+from documents import DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
 
 from conversion.recipe_yaml import read_yaml
 from data import glyphs
@@ -54,8 +54,7 @@ def checkout(tmp_path_factory, small_tests):
     stand_ins.make_folder(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        demo = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size 4 --defaults.train.max_steps 1"
-        upcycle.main(demo.split())
+        upcycle.main(DEMO.split())
     return folder
 
 
