@@ -33,8 +33,10 @@ from conversion.upcycle import ROUTING_FIELDS
 from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word
 from training import stages
-from training.arguments import InitializeStage, UpcycleStage, load_recipe
-from training.stages import run_recipe
+from training.manifests import input_fingerprint
+from training.recipe import STAGES, load_recipe
+from training.runner import run_recipe, wanted_stages
+from training.stages import InitializeStage, UpcycleStage
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
@@ -258,7 +260,7 @@ learn_tokenizer(captions, 900, 77).save_pretrained(sys.argv[1])
 
 def test_the_committed_glyph_tokenizer_stays_what_it_is(tmp_path):
     glyphs.build_tokenizer(64).save_pretrained(tmp_path)
-    committed = stages.Path(glyphs.__file__).parent / "glyph_clip" / "tokenizer.json"
+    committed = Path(stages.__file__).parents[1] / "glyph_clip" / "tokenizer.json"
     assert (tmp_path / "tokenizer.json").read_bytes() == committed.read_bytes()
 
 
@@ -281,7 +283,7 @@ def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
     assert "pieces" not in caplog.text  # the captions are its own
     # The model knows its tokenizer: another one makes another model
     manifest = json.loads((output / "dense" / "manifest.json").read_text())
-    assert manifest["inputs"] == {"words": stages.fingerprint(str(output / "words"))}
+    assert manifest["inputs"] == {"words": input_fingerprint(str(output / "words"))}
     assert run(recipe) == output
     shutil.rmtree(output / "words")
     with pytest.raises(ValueError, match="dense was made with other settings .*inputs.words"):
@@ -326,7 +328,7 @@ def test_experts_bring_their_tokenizer(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": recipe}))
     loaded = load_recipe(path)
-    needed = stages.Run(loaded, tmp_path / "out", None).needed_by([1])
+    needed = {stage.name for stage in wanted_stages(loaded, None, [1])}
     assert needed == {stage["name"] for stage in recipe} - {"other"}
 
 
@@ -498,13 +500,13 @@ def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
 
 @pytest.mark.parametrize("stage, name", [(InitializeStage, "dense"), (UpcycleStage, "sparse")])
 def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, stage, name):
-    write = stages.STAGES[stage]
+    write = stage.run
 
-    def damage(run, stage, directory):
-        write(run, stage, directory)
+    def damage(stage, inputs, context, directory):
+        write(stage, inputs, context, directory)
         without_a_tensor(directory)
 
-    monkeypatch.setitem(stages.STAGES, stage, damage)
+    monkeypatch.setattr(stage, "run", damage)
     with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
         run([DENSE, SPARSE])
     assert not (tmp_path / "out" / name).exists()
@@ -514,7 +516,7 @@ def test_every_stage_that_writes_a_model_is_known_to():
     """Stages whose folder others use as their `model`."""
     models = {"InitializeStage", "LongContextStage", "UpcycleStage", "TrainStage", "TrainExpertsStage"}
     models |= {"TrainDataExpertStage", "TrainRouterStage", "UnifyStage", "AverageStage", "AssembleStage"}
-    assert {stage.__name__ for stage in stages.STAGES if issubclass(stage, stages.MODEL_STAGES)} == models
+    assert {stage.__name__ for stage in STAGES.values() if stage.makes_model} == models
 
 
 def test_the_first_weights_are_those_of_the_seed(run, processor_folder):
