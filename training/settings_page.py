@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 
 from data.captions import CaptionPolicy
 from data.sources import DataArguments
-from training.arguments import Recipe, Stage
+from training.recipe import STAGES, Recipe
+from training.settings import Reads
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
@@ -35,15 +36,9 @@ stages of that kind. The other keys are those of [the recipe](#the-recipe). "Non
 
 def settings_page() -> str:
     """The page in markdown."""
-    stages = get_args(Stage)
-    contents = "\n".join(["| stage | what it is |", "|---|---|", *(_row_of_contents(stage) for stage in stages)])
-    titles = {stage: kind_of(stage) for stage in stages} | OTHERS
-    return "\n\n".join([INTRODUCTION, contents, *(_section(cls, titles) for cls in titles)]) + "\n"
-
-
-def kind_of(stage: type) -> str:
-    """What a recipe calls a stage of this class."""
-    return get_args(stage.__annotations__["stage"])[0]
+    contents = ["| stage | what it is |", "|---|---|", *(_row_of_contents(stage) for stage in STAGES.values())]
+    titles = {stage: kind for kind, stage in STAGES.items()} | OTHERS
+    return "\n\n".join([INTRODUCTION, "\n".join(contents), *(_section(cls, titles) for cls in titles)]) + "\n"
 
 
 def comments_above(cls: type) -> dict[str, str]:
@@ -63,7 +58,7 @@ def comments_above(cls: type) -> dict[str, str]:
 
 def _row_of_contents(stage: type) -> str:
     summary = re.match(r".+?(?=[:;] |\.$|\. [A-Z])", _docstring(stage).split("\n\n")[0])[0]
-    return f"| {_link(kind_of(stage))} | {summary} |"
+    return f"| {_link(stage.kind)} | {summary} |"
 
 
 def _docstring(cls: type) -> str:
@@ -110,11 +105,16 @@ def _type(kind: Any, metadata: Iterable[Any] = ()) -> str:
     elif kind in OTHERS:
         words = _link(OTHERS[kind])
     else:
-        words = BASIC[kind]
+        words = next((_readable(fact) for fact in metadata if isinstance(fact, Reads)), BASIC[kind])
     # A Field(...) within Annotated holds several facts
     facts = [part for fact in metadata for part in getattr(fact, "metadata", [fact])]
     bounds = [f"{sign} {getattr(fact, key):,}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
     return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def _readable(reads: Reads) -> str:
+    kinds = " or ".join(kind if kind == "model" else _link(kind) for kind in reads.kinds)
+    return "a model" if kinds == "model" else f"{kinds} stage"
 
 
 def _link(title: str) -> str:
