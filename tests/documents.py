@@ -22,24 +22,25 @@ ELSEWHERE = {"integrations.md": "integration/test_integrations_page.py", "extend
 RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
-TINY = "--defaults.train.data.num_samples 32 --defaults.train.save_steps null --defaults.train.global_batch_size "
-DEMO = TINY + "32 --defaults.train.max_steps 1"
+STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
+PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
+DEMO = STEP + PAIRS + "32 --evaluation.tasks [glyphs_pairs,glyphs_retrieval] "
 SMALLER = {
     "--config training/recipes/demo.yaml": DEMO,
-    "--config training/recipes/clip_moe_glyphs.yaml": TINY
-    + "4 --defaults.train.max_steps 1 --defaults.embed.data.num_samples 32 --stages features_0,clusters_1,expert_1",
-    "--config training/recipes/clip_fmoe_glyphs.yaml": "--defaults.train.global_batch_size 4 "
-    "--defaults.train.num_epochs 1 --captions.data.num_samples 32 --clusters.num_image_clusters 2 "
+    "--clip_up.max_steps 50": "--clip_up.max_steps 2",
+    "training.upcycle --seed": DEMO + "--stages direct,upcycled,clip_up,evaluation",
+    "--config training/recipes/clip_moe_glyphs.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
+    "--stages features_0,clusters_1,expert_1",
+    "--config training/recipes/clip_fmoe_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--captions.data.num_samples 32 --clusters.num_image_clusters 2 "
     "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "
     "--stages captions,fused,states,features,clusters,sub_clusters,expert_1",
-    "--config training/recipes/mode_glyphs.yaml": TINY
-    + "4 --defaults.embed_captions.data.num_samples 32 --fine.num_centers 8 --captions.dim 8 "
+    "--config training/recipes/mode_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
     "--stages captions,fine,assigned,clusters_2,clusters_4,"
     "expert_2_1,expert_4_1,expert_4_2,expert_4_3,expert_4_4,mode_4",
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
-    "training.upcycle --seed": DEMO,
-    # In place of the Hub
-    "--base-model user/base": "--dry-run runs/uploaded",
+    "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }
 
 
