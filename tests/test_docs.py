@@ -106,7 +106,13 @@ def test_every_recipe_is_listed():
 
 
 def test_settings_are_those_of_the_code():
+    """Written anew by `python -m training.settings_page`."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
+
+
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
+    assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []
 
 
 # --- tables of scores

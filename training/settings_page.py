@@ -72,9 +72,10 @@ def _section(cls: type, titles: dict[type, str]) -> str:
     if parents:
         parts.append(f"It has all settings of {_link(titles[parents[0]])}, and these:")
     elsewhere = {name for parent in parents for name in parent.__pydantic_fields__} - set(inspect.get_annotations(cls))
-    meanings = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in comments_above(base).items()}
+    comments = [comment for base in reversed(cls.__mro__[:-1]) for comment in comments_above(base).items()]
+    meanings = {name: text for name, text in comments if text}
     rows = [
-        _row(name, field, meanings[name])
+        _row(name, field, meanings.get(name, ""))
         for name, field in cls.__pydantic_fields__.items()
         if name not in {"name", "stage", "stages"} | elsewhere
     ]
