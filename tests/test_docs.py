@@ -105,6 +105,18 @@ def test_every_recipe_is_listed():
     assert set(re.findall(r"^\| `(\w+\.yaml)` \|", TEXT[ROOT / "docs" / "recipes.md"], re.MULTILINE)) == recipes
 
 
+def test_the_index_of_papers_names_what_is_there():
+    """Names in the second column stand in the file of that row, which may be "the same" as above."""
+    path, checked = None, 0
+    for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", TEXT[ROOT / "docs" / "papers.md"], re.MULTILINE):
+        linked = re.findall(r"\]\(([^)]+\.py)\)", cells[1])
+        path = ROOT / "docs" / linked[0] if linked else path
+        for name in re.findall(r"`(\w+)`", cells[1]):
+            assert re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")), (cells[0], name)
+            checked += 1
+    assert checked > 20
+
+
 def test_settings_are_those_of_the_code():
     """Written anew by `python -m training.settings_page`."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
