@@ -37,7 +37,7 @@ PRESET = {
     "clip_up": replace(PRESETS["clip_up"], num_experts=4, capacity_factor=1.0),
 }
 NEW = [int(part) for part in transformers.__version__.split(".")[:2]] >= [5, 23]
-# Preset, class, what is split over the two processes. What versions before 5.23 split wrong is in the README
+# Preset, class, what is split over the two processes. What versions before 5.23 split wrong is in docs/limits.md
 CASES = {"tp": ("clip_fmoe", CLIPMoEModel, {"tp_size": 2})}
 if NEW:
     CASES |= {

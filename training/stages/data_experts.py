@@ -50,6 +50,7 @@ class EmbedCaptionsStage(Stage):
     # A folder or hub name of sentence-transformers, of a text model of transformers, or of a CLIP, whose text tower is
     # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
+    # The pairs whose captions are embedded.
     data: Data
     # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
     # pooler on the first one (supervised SimCSE).
@@ -58,6 +59,7 @@ class EmbedCaptionsStage(Stage):
     dim: int = Field(default=64, gt=0)
     # Captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
+    # In which precision embeddings are kept.
     dtype: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -102,9 +104,11 @@ class ClusterFineStage(Stage):
 
     # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]
+    # How many fine-grained clusters there are.
     num_centers: int = Field(gt=0)
     # Embeddings that the centers are learned from, drawn at random; None: all. They are in memory at once.
     num_samples: int | None = Field(default=None, gt=0)
+    # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -128,8 +132,9 @@ class AssignStage(Stage):
 
     kind: ClassVar[str] = "assign"
 
-    # An embed_captions stage, and a cluster_fine stage of the same encoder.
+    # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]
+    # A cluster_fine stage of the same encoder.
     centers: Annotated[str, Reads("cluster_fine")]
     # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
     data: Data | None = None
@@ -190,6 +195,7 @@ class ClusterCoarseStage(Stage):
 
     # An assign stage.
     assignment: Annotated[str, Reads("assign")]
+    # How many data experts there are.
     num_experts: int = Field(gt=0)
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
@@ -211,12 +217,13 @@ class SelectStage(Stage):
     kind: ClassVar[str] = "select"
     main_process_only: ClassVar[bool] = True
 
-    # An assign stage, and an embed_captions stage of its encoder.
+    # An assign stage.
     assignment: Annotated[str, Reads("assign")]
+    # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")]
     # Class names, queries or captions.
     metadata: list[str] = Field(min_length=1)
-    # Centers that each retrieves.
+    # How many centers each of them selects.
     num_nearest: int = Field(default=1, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -249,6 +256,7 @@ class AssembleStage(Stage):
     experts: list[Model] = Field(min_length=1)
     # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
     clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
+    # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")] | None = None
     # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
     # coarse center for each expert.

@@ -51,7 +51,9 @@ class CaptionsStage(Stage):
 
     # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
     model: Model
+    # The images, with a column for each text that captions are made of.
     data: Data
+    # How the captions of an image are made, one policy after the other.
     captions: list[CaptionPolicy] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -82,8 +84,9 @@ class EmbedStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # The pairs to embed.
     data: Data
-    # Of one process.
+    # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
@@ -112,11 +115,13 @@ class HiddenStatesStage(Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
+    # The pairs whose hidden states are kept.
     data: Data
-    # Of one process.
+    # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
-    # Whether images have several captions, of which all are kept: as the stages that use them.
+    # The same as in the stages that use them, which need all captions of an image.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # In which precision they are kept; 16 bits take half the disk.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -161,8 +166,9 @@ class ClusterStage(Stage):
     previous: Annotated[str, Reads("cluster")] | None = None
     # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
     within: bool = False
-    # One cluster is none: the modality does not count.
+    # Clusters of the image features. With 1, images do not count.
     num_image_clusters: int = Field(default=1, gt=0)
+    # The same for text features.
     num_text_clusters: int = Field(default=1, gt=0)
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)

@@ -37,7 +37,9 @@ class InitializeStage(Stage):
 
     # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer.
     text_config: dict[str, JsonValue]
+    # The same for images.
     vision_config: dict[str, JsonValue]
+    # Size of the embeddings that images and texts share.
     projection_dim: int = Field(gt=0)
     # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world. None:
     # CLIP's own image processor, at the model's image size.
@@ -79,6 +81,7 @@ class TokenizerStage(Stage):
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True
 
+    # Whose captions it learns from.
     data: Data
     # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
     vocab_size: int = Field(default=49408, ge=SMALLEST)
@@ -109,6 +112,7 @@ class LongContextStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # Tokens of a text: 77 can become 248, with 4 positions for each one after the first 20.
     length: int = Field(gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -125,12 +129,15 @@ class UpcycleStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # The paper whose architecture it gets.
     preset: Literal[tuple(PRESETS)]
+    # Which towers become sparse.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of conversion.upcycle.Preset to change.
     changes: dict[str, Any] = Field(default_factory=dict)
     # conversion.upcycle.ROUTING_FIELDS of CLIPMoETextConfig and CLIPMoEVisionConfig, such as capacity_factor.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
 
     @field_validator("text_config", "vision_config")
@@ -167,6 +174,7 @@ class UnifyStage(Stage):
     preset: Literal[tuple(PRESETS)] = "clip_moe"
     # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
     base_expert: bool = True
+    # Which towers become sparse, if they are not yet.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of conversion.upcycle.Preset to change; the number of experts is that of `experts`.
     changes: dict[str, Any] = Field(default_factory=dict)
