@@ -16,7 +16,8 @@ import numpy as np
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape, one_line
-from evaluation.results import named_folder, read_result, require_result
+from conversion.result_schema import read_result, require_result
+from evaluation.results import named_folder
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen

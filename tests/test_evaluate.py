@@ -20,10 +20,19 @@ from conversion.provenance import fingerprint
 from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
 from data.sources import DataArguments
-from evaluation import datasets as benchmarks
-from evaluation import evaluate, report, seeds
-from evaluation.evaluate import Embedder, evaluate_model
+from evaluation import embedder, evaluate, report, seeds
+from evaluation.embedder import Embedder, code_hash, usable_device
+from evaluation.evaluate import evaluate_model
 from evaluation.report import write_report
+from evaluation.tasks import (
+    TASKS,
+    find_tasks,
+    glyph_tasks,
+    linear_probe_task,
+    read_classes,
+    retrieval_task,
+    zero_shot_task,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +60,14 @@ def sparse(dense):
 
 
 @pytest.fixture(autouse=True)
-def small_benchmarks(monkeypatch):
+def small_tasks(monkeypatch):
     """The glyph tasks on a few glyphs."""
-    small = {
-        name: dataclasses.replace(b, load=cut(b.load), load_train=b.load_train and cut(b.load_train))
-        for name, b in benchmarks.BENCHMARKS.items()
-    }
-    monkeypatch.setattr(evaluate, "BENCHMARKS", small)
-
-
-def cut(load):
-    def first():
-        original = glyphs.load, glyphs.load_minimal_pairs
-        sizes = {"test": 40, "train": 400}
-        glyphs.load = lambda split, style, number, kinds: original[0](split, style, sizes[split], kinds)
-        glyphs.load_minimal_pairs = lambda split, number: original[1](split, 12)
-        try:
-            return load()
-        finally:
-            glyphs.load, glyphs.load_minimal_pairs = original
-
-    return first
+    for name, task in glyph_tasks(number=40, retrieval=40, pairs=12, train=400).items():
+        monkeypatch.setitem(TASKS, name, task)
 
 
 def test_every_glyph_task(sparse, tmp_path):
-    results = evaluate_model(sparse, list(benchmarks.BENCHMARKS), tmp_path, name="a model/x")
+    results = evaluate_model(sparse, TASKS, tmp_path, name="a model/x")
     for result in results:
         (file,) = tmp_path.glob(f"{result['task']}--a_model_x-*.json")
         stored = json.loads(file.read_text())
@@ -88,7 +80,7 @@ def test_every_glyph_task(sparse, tmp_path):
 
 def test_scores_are_those_of_the_model(dense, tmp_path):
     """Against the obvious way, an image at a time."""
-    (result,) = evaluate_model(dense, ["glyphs_zero_shot"], tmp_path, batch_size=7)
+    (result,) = evaluate_model(dense, find_tasks(["glyphs_zero_shot"]), tmp_path, batch_size=7)
     model, processor = AutoModel.from_pretrained(dense).eval(), AutoProcessor.from_pretrained(dense)
     rows = glyphs.load("test", "detailed", 40)
     classes = []
@@ -107,7 +99,7 @@ def test_scores_are_those_of_the_model(dense, tmp_path):
 
 
 def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeypatch):
-    tasks = ["glyphs_retrieval", "glyphs_pairs"]
+    tasks = find_tasks(["glyphs_retrieval", "glyphs_pairs"])
     first = evaluate_model(dense, tasks, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(CLIPModel, "get_image_features", None)  # calling it would fail
@@ -134,9 +126,9 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
 
     keys = [key(), key(batch_size=9), key(dtype=torch.bfloat16)]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "environment", lambda: {"commit": None, "versions": {"torch": "another"}})
+        patch.setattr(embedder, "environment", lambda: {"commit": None, "versions": {"torch": "another"}})
         keys.append(key())
-    monkeypatch.setattr(evaluate, "code_hash", lambda: "another")
+    monkeypatch.setattr(embedder, "code_hash", lambda: "another")
     assert len({*keys, key()}) == 5
 
 
@@ -149,14 +141,14 @@ def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypa
     ]:
         (tmp_path / file.relative_to(root)).parent.mkdir(exist_ok=True)
         shutil.copy(file, tmp_path / file.relative_to(root))
-    here = evaluate.code_hash()
+    here = code_hash()
     monkeypatch.setattr(evaluate, "__file__", str(tmp_path / "evaluation" / "evaluate.py"))
     hashes = {here}
-    assert evaluate.code_hash() == here
+    assert code_hash() == here
     for _ in range(2):
         with (tmp_path / "modeling_clip_moe" / "modeling_clip_moe.py").open("a") as code:
             code.write("# changed\n")
-        hashes.add(evaluate.code_hash())
+        hashes.add(code_hash())
     assert len(hashes) == 3
 
 
@@ -197,7 +189,7 @@ def test_an_evaluation_that_fails_leaves_no_empty_folder(dense, tmp_path):
 
 def test_the_current_folder_has_a_name(dense, tmp_path, monkeypatch):
     monkeypatch.chdir(dense)
-    (result,) = evaluate_model(".", ["glyphs_pairs"], tmp_path)
+    (result,) = evaluate_model(".", find_tasks(["glyphs_pairs"]), tmp_path)
     assert result["model"] == "dense" and (tmp_path / "glyphs_pairs--dense.json").is_file()
 
 
@@ -257,8 +249,8 @@ def test_images_below_a_root(dense, tmp_path):
     scores = []
     for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
         arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
-        found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
-        scores += evaluate_model(dense, ["retrieval"], tmp_path / "scores", benchmarks=found)
+        found = {"retrieval": retrieval_task(arguments)}
+        scores += evaluate_model(dense, found, tmp_path / "scores")
     assert scores[0]["metrics"] == scores[1]["metrics"]
 
 
@@ -281,9 +273,9 @@ def labelled(tmp_path, labels, features=None):
     ids=["class labels", "numbers", "texts"],
 )
 def test_labels_of_every_sort(tmp_path, labels, features, classes):
-    benchmark = benchmarks.zero_shot_benchmark(labelled(tmp_path, labels, features), ["a {}"], classes)
-    rows, skipped = benchmark.load()
-    assert list(benchmark.classes) == ["one", "two"] and skipped == 0
+    task = zero_shot_task(labelled(tmp_path, labels, features), ["a {}"], classes)
+    rows, skipped = task.load()
+    assert list(task.classes) == ["one", "two"] and skipped == 0
     assert list(rows["caption"]) == ["one", "two", "two", "one"]
 
 
@@ -313,7 +305,7 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
 )
 def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
     with pytest.raises(ValueError, match=message):
-        benchmarks.zero_shot_benchmark(labelled(tmp_path, labels), templates, classes)
+        zero_shot_task(labelled(tmp_path, labels), templates, classes)
 
 
 def class_folders(root, **names):
@@ -330,18 +322,18 @@ def test_classes_are_those_of_the_column_by_name(tmp_path):
     column = datasets.ClassLabel(names=["cat", "dog", "emu"])
     arguments = labelled(tmp_path, [0, 1, 1, 0], column)
     for classes in (["dog", "cat"], ["ant", "cat", "dog"]):
-        rows, _ = benchmarks.zero_shot_benchmark(arguments, ["{}"], classes).load()
+        rows, _ = zero_shot_task(arguments, ["{}"], classes).load()
         assert list(rows["caption"]) == ["cat", "dog", "dog", "cat"]
     with pytest.raises(ValueError, match="no class: dog; the classes need the column's own names, and are cat, emu"):
-        benchmarks.zero_shot_benchmark(arguments, ["{}"], ["cat", "emu"])
+        zero_shot_task(arguments, ["{}"], ["cat", "emu"])
 
 
 @pytest.mark.parametrize("classes", [None, ["a", "b", "c", "d"]])
 def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
     arguments = class_folders(tmp_path / "folders", train="acd", test="bcd")
-    benchmark = benchmarks.linear_probe_benchmark(arguments, "train", classes)
-    assert sorted(benchmark.classes) == ["a", "b", "c", "d"]
-    for load, expected in ((benchmark.load, "bbccdd"), (benchmark.load_train, "aaccdd")):
+    task = linear_probe_task(arguments, "train", classes)
+    assert sorted(task.classes) == ["a", "b", "c", "d"]
+    for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
         assert "".join(load()[0]["caption"]) == expected
 
 
@@ -370,8 +362,8 @@ def test_skipped_images_are_in_the_result(dense, tmp_path):
     features = datasets.Features({name: datasets.Value("string") for name in rows[0]} | {"image": datasets.Image()})
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "damaged.parquet")
     arguments = DataArguments(source=str(tmp_path / "damaged.parquet"), split="test", max_unreadable=0.1)
-    found = {"retrieval": benchmarks.retrieval_benchmark(arguments)}
-    (result,) = evaluate_model(dense, ["retrieval"], tmp_path, benchmarks=found)
+    found = {"retrieval": retrieval_task(arguments)}
+    (result,) = evaluate_model(dense, found, tmp_path)
     assert (result["num_samples"], result["num_skipped"]) == (19, 1)
 
 
@@ -431,20 +423,20 @@ def test_results_of_other_data_are_kept_apart(dense, tmp_path, monkeypatch, task
 def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
     names = ["a b", "a_b", "a/b", "ä", "ö", "x" * 300, "x" * 301, "dense"]
     for name in names:
-        evaluate_model(dense, ["glyphs_pairs"], tmp_path, name=name)
+        evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path, name=name)
     files = [json.loads(file.read_text())["model"] for file in tmp_path.glob("glyphs_pairs--*.json")]
     assert sorted(files) == sorted(names)
     assert (tmp_path / "glyphs_pairs--a_b.json").is_file() and (tmp_path / "glyphs_pairs--dense.json").is_file()
     with pytest.raises(ValueError, match="a model needs a name, not ' '"):
-        evaluate_model(dense, ["glyphs_pairs"], tmp_path, name=" ")
+        evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path, name=" ")
 
 
 def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monkeypatch):
-    evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+    evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)
     path = tmp_path / "glyphs_pairs--dense.json"
     before = path.read_bytes()
     command = ["--model", str(dense), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path)]
-    other = {"glyphs_pairs": dataclasses.replace(evaluate.BENCHMARKS["glyphs_pairs"], protocol="half of them")}
+    other = {"glyphs_pairs": dataclasses.replace(TASKS["glyphs_pairs"], protocol="half of them")}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "measure", None)  # calling it would fail
         with pytest.raises(SystemExit) as exit:
@@ -452,9 +444,9 @@ def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monk
         assert f"{path} holds a result of 'dense' with another dtype, 'float32' and not 'bfloat16': " in exit.value.code
         assert "--name" in exit.value.code
         with pytest.raises(ValueError, match="with another protocol, .* and not 'half of them'"):
-            evaluate_model(dense, ["glyphs_pairs"], tmp_path, benchmarks=other)
+            evaluate_model(dense, other, tmp_path)
     assert path.read_bytes() == before
-    evaluate_model(dense, ["glyphs_pairs"], tmp_path, batch_size=7)  # changes no numbers
+    evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path, batch_size=7)  # changes no numbers
     assert json.loads(path.read_text())["batch_size"] == 7
 
 
@@ -462,7 +454,7 @@ def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monk
 def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatch, old):
     other = shutil.copytree(dense, tmp_path / "other" / "dense")
     damage(other, lambda weights: weights["visual_projection.weight"].mul_(2))
-    evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+    evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)
     path = tmp_path / "glyphs_pairs--dense.json"
     before = json.loads(path.read_text())
     if old:
@@ -476,14 +468,14 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
     assert f"{path} holds the result of another model, 'dense' from {dense}: " in exit.value.code
     assert "--name" in exit.value.code
     assert json.loads(path.read_text()) == before
-    evaluate_model(dense, ["glyphs_pairs"], tmp_path)  # the same weights
-    evaluate_model(other, ["glyphs_pairs"], tmp_path, name="other")
+    evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)  # the same weights
+    evaluate_model(other, find_tasks(["glyphs_pairs"]), tmp_path, name="other")
     path.write_text(json.dumps({**before, "model": "Dense"}))  # another name where files ignore case
     with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
-        evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+        evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)
     path.write_text(path.read_text()[:100])
     with pytest.raises(ValueError, match=f"{path.name} is no JSON"):
-        evaluate_model(dense, ["glyphs_pairs"], tmp_path)
+        evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)
 
 
 def test_an_output_folder_is_made_before_the_work(dense, tmp_path, monkeypatch):
@@ -528,24 +520,24 @@ def test_lists_of_classes(dense, tmp_path, content, message):
 def test_a_list_of_classes_as_other_programs_write_it(dense, tmp_path):
     r"""With a byte order mark, \r\n and a line separator within a name, which `str.splitlines` takes for a new line."""
     (tmp_path / "classes.txt").write_bytes("\ufeffone\u2028half \r\ntwo\r\n".encode())
-    assert benchmarks.read_classes(tmp_path / "classes.txt") == ["one\u2028half", "two"]
+    assert read_classes(tmp_path / "classes.txt") == ["one\u2028half", "two"]
 
 
 @pytest.mark.parametrize("device", ["meta", "nonsense", "", "cuda:99", "hpu", "vulkan", "privateuseone"])
 def test_devices_that_cannot_compute(device):
     with pytest.raises(ValueError, match=f"cannot compute on the device {device}"):
-        evaluate.usable_device(device)
+        usable_device(device)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "nope"], "unknown task nope; there are glyphs_zero_shot"),
+        (["--tasks", "nope"], "unknown task nope: there are glyphs_zero_shot"),
         (["--tasks", "retrieval"], "the task retrieval needs --dataset"),
         (["--tasks", "retrieval", "--dataset", ""], "the task retrieval needs --dataset"),
-        (["--tasks", "glyphs_pairs,glyphs_retrieval, glyphs_pairs"], "these tasks occur twice: glyphs_pairs"),
-        (["--tasks", "glyphs_pairs,"], "unknown task ''; there are"),
-        (["--tasks", ""], "unknown task ''; there are"),
+        (["--tasks", "glyphs_pairs,glyphs_retrieval, glyphs_pairs"], "the task glyphs_pairs occurs twice"),
+        (["--tasks", "glyphs_pairs,"], "unknown task '': there are"),
+        (["--tasks", ""], "unknown task '': there are"),
         (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
         (["--tasks", "glyphs_pairs", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--tasks", "glyphs_pairs", "--device", "nonsense"], "cannot compute on the device nonsense"),
@@ -616,8 +608,8 @@ def test_captions_that_are_missing_are_no_queries(dense, tmp_path, monkeypatch):
     captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"]]
     rows.remove_columns("caption").add_column("caption", captions).to_parquet(tmp_path / "x.parquet")
     measured = measured_texts(monkeypatch)
-    found = {"retrieval": benchmarks.retrieval_benchmark(DataArguments(source=str(tmp_path / "x.parquet")))}
-    evaluate_model(dense, ["retrieval"], tmp_path, benchmarks=found)
+    found = {"retrieval": retrieval_task(DataArguments(source=str(tmp_path / "x.parquet")))}
+    evaluate_model(dense, found, tmp_path)
     assert measured == ["a", "b", "c", "d", "e"]
 
 
@@ -626,7 +618,7 @@ def test_turned_images_score_as_what_a_viewer_shows(dense, tmp_path):
     embedder, embeds = Embedder(dense, None, 8, torch.device("cpu")), []
     for name in ("x", "turned"):
         columns = {"image_column": "png", "caption_column": "txt"}
-        rows, _ = benchmarks.retrieval_benchmark(DataArguments(source=str(tmp_path / name), **columns)).load()
+        rows, _ = retrieval_task(DataArguments(source=str(tmp_path / name), **columns)).load()
         embeds.append(embedder.images(rows))
     assert np.array_equal(*embeds)
 

@@ -12,15 +12,17 @@ from conversion.dense import extract
 from conversion.dense import main as dense_main
 from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
-from evaluation.datasets import Benchmark
-from evaluation.evaluate import Embedder, measure
+from evaluation.embedder import Embedder
 from evaluation.experts import analyze_experts, main
+from evaluation.measures import measure
 from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_shares
+from evaluation.tasks import Task
 
 TASKS = {
-    "pairs": Benchmark("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
-    "retrieval": Benchmark("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
+    "pairs": Task("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
+    "retrieval": Task("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
 }
+RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +125,14 @@ def test_a_dense_model_has_no_routing():
 
 def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     model, folder = sparse
-    table = analyze_experts(folder, ["pairs", "retrieval"], tmp_path / "out", benchmarks=TASKS)
+    table = analyze_experts(folder, TASKS, tmp_path / "out")
     result = json.loads((tmp_path / "out" / "experts.json").read_text())
     for expert in range(4):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
         glyphs.build_processor(64, 32).save_pretrained(tmp_path / str(expert))
-        for task, benchmark in TASKS.items():
-            expected = measure(benchmark, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
-            assert result["metrics"][task][f"expert {expert}"] == pytest.approx(expected)
+        for name, task in TASKS.items():
+            expected = measure(task, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
+            assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
     expected = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
     scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
@@ -175,7 +177,7 @@ def unnormalized(tmp_path_factory):
 def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
     """An expert alone has the weight that a token's experts have together, where that is not 1."""
     model, folder = unnormalized
-    table = analyze_experts(folder, ["retrieval"], tmp_path, benchmarks=TASKS)
+    table = analyze_experts(folder, RETRIEVAL, tmp_path)
     result = json.loads((tmp_path / "experts.json").read_text())
     scores = result["metrics"]["retrieval"]
     for expert in range(8):
@@ -190,7 +192,7 @@ def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
 def test_scales_are_what_dense_takes(unnormalized, tmp_path):
     """The mean over tokens of the sum of a token's weights, in every layer."""
     model, folder = unnormalized
-    analyze_experts(folder, ["retrieval"], tmp_path, benchmarks=TASKS)
+    analyze_experts(folder, RETRIEVAL, tmp_path)
     scales = json.loads((tmp_path / "experts.json").read_text())["scales"]
     sums, hooks = {}, []
     for tower, layers in scales.items():
@@ -295,7 +297,7 @@ def test_gates_by_hand(gated):
 
 def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model, folder = gated
-    table = analyze_experts(folder, ["retrieval"], tmp_path, num_experts_per_tok=[1, 4], benchmarks=TASKS)
+    table = analyze_experts(folder, RETRIEVAL, tmp_path, num_experts_per_tok=[1, 4])
     columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
     assert columns == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
     result = json.loads((tmp_path / "experts.json").read_text())
@@ -327,7 +329,7 @@ def test_more_experts_than_there_are(gated):
 
 
 def test_tasks_without_texts_are_refused_before_the_work(sparse, tmp_path):
-    benchmark = Benchmark("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
+    task = Task("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
-        analyze_experts(sparse[1], ["probe"], tmp_path / "out", benchmarks={"probe": benchmark})
+        analyze_experts(sparse[1], {"probe": task}, tmp_path / "out")
     assert not (tmp_path / "out").exists()

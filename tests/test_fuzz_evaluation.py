@@ -31,10 +31,10 @@ from transformers import logging
 
 from conversion import publish
 from conversion.provenance import weights_fingerprint
+from conversion.result_schema import read_result
 from data.sources import DataArguments
-from evaluation import datasets as benchmarks
 from evaluation import evaluate, experts, report, seeds
-from evaluation.results import read_result
+from evaluation.tasks import TASKS, retrieval_task
 from training.arguments import load_recipe
 from training.stages import run_recipe
 
@@ -120,7 +120,7 @@ def sources(tmp_path_factory):
 def small_tasks(sources, monkeypatch):
     """The tasks of `evaluation.experts`, on a dozen images."""
     arguments = DataArguments(source=str(sources / "data"), split="test", caption_column="caption")
-    monkeypatch.setattr(experts, "BENCHMARKS", {"small": benchmarks.retrieval_benchmark(arguments)})
+    monkeypatch.setitem(TASKS, "small", retrieval_task(arguments))
 
 
 def arguments(sources, out, command, model):

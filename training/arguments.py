@@ -486,7 +486,7 @@ class AnalyzeStage:
     name: str
     stage: Literal["analyze"]
     model: str
-    # Names in evaluation.datasets.
+    # Names in evaluation.tasks.
     tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
@@ -501,7 +501,7 @@ class EvaluateStage:
     stage: Literal["evaluate"]
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, str] = Field(min_length=1)
-    # Names in evaluation.datasets.
+    # Names in evaluation.tasks.
     tasks: list[str] = Field(min_length=1)
     batch_size: int = Field(default=64, gt=0)
     # The row that the others are compared with.

@@ -57,16 +57,17 @@ from data.identity import data_fingerprint, identity
 from data.pairs import all_captions, caption_columns, first_caption, load_pairs
 from data.sources import DataArguments, reading
 from data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word, warn_of_many_pieces
-from evaluation.datasets import BENCHMARKS, kept
-from evaluation.evaluate import evaluate_model, write_result
+from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
+from evaluation.results import write_result
 from evaluation.sentence_encoders import (
     TfidfEncoder,
     encode_metadata,
     load_encoder,
     open_encoder,
 )
+from evaluation.tasks import find_tasks, loaded_once
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.arguments import (
     EXPERT_STAGES,
@@ -770,9 +771,9 @@ def evaluate(run: Run, stage: EvaluateStage, directory: Path) -> None:
     """Models side by side, with a report."""
     if not run.accelerator.is_main_process:
         return
-    results, options = [], {"batch_size": stage.batch_size, "benchmarks": kept(BENCHMARKS)}
+    results, tasks = [], loaded_once(find_tasks(stage.tasks))
     for title, reference in stage.models.items():
-        results += evaluate_model(run.folder(reference), stage.tasks, directory, name=title, **options)
+        results += evaluate_model(run.folder(reference), tasks, directory, name=title, batch_size=stage.batch_size)
     oracles = [result for title, rows in stage.oracles.items() for result in best_of(results, title, rows)]
     for result in oracles:
         write_result(result, directory)
@@ -785,7 +786,7 @@ def analyze(run: Run, stage: AnalyzeStage, directory: Path) -> None:
     """What every expert of a sparse model knows, and which tokens it gets."""
     if run.accelerator.is_main_process:
         options = {"num_experts_per_tok": stage.num_experts_per_tok, "batch_size": stage.batch_size}
-        print(analyze_experts(run.folder(stage.model), stage.tasks, directory, **options))
+        print(analyze_experts(run.folder(stage.model), find_tasks(stage.tasks), directory, **options))
 
 
 STAGES: dict[type, Callable[[Run, Any, Path], None]] = {
