@@ -1,69 +1,26 @@
-"""The evaluation command on tiny models, glyphs and datasets given by columns."""
+"""The evaluation command on tiny models and glyphs: what it writes and what it refuses."""
 
 import dataclasses
-import io
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
-import datasets
-import numpy as np
-import PIL.Image
 import pytest
+import small_evaluation
 import torch
-from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
+from small_evaluation import damage, evaluated
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
-from conversion.provenance import fingerprint
-from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
-from data.sources import DataArguments
-from evaluation import embedder, evaluate, report, seeds
-from evaluation.embedder import Embedder, code_hash, usable_device
+from evaluation import evaluate, report, seeds
 from evaluation.evaluate import evaluate_model
 from evaluation.report import write_report
 from evaluation.tasks import (
     TASKS,
     find_tasks,
-    glyph_tasks,
-    linear_probe_task,
-    read_classes,
-    retrieval_task,
-    zero_shot_task,
 )
 
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = glyphs.build_processor(16, 32)
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokens = processor.tokenizer
-    text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
-    text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": 0}
-    torch.manual_seed(0)
-    vision = {**tower, "image_size": 32, "patch_size": 16}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sparse(dense):
-    folder = dense.with_name("sparse")
-    preset = dataclasses.replace(PRESETS["clip_up"], num_experts=4)
-    upcycle(CLIPModel.from_pretrained(dense), preset).save_pretrained(folder)
-    AutoProcessor.from_pretrained(dense).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def small_tasks(monkeypatch):
-    """The glyph tasks on a few glyphs."""
-    for name, task in glyph_tasks(number=40, retrieval=40, pairs=12, train=400).items():
-        monkeypatch.setitem(TASKS, name, task)
+dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
 
 def test_every_glyph_task(sparse, tmp_path):
@@ -98,88 +55,6 @@ def test_scores_are_those_of_the_model(dense, tmp_path):
     assert result["metrics"]["accuracy"] == right / 40
 
 
-def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeypatch):
-    tasks = find_tasks(["glyphs_retrieval", "glyphs_pairs"])
-    first = evaluate_model(dense, tasks, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(CLIPModel, "get_image_features", None)  # calling it would fail
-        assert evaluate_model(dense, tasks, tmp_path) == first
-    other = Embedder(sparse, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
-    mine = Embedder(dense, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
-    texts = ["a seven", "a red star"]
-    assert not np.array_equal(other.texts(texts), mine.texts(texts))  # never another model's
-
-
-def test_weights_of_the_old_format_are_part_of_the_fingerprint(dense, tmp_path):
-    for seed in (1, 2):
-        folder = shutil.copytree(dense, tmp_path / str(seed))
-        torch.manual_seed(seed)
-        weights = CLIPModel(CLIPConfig.from_pretrained(dense)).state_dict()
-        (folder / "model.safetensors").unlink()
-        torch.save(weights, folder / "pytorch_model.bin")
-    assert fingerprint(str(tmp_path / "1")) != fingerprint(str(tmp_path / "2"))
-
-
-def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
-    def key(batch_size=8, dtype=torch.float32):
-        return Embedder(dense, tmp_path, batch_size, torch.device("cpu"), dtype).key
-
-    keys = [key(), key(batch_size=9), key(dtype=torch.bfloat16)]
-    with monkeypatch.context() as patch:
-        patch.setattr(embedder, "environment", lambda: {"commit": None, "versions": {"torch": "another"}})
-        keys.append(key())
-    monkeypatch.setattr(embedder, "code_hash", lambda: "another")
-    assert len({*keys, key()}) == 5
-
-
-def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypatch):
-    root = Path(evaluate.__file__).parents[1]
-    for file in [
-        *root.glob("modeling_clip_moe/*.py"),
-        root / "training" / "images.py",
-        root / "evaluation/evaluate.py",
-    ]:
-        (tmp_path / file.relative_to(root)).parent.mkdir(exist_ok=True)
-        shutil.copy(file, tmp_path / file.relative_to(root))
-    here = code_hash()
-    monkeypatch.setattr(evaluate, "__file__", str(tmp_path / "evaluation" / "evaluate.py"))
-    hashes = {here}
-    assert code_hash() == here
-    for _ in range(2):
-        with (tmp_path / "modeling_clip_moe" / "modeling_clip_moe.py").open("a") as code:
-            code.write("# changed\n")
-        hashes.add(code_hash())
-    assert len(hashes) == 3
-
-
-def test_a_damaged_file_of_embeddings_is_named(dense, tmp_path):
-    embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
-    embedder.texts(["a star"])
-    (file,) = tmp_path.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
-        embedder.texts(["a star"])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {},
-        {"embeds": np.full((1, 16), np.nan, np.float32)},
-        {"embeds": np.zeros((2, 16), np.float32)},
-        {"embeds": np.zeros((1, 16), np.int8)},
-    ],
-    ids=["none", "not finite", "too many", "integers"],
-)
-def test_kept_embeddings_of_another_kind_are_no_scores(dense, tmp_path, content):
-    embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
-    embedder.texts(["a star"])
-    (file,) = tmp_path.glob("*.safetensors")
-    save_arrays(content, file)
-    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
-        embedder.texts(["a star"])
-
-
 def test_an_evaluation_that_fails_leaves_no_empty_folder(dense, tmp_path):
     evaluated(dense, tmp_path, tasks="retrieval")
     with pytest.raises(SystemExit, match="error: .* has no column nope"):
@@ -191,13 +66,6 @@ def test_the_current_folder_has_a_name(dense, tmp_path, monkeypatch):
     monkeypatch.chdir(dense)
     (result,) = evaluate_model(".", find_tasks(["glyphs_pairs"]), tmp_path)
     assert result["model"] == "dense" and (tmp_path / "glyphs_pairs--dense.json").is_file()
-
-
-def damage(folder, change):
-    """Changes the weights in a folder."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def remove_tokenizer(folder):
@@ -233,154 +101,6 @@ def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
         evaluate.main(["--model", str(folder), "--tasks", "glyphs_retrieval", "--output-dir", str(tmp_path / "scores")])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
     assert not list(tmp_path.glob("scores/**/*.json"))
-
-
-def test_images_below_a_root(dense, tmp_path):
-    """Paths that start from --image-root score as the same images inside the dataset do."""
-    rows = glyphs.load("test", "web", 20)
-    rows.to_parquet(tmp_path / "glyphs.parquet")
-    (tmp_path / "images").mkdir()
-    entries = []
-    for number, row in enumerate(rows):
-        row["image"].save(tmp_path / "images" / f"{number}.png")
-        answer = {"from": "gpt", "value": row["caption"]}
-        entries.append({"image": f"{number}.png", "conversations": [answer]})
-    (tmp_path / "glyphs.json").write_text(json.dumps(entries))
-    scores = []
-    for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
-        arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
-        found = {"retrieval": retrieval_task(arguments)}
-        scores += evaluate_model(dense, found, tmp_path / "scores")
-    assert scores[0]["metrics"] == scores[1]["metrics"]
-
-
-def labelled(tmp_path, labels, features=None):
-    images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
-    rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
-    if features is not None:
-        rows = rows.cast_column("label", features)
-    rows.to_parquet(tmp_path / "labelled.parquet")
-    return DataArguments(source=str(tmp_path / "labelled.parquet"), split="test", caption_column="label")
-
-
-@pytest.mark.parametrize(
-    ("labels", "features", "classes"),
-    [
-        ([0, 1, 1, 0], datasets.ClassLabel(names=["one", "two"]), None),
-        ([0, 1, 1, 0], None, ["one", "two"]),
-        (["one", "two", "two", "one"], None, None),
-    ],
-    ids=["class labels", "numbers", "texts"],
-)
-def test_labels_of_every_sort(tmp_path, labels, features, classes):
-    task = zero_shot_task(labelled(tmp_path, labels, features), ["a {}"], classes)
-    rows, skipped = task.load()
-    assert list(task.classes) == ["one", "two"] and skipped == 0
-    assert list(rows["caption"]) == ["one", "two", "two", "one"]
-
-
-@pytest.mark.parametrize(
-    ("labels", "classes", "templates", "message"),
-    [
-        ([0, 1], None, ["a {}"], "column label holds no names"),
-        ([0, 2], ["one", "two"], ["a {}"], "labels go from 0 to 2, but there are 2"),
-        (["one", "three"], ["one", "two"], ["a {}"], "no class: three"),
-        (["one"], None, ["a photo"], "a photo"),
-        (["one"], None, ["{} and {}"], "one {} for the class's name"),
-        (["one"], None, ["a {name}"], "one {} for the class's name"),
-        (["one"], None, ["a {"], "one {} for the class's name, got .'a {'"),
-        (["one"], None, ["a {}}"], "one {} for the class's name"),
-        (["one"], None, ["a {:d}"], "one {} for the class's name"),
-        (["one"], None, ["a {!r}"], "one {} for the class's name"),
-        (["one"], None, ["a {:{}}"], "one {} for the class's name"),
-        (["one"], None, ["a {0.x}"], "one {} for the class's name"),
-        (["one"], None, [], "got none"),
-        (["one", ""], None, ["a {}"], "class 0 has no name"),
-        ([0, 1], ["one", " "], ["a {}"], "class 1 has no name"),
-        ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
-        (["one", None], None, ["a {}"], "row 1 of column label has None"),
-        ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
-        ([0, 1], ["crane", "crane"], ["a {}"], "occur twice: crane"),
-    ],
-)
-def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
-    with pytest.raises(ValueError, match=message):
-        zero_shot_task(labelled(tmp_path, labels), templates, classes)
-
-
-def class_folders(root, **names):
-    """An image folder with two images of each class of each split."""
-    for split, classes in names.items():
-        for name in classes:
-            (root / split / name).mkdir(parents=True)
-            for number in range(2):
-                PIL.Image.new("RGB", (8, 8), (number, 0, 0)).save(root / split / name / f"{name}{number}.png")
-    return DataArguments(source=str(root), split="test", caption_column="label")
-
-
-def test_classes_are_those_of_the_column_by_name(tmp_path):
-    column = datasets.ClassLabel(names=["cat", "dog", "emu"])
-    arguments = labelled(tmp_path, [0, 1, 1, 0], column)
-    for classes in (["dog", "cat"], ["ant", "cat", "dog"]):
-        rows, _ = zero_shot_task(arguments, ["{}"], classes).load()
-        assert list(rows["caption"]) == ["cat", "dog", "dog", "cat"]
-    with pytest.raises(ValueError, match="no class: dog; the classes need the column's own names, and are cat, emu"):
-        zero_shot_task(arguments, ["{}"], ["cat", "emu"])
-
-
-@pytest.mark.parametrize("classes", [None, ["a", "b", "c", "d"]])
-def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
-    arguments = class_folders(tmp_path / "folders", train="acd", test="bcd")
-    task = linear_probe_task(arguments, "train", classes)
-    assert sorted(task.classes) == ["a", "b", "c", "d"]
-    for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
-        assert "".join(load()[0]["caption"]) == expected
-
-
-def test_command_on_columns(dense, tmp_path, capsys):
-    rows = glyphs.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
-    rows.to_parquet(tmp_path / "glyphs.parquet")
-    command = ["--model", str(dense), "--dataset", str(tmp_path / "glyphs.parquet"), "--image-column", "jpg"]
-    command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
-    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    out = capsys.readouterr().out
-    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-test-texts-" in out
-    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-test-kind-*--dense.json")
-    assert json.loads(file.read_text())["protocol"] == (
-        f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and kind; {len(set(rows['kind']))} "
-        "classes, 1 templates: 'a photo of a {}.'"
-    )
-    (file,) = (tmp_path / "scores").glob("retrieval-*.json")
-    result = json.loads(file.read_text())
-    assert result["protocol"] == f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and texts"
-    assert result["num_captions"] == 40
-
-
-def test_skipped_images_are_in_the_result(dense, tmp_path):
-    rows = glyphs.load("test", "web", 20).cast_column("image", datasets.Image(decode=False)).to_list()
-    rows[3]["image"]["bytes"] = rows[3]["image"]["bytes"][:40]
-    features = datasets.Features({name: datasets.Value("string") for name in rows[0]} | {"image": datasets.Image()})
-    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "damaged.parquet")
-    arguments = DataArguments(source=str(tmp_path / "damaged.parquet"), split="test", max_unreadable=0.1)
-    found = {"retrieval": retrieval_task(arguments)}
-    (result,) = evaluate_model(dense, found, tmp_path)
-    assert (result["num_samples"], result["num_skipped"]) == (19, 1)
-
-
-def evaluated(model, tmp_path, *arguments, tasks="retrieval"):
-    """The command on two folders of the same glyphs; what it wrote."""
-    for source in ("one", "two"):
-        (tmp_path / source).mkdir(exist_ok=True)
-        for split in ("train", "test"):
-            rows = glyphs.load(split, "web", 12).add_column("number", [0, 1] * 6)
-            rows = rows.rename_column("color", "other caption")
-            photos = rows.select_columns("image").rename_column("image", "photo")
-            rows = datasets.concatenate_datasets([rows, photos], axis=1)
-            rows.to_parquet(tmp_path / source / f"{split}.parquet")
-    before = set((tmp_path / "scores").glob("*.json"))
-    command = ["--model", str(model), "--dataset", str(tmp_path / "one"), "--tasks", tasks]
-    evaluate.main([*command, "--output-dir", str(tmp_path / "scores"), *arguments])
-    return sorted(set((tmp_path / "scores").glob("*.json")) - before)
 
 
 @pytest.mark.parametrize(
@@ -494,42 +214,6 @@ def test_tasks_with_blanks_between(dense, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"one\n\ntwo\n", "classes.txt has no class in line 2"),
-        (b"one\n  \t\ntwo", "classes.txt has no class in line 2"),
-        (b"\none\ntwo", "classes.txt has no class in line 1"),
-        (b"one\ntwo\n\n", "classes.txt has no class in line 3"),
-        (b"", "classes.txt has no class in line 1"),
-        (b"one\ntwo \xff", "classes.txt is no text in UTF-8"),
-        (b"one\none", "occur twice: one"),
-        (None, "classes.txt"),
-    ],
-)
-def test_lists_of_classes(dense, tmp_path, content, message):
-    if content is None:
-        (tmp_path / "classes.txt").mkdir()
-    else:
-        (tmp_path / "classes.txt").write_bytes(content)
-    arguments = ["--label-column", "number", "--classes", str(tmp_path / "classes.txt")]
-    with pytest.raises(SystemExit) as exit:
-        evaluated(dense, tmp_path, *arguments, tasks="zero_shot")
-    assert exit.value.code.startswith("error: ") and message in exit.value.code
-
-
-def test_a_list_of_classes_as_other_programs_write_it(dense, tmp_path):
-    r"""With a byte order mark, \r\n and a line separator within a name, which `str.splitlines` takes for a new line."""
-    (tmp_path / "classes.txt").write_bytes("\ufeffone\u2028half \r\ntwo\r\n".encode())
-    assert read_classes(tmp_path / "classes.txt") == ["one\u2028half", "two"]
-
-
-@pytest.mark.parametrize("device", ["meta", "nonsense", "", "cuda:99", "hpu", "vulkan", "privateuseone"])
-def test_devices_that_cannot_compute(device):
-    with pytest.raises(ValueError, match=f"cannot compute on the device {device}"):
-        usable_device(device)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "nope"], "unknown task nope: there are glyphs_zero_shot"),
@@ -560,72 +244,3 @@ def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, capsys, c
     with pytest.raises(SystemExit) as exit:
         command([*inputs, "--output-dir", ""])
     assert exit.value.code == 2 and capsys.readouterr().err.endswith("argument --output-dir: a folder needs a name\n")
-
-
-@pytest.mark.parametrize("task", ["retrieval", "zero_shot", "linear_probe"])
-def test_one_column_is_not_two(dense, tmp_path, task):
-    column = "--caption-column" if task == "retrieval" else "--label-column"
-    with pytest.raises(SystemExit) as exit:
-        evaluated(dense, tmp_path, column, "image", tasks=task)
-    assert "the column image cannot hold both the images and" in exit.value.code
-
-
-def shard(folder, number=8, turned=False):
-    """A webdataset shard as CLIP_benchmark has them: two captions of each image, a line each."""
-    folder.mkdir()
-    texts = []
-    with tarfile.open(folder / "0.tar", "w") as tar:
-        for index, row in enumerate(glyphs.load("test", "web", number, captions_per_image=2)):
-            image, file, exif = row["image"], io.BytesIO(), PIL.Image.Exif()
-            if turned:  # a viewer shows the same
-                image, exif[0x0112] = image.transpose(PIL.Image.Transpose.ROTATE_90), 6
-            image.save(file, "png", exif=exif)
-            texts += row["caption"]
-            for suffix, content in (("png", file.getvalue()), ("txt", "\n".join([*row["caption"], ""]).encode())):
-                member = tarfile.TarInfo(f"{index}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return texts
-
-
-def measured_texts(monkeypatch):
-    """Filled with the texts that are embedded."""
-    original, measured = Embedder.texts, []
-    monkeypatch.setattr(Embedder, "texts", lambda self, texts: measured.extend(texts) or original(self, texts))
-    return measured
-
-
-def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
-    texts, measured = shard(tmp_path / "x"), measured_texts(monkeypatch)
-    options = ["--split", "train", "--image-column", "png", "--caption-column", "txt", "--captions-per-line"]
-    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x"), *options]
-    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert measured == texts
-
-
-def test_captions_that_are_missing_are_no_queries(dense, tmp_path, monkeypatch):
-    rows = glyphs.load("test", "web", 4, captions_per_image=2)
-    captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"]]
-    rows.remove_columns("caption").add_column("caption", captions).to_parquet(tmp_path / "x.parquet")
-    measured = measured_texts(monkeypatch)
-    found = {"retrieval": retrieval_task(DataArguments(source=str(tmp_path / "x.parquet")))}
-    evaluate_model(dense, found, tmp_path)
-    assert measured == ["a", "b", "c", "d", "e"]
-
-
-def test_turned_images_score_as_what_a_viewer_shows(dense, tmp_path):
-    shard(tmp_path / "x"), shard(tmp_path / "turned", turned=True)
-    embedder, embeds = Embedder(dense, None, 8, torch.device("cpu")), []
-    for name in ("x", "turned"):
-        columns = {"image_column": "png", "caption_column": "txt"}
-        rows, _ = retrieval_task(DataArguments(source=str(tmp_path / name), **columns)).load()
-        embeds.append(embedder.images(rows))
-    assert np.array_equal(*embeds)
-
-
-def test_a_split_that_is_not_there_ends_in_one_line(dense, tmp_path):
-    shard(tmp_path / "x")
-    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x")]
-    with pytest.raises(SystemExit) as exit:
-        evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert exit.value.code == f"error: {tmp_path / 'x'} has no split 'test', only train: set split (--split)"
