@@ -34,8 +34,8 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         The table of the primary metrics: a row a model, in percent.
 
     Raises:
-        ValueError: fewer than two folders or one twice, one without results, folders that differ in models, tasks,
-            protocols, precision, commit or versions, or a baseline without results.
+        ValueError: fewer than two folders or one twice, one without results, two of the same weights, folders that
+            differ in models, tasks, protocols, precision, commit or versions, or a baseline without results.
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(
@@ -51,6 +51,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     first = tables[0]
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
+    _require_different_weights(tables, folders)
     if baseline is not None and baseline not in first:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
     columns = primary_columns(next(iter(first.values())))
@@ -94,6 +95,19 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
                         f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
                         f"{other_folder}; such scores cannot be averaged"
                     )
+
+
+def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
+    """A copy of a run is no other seed. The best of several models has no weights, nor have results of earlier versions."""
+    seen: dict[frozenset[tuple[str, str]], Path] = {}
+    for table, folder in zip(tables, folders, strict=True):
+        results = [result for row in table.values() for result in row.values() if "weights" in result]
+        weights = frozenset((result["model"], str(result["weights"])) for result in results)
+        if weights and weights in seen:
+            raise ValueError(
+                f"{folder} and {seen[weights]} hold results of the same weights: a spread needs runs of different seeds"
+            )
+        seen[weights] = folder
 
 
 def main(argv: list[str] | None = None) -> None:

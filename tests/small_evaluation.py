@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
 from evaluation import evaluate
+from evaluation.report import plt
 from evaluation.tasks import (
     TASKS,
     glyph_tasks,
@@ -90,6 +91,16 @@ def shard(folder, number=8, turned=False):
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return texts
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn within a test, which are closed at its end."""
+    drawn, close = [], plt.close
+    monkeypatch.setattr(plt, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
 
 
 def plain_embedding(folder):

@@ -5,7 +5,9 @@ import json
 import matplotlib.image
 import numpy as np
 import pytest
+import small_evaluation
 import torch
+from matplotlib import cbook
 from transformers import CLIPModel
 
 from conversion.dense import extract
@@ -15,13 +17,14 @@ from data import glyphs
 from evaluation.embedder import Embedder
 from evaluation.experts import analyze_experts, main
 from evaluation.measures import measure
-from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_shares
+from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_gates, draw_shares
 from evaluation.tasks import Task
 
 TASKS = {
     "pairs": Task("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
     "retrieval": Task("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
 }
+figures = small_evaluation.figures
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 
 
@@ -143,8 +146,10 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     ]  # fmt: skip
     assert all("**" in line for line in lines[2:] if line.startswith("|"))
     assert any("group/texture" in line for line in lines)
-    assert (tmp_path / "out" / "experts.md").read_text().count("|") >= table.count("|")
-    assert matplotlib.image.imread(tmp_path / "out" / "routing.png").shape[0] > 100
+    assert f"# Experts\n\n{table}\n" in (tmp_path / "out" / "experts.md").read_text()
+    title = "% of the tokens computed by each expert: pairs, retrieval"
+    draw_shares(result["shares"], result["output_shares"], tmp_path / "expected.png", title)
+    assert (tmp_path / "out" / "routing.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
     for layers in (*result["shares"].values(), *result["output_shares"].values()):
         assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
     assert result["shares"] != result["output_shares"]
@@ -231,10 +236,36 @@ def test_heat_map_shows_the_shares(tmp_path):
     assert (full != other)[:half].any() and (full != output)[half:].any()
 
 
-def test_a_title_with_dollars_is_no_formula(tmp_path):
+def test_a_title_with_dollars_is_no_formula(tmp_path, figures):
     shares = {"vision": {3: [0.5, 0.5]}}
     draw_shares(shares, shares, tmp_path / "dollars.png", r"costs $\frac$ a token")
-    assert matplotlib.image.imread(tmp_path / "dollars.png").shape[0] > 100
+    (figure,) = figures
+    title = figure._suptitle
+    assert title.get_text() == r"costs \$\frac\$ a token" and not cbook.is_math_text(title.get_text())
+
+
+def test_heat_map_names_its_numbers(tmp_path, figures):
+    """A row of pictures for all tokens and one for those at the output; in each, a line a layer, a column an expert."""
+    shares = {"text": {0: [0.1, 0.9], 2: [0.2, 0.8]}, "vision": {1: [0.3, 0.7]}}
+    output_shares = {"text": {0: [0.4, 0.6], 2: [0.5, 0.5]}, "vision": {1: [1.0, 0.0]}}
+    draw_shares(shares, output_shares, tmp_path / "shares.png", "shares")
+    (figure,) = figures
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [
+        ["10", "90", "20", "80"], ["30", "70"], ["40", "60", "50", "50"], ["100", "0"]
+    ]  # fmt: skip
+    assert [[label.get_text() for label in axis.get_yticklabels()] for axis in figure.axes] == [["0", "2"], ["1"]] * 2
+    assert [axis.get_title() for axis in figure.axes] == [
+        "text tower, all tokens", "vision tower, all tokens", "text tower, end token", "vision tower, class token"
+    ]  # fmt: skip
+
+
+def test_bars_of_gates_are_their_means(tmp_path, figures):
+    gates, output_gates = {"text": {3: 0.25}, "vision": {3: 0.5}}, {"text": {3: 0.75}, "vision": {3: 1.0}}
+    draw_gates(gates, output_gates, tmp_path / "gates.png")
+    (figure,) = figures
+    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in figure.axes[0].containers}
+    assert widths == {"all tokens": [25, 50], "class and end tokens": [75, 100]}
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["text 3", "vision 3"]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +336,8 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
         assert set(gates["vision"]) == {"3"} and 0 < gates["vision"]["3"] < 1
     assert f"{result['output_gates']['vision']['3']:.1%}" in (tmp_path / "experts.md").read_text()
     assert result["gates"] != result["output_gates"]
-    assert matplotlib.image.imread(tmp_path / "gates.png").shape[0] > 50
+    draw_gates(result["gates"], result["output_gates"], tmp_path / "expected.png")
+    assert (tmp_path / "gates.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
     assert "gates.png" in (tmp_path / "experts.md").read_text()
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
     model.save_pretrained(tmp_path / "four")

@@ -11,17 +11,68 @@ from small_evaluation import evaluated, shard
 
 from data import glyphs
 from data.sources import DataArguments
-from evaluation import evaluate
+from evaluation import evaluate, experts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import (
+    TASKS,
+    find_tasks,
+    glyph_tasks,
     linear_probe_task,
+    problems_of_tasks,
     read_classes,
     retrieval_task,
     zero_shot_task,
 )
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
+
+
+def test_all_unknown_names_are_told_at_once():
+    assert problems_of_tasks(["glyphs_pairs", "glyphs_digits"]) == []
+    assert problems_of_tasks(["glyphs_pair", "x", "glyphs_digits", "glyphs_digits", "retreival", ""]) == [
+        "unknown task glyphs_pair: did you mean glyphs_pairs?",
+        f"unknown task x: there are {', '.join(TASKS)}",
+        "the task glyphs_digits occurs twice",
+        "unknown task retreival: did you mean glyphs_retrieval?",
+        f"unknown task '': there are {', '.join(TASKS)}",
+    ]
+    with pytest.raises(ValueError, match=r"unknown task a: there are .*; the task glyphs_pairs occurs twice$"):
+        find_tasks(["a", "glyphs_pairs", "glyphs_pairs"])
+    assert list(find_tasks(["glyphs_pairs", "glyphs_digits"])) == ["glyphs_pairs", "glyphs_digits"]
+
+
+@pytest.mark.parametrize("command", [evaluate.main, experts.main])
+def test_a_command_says_the_same_of_names_as_a_recipe(tmp_path, command):
+    with pytest.raises(SystemExit) as exit:
+        command(["--model", "nowhere", "--tasks", "glyphs_pair,glyph_digits", "--output-dir", str(tmp_path)])
+    assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['glyphs_pair', 'glyph_digits']))}"
+    assert exit.value.code.count("did you mean") == 2
+
+
+def test_a_misspelt_task_on_own_data(tmp_path):
+    with pytest.raises(SystemExit, match="error: unknown task retreival: did you mean retrieval?"):
+        evaluate.main(["--model", "nowhere", "--tasks", "retreival", "--output-dir", str(tmp_path)])
+
+
+def test_the_tables_numbers_are_those_of_the_rows():
+    """What the protocols say is what is loaded, and as it has been since the first results."""
+    assert TASKS["glyphs_retrieval"].protocol == "40 test glyphs of seen kinds, one detailed caption each"
+    for name, task in TASKS.items():
+        assert task.protocol.startswith(f"{len(task.load()[0])} "), name
+    probe = TASKS["glyphs_linear_probe"]
+    assert len(probe.load_train()[0]) == 400 and probe.protocol.endswith("logistic regression on 400 training glyphs")
+    published = {name: task.protocol for name, task in glyph_tasks().items()}
+    assert published["glyphs_pairs"] == (
+        "1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions"
+    )
+    assert published["glyphs_zero_shot_seen"] == (
+        "2,000 test glyphs of seen kinds; all 16 kinds are candidates, 5 templates"
+    )
+    assert published["glyphs_digits"] == "2,000 test glyphs of digit kinds; these 10 are candidates, 5 templates"
+    assert published["glyphs_linear_probe"] == (
+        "2,000 test glyphs of all 16 kinds; logistic regression on 4,000 training glyphs"
+    )
 
 
 def labelled(tmp_path, labels, features=None):
