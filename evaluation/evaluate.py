@@ -22,7 +22,7 @@ from evaluation.measures import measure
 from evaluation.results import named_folder, require_free, task_name, write_result
 from evaluation.tasks import (
     OWN_TASKS,
-    PRIMARY,
+    PRIMARY_METRICS,
     TASKS,
     Task,
     add_own_data_options,
@@ -82,7 +82,7 @@ def evaluate_model(
                 "title": task.title,
                 "data": task.data,
                 **measure(task, opened),
-                "primary": PRIMARY[task.kind],
+                "primary": PRIMARY_METRICS[task.kind],
                 "source": str(model),
                 **of_model,
                 "device": device.type,

@@ -42,7 +42,7 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
     image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
     corpus = [text for texts in captions for text in texts]
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
-    # A caption that is asked for alone is all that is known of the task; as candidates, captions are one task together
+    # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
     metrics = retrieval_metrics(
         concatenate(images),

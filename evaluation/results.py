@@ -12,7 +12,7 @@ from typing import Any
 from conversion.files import write_text
 from conversion.result_schema import read_result
 
-# A name that does not fit into the name of a file is cut to so many characters.
+# Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape
-from evaluation.report import SHARED, arrange, computed_with, differ, markdown_table, primary_columns
+from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, markdown_table, primary_columns
 from evaluation.results import named_folder
 
-# What runs must agree in for each model and task, or their spread is not that of the seed.
-SAME = (*SHARED, "dtype", "commit", "versions")
+# Runs must agree in these for each model and task: else their spread is not the seed's alone.
+SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
 
@@ -89,7 +89,7 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
-            for key in SAME:
+            for key in SAME_FOR_SEEDS:
                 if differ(result, other[model][task], key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
@@ -98,7 +98,7 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
 
 
 def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
-    """A copy of a run is no other seed. The best of several models has no weights, nor have results of earlier versions."""
+    """Copies of a run are one seed. Results without weights are of earlier versions, or the best of several models."""
     seen: dict[frozenset[tuple[str, str]], Path] = {}
     for table, folder in zip(tables, folders, strict=True):
         results = [result for row in table.values() for result in row.values() if "weights" in result]

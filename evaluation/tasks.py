@@ -21,8 +21,8 @@ from evaluation.results import content_hash
 
 Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
 
-# The metrics that stand for a task in a table, with the columns' titles.
-PRIMARY = {
+# Kind -> the metrics that a table shows -> the titles of their columns
+PRIMARY_METRICS = {
     "zero_shot": {"accuracy": "accuracy"},
     "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
     "pairs": {"group": "group score"},
@@ -31,7 +31,7 @@ PRIMARY = {
 
 
 # Settings that decide how rows are read, not which
-HOW_READ = ("streaming", "in_memory", "num_workers", "max_unreadable")
+READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def problems_of_tasks(names: Sequence[str], known: Iterable[str] = TASKS) -> list[str]:
-    """A line for each name that is none of the known tasks, or that occurs twice."""
+    """A line for each name that is unknown, with a known name like it, and for each that occurs twice."""
     known, problems = list(known), []
     for name in dict.fromkeys(names):
         if name not in known:
@@ -355,7 +355,7 @@ def _is_template(text: str) -> bool:
 
 
 def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
-    chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in HOW_READ}
+    chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.source != "glyphs":
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
