@@ -64,9 +64,13 @@ def evaluate_model(
     name, output_dir, device = _model_name(model, name), Path(output_dir), usable_device(device)
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype)
     of_model = {
+        "source": str(model),
         "fingerprint": fingerprint(str(model)),
         "weights": weights_fingerprint(str(model)),
         "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "batch_size": batch_size,
+        "seed": 0,
     }
     names = {
         key: {"model": name, "task": task_name(key, task.data), "protocol": task.protocol}
@@ -83,11 +87,7 @@ def evaluate_model(
                 "data": task.data,
                 **measure(task, opened),
                 "primary": PRIMARY_METRICS[task.kind],
-                "source": str(model),
                 **of_model,
-                "device": device.type,
-                "batch_size": batch_size,
-                "seed": 0,
                 **environment(),
             }
             write_result(result, output_dir)

@@ -89,6 +89,12 @@ def similarity(experts, weights, image, text):
     return sum(w * scale * (embed(image) @ embed(text)) for w, (embed, scale) in zip(weights, experts, strict=True))
 
 
+def mean_weights(experts, weights):
+    """What a result tells of the weights of several tasks: those of the cosine similarities, in the mean."""
+    scaled = np.array(weights) * [scale for _, scale in experts]
+    return pytest.approx(list((scaled / scaled.sum(axis=1, keepdims=True)).mean(axis=0)), abs=1e-6)
+
+
 def test_zero_shot(ensemble, experts, weights_of):
     rows = glyphs.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
     classes = list(reversed(glyphs.KINDS))
@@ -101,13 +107,13 @@ def test_zero_shot(ensemble, experts, weights_of):
     for row in rows:
         scores = np.zeros(len(classes))
         for weight, (embed, scale), of_expert in zip(weights, experts, prototypes, strict=True):
-            scores += [weight * scale * (embed(row["image"]) @ prototype) for prototype in of_expert]
+            image = embed(row["image"])
+            scores += [weight * scale * (image @ prototype) for prototype in of_expert]
         right.append(classes[scores.argmax()] == row["caption"])
     task = Task("zero_shot", "", "", lambda: (rows, 0), classes=classes, templates=TEMPLATES)
     result = measure(task, ensemble)
     assert result["metrics"]["accuracy"] == np.mean(right) and 0.5 < np.mean(right) < 1
-    scales = np.array([scale for _, scale in experts]) * weights
-    assert result["routing_weights"] == {"classes": pytest.approx(list(scales / scales.sum()), abs=1e-6)}
+    assert result["routing_weights"] == {"classes": mean_weights(experts, [weights])}
     next_class = dict(zip(classes, swapped(classes), strict=True))
     wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
     task = Task("zero_shot", "", "", lambda: (wrong, 0), classes=classes, templates=TEMPLATES)
@@ -132,6 +138,8 @@ def test_retrieval(ensemble, experts, weights_of):
     result = measure(Task("retrieval", "", "", lambda: (rows, 0)), ensemble)
     assert result["metrics"]["image_to_text_recall@1"] == to_text > 0.2
     assert result["metrics"]["text_to_image_recall@1"] == to_image > 0.2
+    expected = {"corpus": mean_weights(experts, [of_corpus]), "queries": mean_weights(experts, of_query)}
+    assert result["routing_weights"] == expected
     wrong = with_captions(rows, swapped(captions))
     of_wrong = measure(Task("retrieval", "", "", lambda: (wrong, 0)), ensemble)["metrics"]
     assert of_wrong["image_to_text_recall@1"] < to_text - 0.1
@@ -140,19 +148,21 @@ def test_retrieval(ensemble, experts, weights_of):
 
 def test_pairs(ensemble, experts, weights_of):
     rows = glyphs.load_minimal_pairs("test", 30)
-    scores = {name: [] for name in ("text", "image", "group")}
+    scores, all_weights = {name: [] for name in ("text", "image", "group")}, []
     for row in rows:
         images, captions = ([row[f"{column}_{side}"] for side in range(2)] for column in ("image", "caption"))
         weights = weights_of(captions)
+        all_weights.append(weights)
         (a0, a1), (b0, b1) = ([similarity(experts, weights, image, text) for text in captions] for image in images)
         scores["text"].append(a0 > a1 and b1 > b0)
         scores["image"].append(a0 > b0 and b1 > a1)
         scores["group"].append(scores["text"][-1] and scores["image"][-1])
-    result = measure(Task("pairs", "", "", lambda: (rows, 0)), ensemble)["metrics"]
+    result = measure(Task("pairs", "", "", lambda: (rows, 0)), ensemble)
+    assert result["routing_weights"] == {"pairs": mean_weights(experts, all_weights)}
     names = {"caption_0": "caption_1", "caption_1": "caption_0"}
     of_swapped = measure(Task("pairs", "", "", lambda: (rows.rename_columns(names), 0)), ensemble)["metrics"]
     for name, right in scores.items():
-        assert result[name] == np.mean(right) > 0.5
+        assert result["metrics"][name] == np.mean(right) > 0.5
         assert of_swapped[name] <= 1 - np.mean(right)
 
 
