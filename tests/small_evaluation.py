@@ -15,10 +15,7 @@ from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
 from evaluation import evaluate
 from evaluation.report import plt
-from evaluation.tasks import (
-    TASKS,
-    glyph_tasks,
-)
+from evaluation.tasks import TASKS, glyph_tasks
 
 
 @pytest.fixture(scope="module")
