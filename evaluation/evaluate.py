@@ -44,11 +44,9 @@ def evaluate_model(
 ) -> list[dict[str, Any]]:
     """Measure a model on tasks; each result is also written to `output_dir/TASK--NAME.json`.
 
-    The task of a result on data given by columns is called after the data: see `evaluation.results.task_name`.
-
     Args:
         model: a folder or hub name.
-        tasks: name -> task; see `evaluation.tasks.find_tasks`.
+        tasks: name -> task; see `evaluation.tasks.find_tasks`, and `evaluation.results.task_name` for names in results.
         name: what the model is called in reports; default: its folder's or repository's name.
         device: default: the accelerator, if there is one.
 
