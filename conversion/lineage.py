@@ -14,6 +14,7 @@ from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.messages import cut
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
 from conversion.recipe_yaml import read_yaml
+from conversion.result_schema import require_result
 
 # Stages whose results tell something of a model
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
@@ -22,18 +23,6 @@ TASK_TYPES = {
     "group": ("image-text-matching", "Attribute pairs"),
     "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
     "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
-}
-# What a card reads of a result
-RESULT = {
-    "task": str,
-    "title": str,
-    "protocol": str,
-    "metrics": dict,
-    "primary": dict,
-    "num_samples": int,
-    "num_skipped": int,
-    "dtype": str,
-    "versions": dict,
 }
 BUILT_IN = "glyphs"  # data that this package draws
 
@@ -300,18 +289,15 @@ def _is_of(result: dict[str, Any], folder: Path) -> bool:
 
 def _require_scores(result: dict[str, Any], path: Path) -> None:
     """Raises ValueError for what is no result that a card can tell."""
-    wrong = [key for key, kind in RESULT.items() if not isinstance(result.get(key), kind)]
-    if wrong:
-        raise ValueError(f"{path} is no result of an evaluation: {', '.join(wrong)} are missing or of another kind")
-    metrics, primary = result["metrics"], result["primary"]
-    unknown = sorted(set(primary) - (set(metrics) & set(TASK_TYPES)))
-    if unknown or not all(isinstance(title, str) for title in primary.values()):
+    require_result(result, str(path))
+    unknown = sorted(set(result["primary"]) - (set(result["metrics"]) & set(TASK_TYPES)))
+    if unknown:
         raise ValueError(
-            f"{path} is of a task that cards do not know: its score is {', '.join(unknown) or primary}, and they know "
+            f"{path} is of a task that cards do not know: its score is {', '.join(unknown)}, and they know "
             f"{', '.join(TASK_TYPES)}"
         )
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    for name, value in result["metrics"].items():
+        if not 0 <= value <= 1:
             raise ValueError(
                 f"{path}: the score {name} is {value!r:.60}, which is no share from 0 to 1: measure it again"
             )

@@ -15,7 +15,7 @@ def meta_model(config: CLIPConfig | CLIPMoEConfig) -> PreTrainedModel:
     with torch.device("meta"):
         if isinstance(config, CLIPConfig):
             return CLIPModel._from_config(config, attn_implementation="eager").eval()
-        # One product for each token and chosen expert: nothing of it depends on the data.
+        # One product for each token and chosen expert, so that counts do not depend on the data
         return CLIPMoEModel._from_config(
             config, attn_implementation="eager", experts_implementation="batched_mm"
         ).eval()

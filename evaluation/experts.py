@@ -12,9 +12,11 @@ that `python -m conversion.dense --scale` takes.
 """
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from accelerate.utils import set_seed
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.provenance import environment, weights_fingerprint
-from evaluation.datasets import BENCHMARKS, Benchmark, kept
-from evaluation.evaluate import Embedder, measure, parse_tasks, require_known, usable_device
+from evaluation.embedder import Embedder, usable_device
+from evaluation.measures import measure
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
 from evaluation.routing import (
@@ -36,6 +38,7 @@ from evaluation.routing import (
     draw_gates,
     draw_shares,
 )
+from evaluation.tasks import TASKS, Task, find_tasks, loaded_once, parse_tasks
 from modeling_clip_moe import CLIPMoEModel
 
 ROUTED, EXPERT = "routed", "expert"
@@ -45,21 +48,44 @@ EXPERT_PROTOCOL = (
 )
 
 
+# Name of a task or of a column of the table -> ...
+ByTask = dict[str, dict[str, float]]
+ByColumn = dict[str, ByTask]
+# tower ("text", "vision") -> layer, from 0 -> ...
+ByLayer = dict[str, dict[int, Any]]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What routers and fusion gates did with all tokens of the tasks, and with those that reach the output.
+
+    Args:
+        shares, output_shares: tower -> layer -> the share of the tokens that each expert computed.
+        gates, output_gates: tower -> layer -> the mean share of the base FFN, where there are fusion gates.
+        scales: tower -> layer -> the mean weight of a token's experts together, where that is not always 1.
+    """
+
+    shares: ByLayer
+    output_shares: ByLayer
+    gates: ByLayer
+    output_gates: ByLayer
+    scales: ByLayer
+
+
 def analyze_experts(
     model: str | Path,
-    tasks: Sequence[str],
+    tasks: Mapping[str, Task],
     output_dir: str | Path,
     *,
     num_experts_per_tok: Sequence[int] = (),
     batch_size: int = 64,
     device: str | torch.device | None = None,
-    benchmarks: dict[str, Benchmark] | None = None,
 ) -> str:
     """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks.
 
     Args:
         model: a folder or hub name of a `CLIPMoEModel`.
-        tasks: keys of `benchmarks` (default: those of `evaluation.datasets`).
+        tasks: name -> task; see `evaluation.tasks.find_tasks`.
         num_experts_per_tok: numbers of experts a token to try, beside the model's own.
 
     Returns:
@@ -67,88 +93,113 @@ def analyze_experts(
         measured, and in how many metrics the routed model is better than all of them.
 
     Raises:
-        ValueError: an unknown task, a model without sparse layers or whose towers differ in their number of experts, or
-            whose sparse text tower sees no text of the tasks; else as `evaluation.evaluate.Embedder`.
+        ValueError: a model without sparse layers or whose towers differ in their number of experts, or whose sparse
+            text tower sees no text of the tasks; else as `evaluation.embedder.Embedder`.
     """
-    benchmarks = kept(BENCHMARKS if benchmarks is None else benchmarks)
-    require_known(tasks, benchmarks)
     set_seed(0)
-    output_dir = Path(output_dir)
+    tasks, output_dir = loaded_once(tasks), Path(output_dir)
     embedder = Embedder(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
-    if embedder.model.config.text_config.moe_layers and all(benchmarks[t].kind == "linear_probe" for t in tasks):
-        raise ValueError(
-            f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
-            "retrieval"
-        )
+    _require_texts(tasks, embedder.model)
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
             pass  # an impossible number is an error before the work
-    metrics: dict[str, dict[str, dict[str, float]]] = {task: {} for task in tasks}
-    for expert in range(num_experts):
-        with embedder.model.force_expert(expert):
-            for task in tasks:
-                metrics[task][f"{EXPERT} {expert}"] = measure(benchmarks[task], embedder)["metrics"]
-    for number in num_experts_per_tok:
-        with chosen_experts(embedder.model, number):
-            for task in tasks:
-                metrics[task][f"K = {number}"] = measure(benchmarks[task], embedder)["metrics"]
-    sparse = embedder.model
-    with (
-        count_tokens(sparse) as counts,
-        count_tokens(sparse, at_output=True) as output_counts,
-        average_gates(sparse) as gates,
-        average_gates(sparse, at_output=True) as output_gates,
-    ):
-        for task in tasks:
-            metrics[task][ROUTED] = measure(benchmarks[task], embedder)["metrics"]
-    shares, output_shares = (_by_layer(of, lambda counter: counter.shares().tolist()) for of in (counts, output_counts))
-    gates, output_gates = (_by_layer(of, GateMean.mean) for of in (gates, output_gates))
-    unnormalized = {
-        tower: layers
-        for tower, layers in counts.items()
-        if not getattr(sparse.config, f"{tower}_config").norm_topk_prob
-    }
-    scales = _by_layer(unnormalized, RouterCounts.mean_weight)
+    metrics = _measure_alone(tasks, embedder, num_experts) | _measure_numbers(tasks, embedder, num_experts_per_tok)
+    metrics[ROUTED], routing = _measure_routed(tasks, embedder)
+    table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
     result = {
         "source": str(model),
         "weights": weights_fingerprint(str(model)),
-        "protocols": {task: benchmarks[task].protocol for task in tasks},
+        "protocols": {name: task.protocol for name, task in tasks.items()},
         "expert_protocol": EXPERT_PROTOCOL,
-        "metrics": metrics,
-        "shares": shares,
-        "output_shares": output_shares,
-        "gates": gates,
-        "output_gates": output_gates,
-        "scales": scales,
+        "metrics": {task: {column: by_task[task] for column, by_task in metrics.items()} for task in tasks},
+        **dataclasses.asdict(routing),
         **environment(),
     }
-    table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
-    text = f"# Experts\n\n{table}\n\n![routing](routing.png)\n"
-    if scales:
-        rows = [[tower, str(layer), f"{scale:.3f}"] for tower, of in scales.items() for layer, scale in of.items()]
-        text += f"\n{markdown_table(['tower', 'layer', 'mean weight of the experts of a token together'], rows)}\n"
-        text += "\n`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.\n"
-    if gates:
-        rows = [
-            [tower, str(layer), f"{gate:.1%}", f"{output_gates[tower][layer]:.1%}"]
-            for tower, of in gates.items()
-            for layer, gate in of.items()
-        ]
-        header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
-        text += f"\n{markdown_table(header, rows)}\n\n![fusion gates](gates.png)\n"
-    with output_folder(output_dir), ExitStack() as files:  # all of them or none
-        title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
-        draw_shares(shares, output_shares, files.enter_context(new_file(output_dir / "routing.png")), title)
-        if gates:
-            draw_gates(gates, output_gates, files.enter_context(new_file(output_dir / "gates.png")))
-        page = files.enter_context(new_file(output_dir / "experts.md"))
-        page.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-        write_text(output_dir / "experts.json", json.dumps(result, indent=2))
+    _write(output_dir, table, routing, result, title=f"% of the tokens computed by each expert: {', '.join(tasks)}")
     return table
 
 
-def _by_layer(counts: dict[str, dict[int, Any]], value: Callable[[Any], Any]) -> dict[str, dict[int, Any]]:
+def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
+    return {name: measure(task, embedder)["metrics"] for name, task in tasks.items()}
+
+
+def _measure_alone(tasks: Mapping[str, Task], embedder: Embedder, num_experts: int) -> ByColumn:
+    """The metrics of each expert, which gets all tokens."""
+    metrics = {}
+    for expert in range(num_experts):
+        with embedder.model.force_expert(expert):
+            metrics[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
+    return metrics
+
+
+def _measure_numbers(tasks: Mapping[str, Task], embedder: Embedder, num_experts_per_tok: Sequence[int]) -> ByColumn:
+    """The metrics with other numbers of experts a token."""
+    metrics = {}
+    for number in num_experts_per_tok:
+        with chosen_experts(embedder.model, number):
+            metrics[f"K = {number}"] = _measure_all(tasks, embedder)
+    return metrics
+
+
+def _measure_routed(tasks: Mapping[str, Task], embedder: Embedder) -> tuple[ByTask, Routing]:
+    """The metrics of the model as it is, and what its routers and fusion gates did meanwhile."""
+    model = embedder.model
+    with (
+        count_tokens(model) as counts,
+        count_tokens(model, at_output=True) as output_counts,
+        average_gates(model) as gates,
+        average_gates(model, at_output=True) as output_gates,
+    ):
+        metrics = _measure_all(tasks, embedder)
+    unnormalized = {
+        tower: layers for tower, layers in counts.items() if not getattr(model.config, f"{tower}_config").norm_topk_prob
+    }
+    routing = Routing(
+        shares=_by_layer(counts, lambda counter: counter.shares().tolist()),
+        output_shares=_by_layer(output_counts, lambda counter: counter.shares().tolist()),
+        gates=_by_layer(gates, GateMean.mean),
+        output_gates=_by_layer(output_gates, GateMean.mean),
+        scales=_by_layer(unnormalized, RouterCounts.mean_weight),
+    )
+    return metrics, routing
+
+
+def _write(output_dir: Path, table: str, routing: Routing, result: dict[str, Any], title: str) -> None:
+    """All files, or none of them."""
+    with output_folder(output_dir), ExitStack() as files:
+        picture = files.enter_context(new_file(output_dir / "routing.png"))
+        draw_shares(routing.shares, routing.output_shares, picture, title)
+        if routing.gates:
+            picture = files.enter_context(new_file(output_dir / "gates.png"))
+            draw_gates(routing.gates, routing.output_gates, picture)
+        page = files.enter_context(new_file(output_dir / "experts.md"))
+        page.write_text(_page(table, routing), encoding="utf-8")
+        write_text(output_dir / "experts.json", json.dumps(result, indent=2))
+
+
+def _page(table: str, routing: Routing) -> str:
+    sections = ["# Experts", table, "![routing](routing.png)"]
+    if routing.scales:
+        rows = [
+            [tower, str(layer), f"{scale:.3f}"] for tower, of in routing.scales.items() for layer, scale in of.items()
+        ]
+        sections += [
+            markdown_table(["tower", "layer", "mean weight of the experts of a token together"], rows),
+            "`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.",
+        ]
+    if routing.gates:
+        rows = [
+            [tower, str(layer), f"{gate:.1%}", f"{routing.output_gates[tower][layer]:.1%}"]
+            for tower, of in routing.gates.items()
+            for layer, gate in of.items()
+        ]
+        header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
+        sections += [markdown_table(header, rows), "![fusion gates](gates.png)"]
+    return "\n\n".join(sections) + "\n"
+
+
+def _by_layer(counts: ByLayer, value: Callable[[Any], Any]) -> ByLayer:
     return {tower: {layer: value(counter) for layer, counter in of.items()} for tower, of in counts.items()}
 
 
@@ -162,23 +213,31 @@ def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
     return numbers[0]
 
 
-def _table(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
+def _require_texts(tasks: Mapping[str, Task], model: CLIPMoEModel) -> None:
+    if model.config.text_config.moe_layers and all(task.kind == "linear_probe" for task in tasks.values()):
+        raise ValueError(
+            f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
+            "retrieval"
+        )
+
+
+def _table(metrics: ByColumn) -> str:
     rows = []
-    columns = list(next(iter(metrics.values())))
-    for task, of_model in metrics.items():
-        for metric in of_model[ROUTED]:
-            values = [of_model[column][metric] for column in columns]
+    for task, of_routed in metrics[ROUTED].items():
+        for metric in of_routed:
+            values = [by_task[task][metric] for by_task in metrics.values()]
             cells = [f"**{value:.1%}**" if value == max(values) else f"{value:.1%}" for value in values]
             rows.append([f"{task}: {metric}", *cells])
-    return markdown_table(["metric", *columns], rows)
+    return markdown_table(["metric", *metrics], rows)
 
 
-def _verdict(metrics: dict[str, dict[str, dict[str, float]]]) -> str:
+def _verdict(metrics: ByColumn) -> str:
     """Whether routing is worth it."""
+    experts = [by_task for column, by_task in metrics.items() if column.startswith(EXPERT)]
     better = [
-        value > max(values[metric] for column, values in of_model.items() if column.startswith(EXPERT))
-        for of_model in metrics.values()
-        for metric, value in of_model[ROUTED].items()
+        value > max(by_task[task][metric] for by_task in experts)
+        for task, of_routed in metrics[ROUTED].items()
+        for metric, value in of_routed.items()
     ]
     return f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
 
@@ -188,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
-    parser.add_argument("--tasks", required=True, help=", ".join(BENCHMARKS))
+    parser.add_argument("--tasks", required=True, help=", ".join(TASKS))
     parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument(
         "--num-experts-per-tok", type=int, nargs="+", default=[], metavar="K", help="other numbers of experts a token"
@@ -197,10 +256,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", help="default: the accelerator, if there is one")
     args = parser.parse_args(argv)
     with one_line_errors():
-        tasks = parse_tasks(args.tasks)
         table = analyze_experts(
             args.model,
-            tasks,
+            find_tasks(parse_tasks(args.tasks)),
             args.output_dir,
             num_experts_per_tok=args.num_experts_per_tok,
             batch_size=args.batch_size,

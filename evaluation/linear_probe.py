@@ -9,10 +9,10 @@ from sklearn.metrics import accuracy_score, recall_score
 from sklearn.model_selection import train_test_split
 from threadpoolctl import threadpool_limits
 
-# Inverse strengths of the L2 penalty to choose from
-STRENGTHS = tuple(10.0**power for power in range(-1, 5))
-# Above so many numbers in the training features, scikit-learn's solver takes too long
-LARGE = 2**28
+# Inverse strengths of the L2 penalty, of which the best is chosen
+INVERSE_PENALTIES = tuple(10.0**power for power in range(-1, 5))
+# With more numbers in the training features, scikit-learn's solver takes too long
+MOST_NUMBERS_FOR_SCIKIT = 2**28
 # Of the probe that is trained in batches: OpenCLIP's optimizer and schedule
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 1024, 20, 1e-2
 
@@ -59,7 +59,7 @@ def linear_probe_metrics(
     if not (np.isfinite(train_features).all() and np.isfinite(features).all()):
         raise ValueError("the features must be finite")
     if solver == "auto":
-        solver = "torch" if train_features.size > LARGE else "scikit-learn"
+        solver = "torch" if train_features.size > MOST_NUMBERS_FOR_SCIKIT else "scikit-learn"
     if solver == "torch":
         predicted = _predict_torch(train_features, train_labels, features, seed, torch.device(device))
     else:
@@ -77,8 +77,8 @@ def _predict_scikit(train_features, train_labels, features, seed: int) -> np.nda
             random_state=seed,
             stratify=train_labels,
         )
-        scores = [_fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in STRENGTHS]
-        return _fit(train_features, train_labels, STRENGTHS[int(np.argmax(scores))]).predict(features)
+        scores = [_fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in INVERSE_PENALTIES]
+        return _fit(train_features, train_labels, INVERSE_PENALTIES[int(np.argmax(scores))]).predict(features)
 
 
 def _fit(features, labels, strength: float) -> LogisticRegression:

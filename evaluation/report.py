@@ -16,20 +16,21 @@ import numpy as np
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape, one_line
-from evaluation.results import named_folder, read_result, require_result
+from conversion.result_schema import read_result, require_result
+from evaluation.results import named_folder
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
 Results = Sequence[dict[str, Any] | str | Path]
-# What results of one task must agree in, or they do not belong in one column; those of earlier versions lack the last.
-SHARED = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
-# What results of one model must agree in, or they do not belong in one row.
-OF_MODEL = ("weights", "dtype")
-# A score in bold, which is all that a cell of a table may hold but text
+# Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
+SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
+# Results of one model must agree in these to stand in one row.
+SAME_FOR_MODEL = ("weights", "dtype")
+# The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
-WIDEST, HIGHEST = 60, 20
+MAX_WIDTH, MAX_HEIGHT = 60, 20
 
 
 def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
@@ -87,7 +88,7 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
         bad = [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]
         if bad:
             raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1")
-        for key in SHARED:
+        for key in SAME_FOR_TASK:
             if differ(result, other, key):
                 raise ValueError(
                     f"{task}: {key} is {other[key]!r} for {other['model']!r} but {result[key]!r} for {model!r}; "
@@ -95,7 +96,7 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
                 )
     for model, row in table.items():
         one, *others = row.values()
-        for key, other in ((key, other) for key in OF_MODEL for other in others if differ(one, other, key)):
+        for key, other in ((key, other) for key in SAME_FOR_MODEL for other in others if differ(one, other, key)):
             raise ValueError(
                 f"{model!r} has results of different models: {key} is {one[key]!r} on {one['task']} but "
                 f"{other[key]!r} on {other['task']}; measure it again, or give them different names"
@@ -204,10 +205,10 @@ def _draw(table, path: Path) -> None:
     models = [plot_text(model) for model in table]
     # Room for a name, and for a number above each bar
     name_width = 0.7 + 0.09 * max(map(len, models))
-    figure_width = min(WIDEST, max(name_width, len(columns) * max(1.6, 0.34 * len(table)) + 1))
+    figure_width = min(MAX_WIDTH, max(name_width, len(columns) * max(1.6, 0.34 * len(table)) + 1))
     names_a_line = min(5, len(table), int(figure_width / name_width))
     name_lines = math.ceil(len(table) / names_a_line)
-    figure, axis = plt.subplots(figsize=(figure_width, min(HIGHEST, 4.4 + 0.2 * name_lines)))
+    figure, axis = plt.subplots(figsize=(figure_width, min(MAX_HEIGHT, 4.4 + 0.2 * name_lines)))
     for number, (model, row) in enumerate(zip(models, table.values(), strict=True)):
         values = [100 * row[task]["metrics"][metric] for task, metric in columns]
         bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)

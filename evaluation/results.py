@@ -1,4 +1,5 @@
-"""Results of evaluations: what is in one, where it lies, and which of them may stand side by side."""
+"""Where results of evaluations lie, and what their tasks and files are called; `conversion.result_schema` says what is
+in one."""
 
 import argparse
 import hashlib
@@ -6,67 +7,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from conversion.files import write_text
+from conversion.result_schema import read_result
 
-from conversion.files import read_json, write_text
-
-# A name that does not fit into the name of a file is cut to so many characters.
+# Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60
-
-Text = Annotated[str, Field(pattern=r"\S")]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Result(BaseModel):
-    """What every result has, of one model on one task; see `evaluation.evaluate.evaluate_model` for the rest."""
-
-    model_config = ConfigDict(strict=True)
-
-    model: Text
-    task: Text
-    title: Text
-    protocol: str
-    metrics: dict[str, float]
-    # The metrics that stand for the task in a table -> their titles.
-    primary: dict[str, str] = Field(min_length=1)
-    num_samples: Count
-    num_skipped: Count
-    source: str
-    dtype: str
-    commit: str | None
-    versions: dict[str, str]
-
-
-def require_result(content: Any, where: str) -> dict[str, Any]:
-    """The content, if it is that of a result.
-
-    Raises:
-        ValueError: it is not; says what is missing or wrong in it.
-    """
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} is no result of an evaluation: it holds no JSON object")
-    try:
-        Result.model_validate(content)
-    except ValidationError as error:
-        errors = error.errors()
-        missing = [str(part["loc"][0]) for part in errors if part["type"] == "missing"]
-        if missing:
-            raise ValueError(f"{where} is no result of an evaluation: it lacks {', '.join(missing)}") from error
-        wrong = [f"{'.'.join(map(str, part['loc']))} is {_short(part['input'])} ({part['msg']})" for part in errors]
-        raise ValueError(f"{where} is no result of an evaluation: {'; '.join(wrong[:3])}") from error
-    return content
-
-
-def read_result(path: str | Path) -> dict[str, Any]:
-    """A result as it was written.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is damaged, or holds no result.
-    """
-    return require_result(read_json(Path(path)), str(path))
 
 
 def write_result(result: dict[str, Any], output_dir: Path) -> None:
@@ -130,8 +77,3 @@ def named_folder(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("a folder needs a name")
     return Path(text)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

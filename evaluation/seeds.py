@@ -14,11 +14,11 @@ from pathlib import Path
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape
-from evaluation.report import SHARED, arrange, computed_with, differ, markdown_table, primary_columns
+from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, markdown_table, primary_columns
 from evaluation.results import named_folder
 
-# What runs must agree in for each model and task, or their spread is not that of the seed.
-SAME = (*SHARED, "dtype", "commit", "versions")
+# Runs must agree in these for each model and task: else their spread is not the seed's alone.
+SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
 
@@ -34,8 +34,8 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         The table of the primary metrics: a row a model, in percent.
 
     Raises:
-        ValueError: fewer than two folders or one twice, one without results, folders that differ in models, tasks,
-            protocols, precision, commit or versions, or a baseline without results.
+        ValueError: fewer than two folders or one twice, one without results, two of the same weights, folders that
+            differ in models, tasks, protocols, precision, commit or versions, or a baseline without results.
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(
@@ -51,6 +51,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     first = tables[0]
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
+    _require_different_weights(tables, folders)
     if baseline is not None and baseline not in first:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
     columns = primary_columns(next(iter(first.values())))
@@ -88,12 +89,25 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
-            for key in SAME:
+            for key in SAME_FOR_SEEDS:
                 if differ(result, other[model][task], key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
                         f"{other_folder}; such scores cannot be averaged"
                     )
+
+
+def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
+    """Copies of a run are one seed. Results without weights are of earlier versions, or the best of several models."""
+    seen: dict[frozenset[tuple[str, str]], Path] = {}
+    for table, folder in zip(tables, folders, strict=True):
+        results = [result for row in table.values() for result in row.values() if "weights" in result]
+        weights = frozenset((result["model"], str(result["weights"])) for result in results)
+        if weights and weights in seen:
+            raise ValueError(
+                f"{folder} and {seen[weights]} hold results of the same weights: a spread needs runs of different seeds"
+            )
+        seen[weights] = folder
 
 
 def main(argv: list[str] | None = None) -> None:

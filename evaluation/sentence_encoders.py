@@ -24,7 +24,7 @@ from conversion.folders import check_json, has_file, load_config, loading
 from conversion.processors import load_tokenizer
 from modeling_clip_moe import CLIPMoEConfig
 
-FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
+SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
 Pooling = Literal["mean", "cls", "pooler"]
 BATCH_SIZE = 256
 
@@ -68,7 +68,7 @@ class TfidfEncoder:
         return normalize(self.vectorizer.transform(texts) @ self.projection).astype(np.float32)
 
     def save(self, folder: Path) -> None:
-        save_file({"idf": self.idf, "components": self.components}, folder / WEIGHTS)
+        save_file({"idf": self.idf, "components": self.components}, folder / TFIDF_WEIGHTS)
         _write(folder, {"kind": "tfidf", "words": self.words})
 
 
@@ -193,23 +193,25 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
         ValueError: a file of it is damaged.
     """
     folder = Path(folder)
-    if not (folder / FILE).is_file():
+    if not (folder / SETTINGS_FILE).is_file():
         raise FileNotFoundError(
             f"{folder} holds no sentence encoder. An embed_captions stage has it in encoder/, a mixture in "
             "metadata_encoder/: copy the one that the cluster centers were made with"
         )
     with loading(folder):
-        settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         if settings["kind"] == "tfidf":
-            arrays = load_file(folder / WEIGHTS)
+            arrays = load_file(folder / TFIDF_WEIGHTS)
             idf, components = arrays["idf"], arrays["components"]
             if not (components.shape[1] == len(idf) and np.isfinite(idf).all() and np.isfinite(components).all()):
-                raise ValueError(f"{WEIGHTS} does not fit its words, or holds numbers that are not finite")
+                raise ValueError(f"{TFIDF_WEIGHTS} does not fit its words, or holds numbers that are not finite")
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         name, pooling = settings["name"], settings.get("pooling", "mean")
         if not (isinstance(source, str) and isinstance(name, str) and pooling in get_args(Pooling)):
-            raise ValueError(f"{FILE} has a source, name or pooling that is none: {source!r}, {name!r}, {pooling!r}")
+            raise ValueError(
+                f"{SETTINGS_FILE} has a source, name or pooling that is none: {source!r}, {name!r}, {pooling!r}"
+            )
     return open_encoder(source, pooling, name, device)
 
 
@@ -255,4 +257,4 @@ def _hash(*contents: bytes) -> str:
 
 
 def _write(folder: Path, settings: dict) -> None:
-    (folder / FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")

@@ -5,7 +5,9 @@ import json
 import matplotlib.image
 import numpy as np
 import pytest
+import small_evaluation
 import torch
+from matplotlib import cbook
 from transformers import CLIPModel
 
 from conversion.dense import extract
@@ -13,15 +15,18 @@ from conversion.dense import main as dense_main
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import glyphs
-from evaluation.datasets import Benchmark
-from evaluation.evaluate import Embedder, measure
+from evaluation.embedder import Embedder
 from evaluation.experts import analyze_experts, main
-from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_shares
+from evaluation.measures import measure
+from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens, draw_gates, draw_shares
+from evaluation.tasks import Task
 
 TASKS = {
-    "pairs": Benchmark("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
-    "retrieval": Benchmark("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
+    "pairs": Task("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
+    "retrieval": Task("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
 }
+figures = small_evaluation.figures
+RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +129,14 @@ def test_a_dense_model_has_no_routing():
 
 def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     model, folder = sparse
-    table = analyze_experts(folder, ["pairs", "retrieval"], tmp_path / "out", benchmarks=TASKS)
+    table = analyze_experts(folder, TASKS, tmp_path / "out")
     result = json.loads((tmp_path / "out" / "experts.json").read_text())
     for expert in range(4):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
         glyphs.build_processor(64, 32).save_pretrained(tmp_path / str(expert))
-        for task, benchmark in TASKS.items():
-            expected = measure(benchmark, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
-            assert result["metrics"][task][f"expert {expert}"] == pytest.approx(expected)
+        for name, task in TASKS.items():
+            expected = measure(task, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
+            assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
     expected = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
     scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
@@ -142,8 +147,10 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     ]  # fmt: skip
     assert all("**" in line for line in lines[2:] if line.startswith("|"))
     assert any("group/texture" in line for line in lines)
-    assert (tmp_path / "out" / "experts.md").read_text().count("|") >= table.count("|")
-    assert matplotlib.image.imread(tmp_path / "out" / "routing.png").shape[0] > 100
+    assert f"# Experts\n\n{table}\n" in (tmp_path / "out" / "experts.md").read_text()
+    title = "% of the tokens computed by each expert: pairs, retrieval"
+    draw_shares(result["shares"], result["output_shares"], tmp_path / "expected.png", title)
+    assert (tmp_path / "out" / "routing.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
     for layers in (*result["shares"].values(), *result["output_shares"].values()):
         assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
     assert result["shares"] != result["output_shares"]
@@ -176,7 +183,7 @@ def unnormalized(tmp_path_factory):
 def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
     """An expert alone has the weight that a token's experts have together, where that is not 1."""
     model, folder = unnormalized
-    table = analyze_experts(folder, ["retrieval"], tmp_path, benchmarks=TASKS)
+    table = analyze_experts(folder, RETRIEVAL, tmp_path)
     result = json.loads((tmp_path / "experts.json").read_text())
     scores = result["metrics"]["retrieval"]
     for expert in range(8):
@@ -191,7 +198,7 @@ def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
 def test_scales_are_what_dense_takes(unnormalized, tmp_path):
     """The mean over tokens of the sum of a token's weights, in every layer."""
     model, folder = unnormalized
-    analyze_experts(folder, ["retrieval"], tmp_path, benchmarks=TASKS)
+    analyze_experts(folder, RETRIEVAL, tmp_path)
     scales = json.loads((tmp_path / "experts.json").read_text())["scales"]
     sums, hooks = {}, []
     for tower, layers in scales.items():
@@ -230,10 +237,36 @@ def test_heat_map_shows_the_shares(tmp_path):
     assert (full != other)[:half].any() and (full != output)[half:].any()
 
 
-def test_a_title_with_dollars_is_no_formula(tmp_path):
+def test_a_title_with_dollars_is_no_formula(tmp_path, figures):
     shares = {"vision": {3: [0.5, 0.5]}}
     draw_shares(shares, shares, tmp_path / "dollars.png", r"costs $\frac$ a token")
-    assert matplotlib.image.imread(tmp_path / "dollars.png").shape[0] > 100
+    (figure,) = figures
+    title = figure._suptitle
+    assert title.get_text() == r"costs \$\frac\$ a token" and not cbook.is_math_text(title.get_text())
+
+
+def test_heat_map_names_its_numbers(tmp_path, figures):
+    """A row of pictures for all tokens and one for those at the output; in each, a line a layer, a column an expert."""
+    shares = {"text": {0: [0.1, 0.9], 2: [0.2, 0.8]}, "vision": {1: [0.3, 0.7]}}
+    output_shares = {"text": {0: [0.4, 0.6], 2: [0.5, 0.5]}, "vision": {1: [1.0, 0.0]}}
+    draw_shares(shares, output_shares, tmp_path / "shares.png", "shares")
+    (figure,) = figures
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [
+        ["10", "90", "20", "80"], ["30", "70"], ["40", "60", "50", "50"], ["100", "0"]
+    ]  # fmt: skip
+    assert [[label.get_text() for label in axis.get_yticklabels()] for axis in figure.axes] == [["0", "2"], ["1"]] * 2
+    assert [axis.get_title() for axis in figure.axes] == [
+        "text tower, all tokens", "vision tower, all tokens", "text tower, end token", "vision tower, class token"
+    ]  # fmt: skip
+
+
+def test_bars_of_gates_are_their_means(tmp_path, figures):
+    gates, output_gates = {"text": {3: 0.25}, "vision": {3: 0.5}}, {"text": {3: 0.75}, "vision": {3: 1.0}}
+    draw_gates(gates, output_gates, tmp_path / "gates.png")
+    (figure,) = figures
+    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in figure.axes[0].containers}
+    assert widths == {"all tokens": [25, 50], "class and end tokens": [75, 100]}
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["text 3", "vision 3"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +329,7 @@ def test_gates_by_hand(gated):
 
 def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model, folder = gated
-    table = analyze_experts(folder, ["retrieval"], tmp_path, num_experts_per_tok=[1, 4], benchmarks=TASKS)
+    table = analyze_experts(folder, RETRIEVAL, tmp_path, num_experts_per_tok=[1, 4])
     columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
     assert columns == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
     result = json.loads((tmp_path / "experts.json").read_text())
@@ -304,7 +337,8 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
         assert set(gates["vision"]) == {"3"} and 0 < gates["vision"]["3"] < 1
     assert f"{result['output_gates']['vision']['3']:.1%}" in (tmp_path / "experts.md").read_text()
     assert result["gates"] != result["output_gates"]
-    assert matplotlib.image.imread(tmp_path / "gates.png").shape[0] > 50
+    draw_gates(result["gates"], result["output_gates"], tmp_path / "expected.png")
+    assert (tmp_path / "gates.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
     assert "gates.png" in (tmp_path / "experts.md").read_text()
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
     model.save_pretrained(tmp_path / "four")
@@ -328,7 +362,7 @@ def test_more_experts_than_there_are(gated):
 
 
 def test_tasks_without_texts_are_refused_before_the_work(sparse, tmp_path):
-    benchmark = Benchmark("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
+    task = Task("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
     with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
-        analyze_experts(sparse[1], ["probe"], tmp_path / "out", benchmarks={"probe": benchmark})
+        analyze_experts(sparse[1], {"probe": task}, tmp_path / "out")
     assert not (tmp_path / "out").exists()

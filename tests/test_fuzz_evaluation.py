@@ -4,197 +4,28 @@ never in a traceback, and nothing half-written is left.
 `pytest tests/test_fuzz_evaluation.py` prints the number of cases of each command at its end (with `-s`).
 """
 
-import collections
 import functools
 import itertools
-import json
-import logging as python_logging
-import math
-import random
 import resource
-import shutil
 import tempfile
 from pathlib import Path
 
-import datasets
-import numpy as np
-import PIL.Image
+import fuzz_evaluation
 import pytest
-import yaml
-from converters import make_sources
-from converters import run as convert
+from fuzz_evaluation import CUTS, MAINS, arguments, cases, ended, fields, rows, sample
 from safetensors.numpy import load_file
-from test_fuzz_conversion import CONFIGURATIONS, HALVES, NO_OBJECT, SKIP, WEIGHTS, bytes_of, field, text
+from test_fuzz_conversion import CONFIGURATIONS, HALVES, NO_OBJECT, WEIGHTS, bytes_of, field, text
 from test_report import result
 from test_upcycle import WORDS
-from transformers import logging
 
-from conversion import publish
-from conversion.provenance import weights_fingerprint
-from data.sources import DataArguments
-from evaluation import datasets as benchmarks
-from evaluation import evaluate, experts, report, seeds
-from evaluation.results import read_result
-from training.recipe import load_recipe
-from training.runner import run_recipe
+from conversion.result_schema import read_result
 
-MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}
-MAINS["publish"] = publish.main
-# What may stand in place of any value of a JSON file
-VALUES = [
-    ...,
-    None,
-    True,
-    0,
-    -1,
-    10**400,
-    1e308,
-    math.nan,
-    math.inf,
-    "",
-    "x",
-    "\ud800",
-    "\0",
-    "a\nb",
-    "../x",
-    "x" * 300,
-]
-VALUES += [[], [1], {}, {"": ""}, {"x": None}, {"recall": "x"}, json.loads("[" * 900 + "]" * 900)]
-cases = collections.Counter()
-
-
-def rows(number=12):
-    """Images of 32 pixels in two classes, with captions of words that the tokenizer knows."""
-    generator = np.random.default_rng(number)
-    pixels = generator.integers(0, 256, (number, 32, 32, 3), np.uint8)
-    columns = {
-        "image": [PIL.Image.fromarray(image) for image in pixels],
-        "caption": [WORDS[i % len(WORDS)] for i in range(number)],
-        "label": [WORDS[i % 2] for i in range(number)],
-    }
-    return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    # Warnings quote what is in the files, also what cannot be sent from one process of pytest to another
-    python_logging.disable()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-    logging.enable_progress_bar()
-    python_logging.disable(python_logging.NOTSET)
-    print(f"\n{sum(cases.values())} cases: {dict(cases)}")
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Models, data, a file of classes, results of two seeds, and a run."""
-    folder = tmp_path_factory.mktemp("sources")
-    make_sources(folder)
-    assert convert("assemble", folder, folder / "mixture") is None
-    (folder / "data").mkdir()
-    for split in ("train", "test"):
-        rows().to_parquet(folder / "data" / f"{split}.parquet")
-    (folder / "classes.txt").write_text(f"{WORDS[0]}\n{WORDS[1]}\n")
-    for seed in range(2):
-        (folder / f"seed_{seed}").mkdir()
-        for model in "ab":
-            content = result(model, value=0.5 + seed / 10, weights=model, data={"split": "test"}, num_captions=3)
-            (folder / f"seed_{seed}" / f"retrieval--{model}.json").write_text(json.dumps(content))
-    stage = {"name": "sparse", "stage": "upcycle", "model": str(folder / "dense"), "preset": "clip_moe"}
-    (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "run"), "stages": [stage]}))
-    run_recipe(load_recipe(folder / "run.yaml"))
-    weights = weights_fingerprint(str(folder / "run" / "sparse"))
-    score = {"task": "glyphs_pairs", "metrics": {"group": 0.5}, "primary": {"group": "group score"}}
-    (folder / "run" / "scores").mkdir()
-    content = result("sparse", **score, weights=weights, source="sparse")
-    (folder / "run" / "scores" / "glyphs_pairs--sparse.json").write_text(json.dumps(content))
-    (folder / "run" / "scores" / "experts.json").write_text(json.dumps({"weights": weights, "source": "sparse"}))
-    (folder / "run" / "scores" / "report.png").write_bytes(b"a picture")
-    return folder
-
-
-@pytest.fixture
-def small_tasks(sources, monkeypatch):
-    """The tasks of `evaluation.experts`, on a dozen images."""
-    arguments = DataArguments(source=str(sources / "data"), split="test", caption_column="caption")
-    monkeypatch.setattr(experts, "BENCHMARKS", {"small": benchmarks.retrieval_benchmark(arguments)})
-
-
-def arguments(sources, out, command, model):
-    match command:
-        case "evaluate":
-            data = ["--dataset", sources / "data", "--classes", sources / "classes.txt"]
-            tasks = ["--tasks", "retrieval, zero_shot, linear_probe"]
-            return ["--model", sources / model, *data, *tasks, "--output-dir", out]
-        case "experts":
-            return ["--model", sources / model, "--tasks", "small", "--output-dir", out]
-        case "report":
-            return [*sorted((sources / "seed_0").glob("*.json")), "--output-dir", out, "--baseline", "a"]
-        case "seeds":
-            return [sources / "seed_0", sources / "seed_1", "--output-dir", out, "--baseline", "a"]
-        case "publish":
-            return [sources / model, "user/clip", "--dry-run", out]
-
-
-def ended(command, argv):
-    """What a command ended with in this process: None, or its line of error; 2 of argparse."""
-    try:
-        MAINS[command]([str(argument) for argument in argv])
-    except SystemExit as stop:
-        return stop.code
-    return None
-
-
-@pytest.fixture
-def check(sources, tmp_path, monkeypatch):
-    """Runs a command on sources one file of which is damaged, and mends it.
-
-    `publish` starts a process to check what it wrote, which takes seconds: where `is_checked` is not set, it ends
-    before.
-    """
-
-    def checked(command, file=None, damage=None, *more, model="dense", may_succeed=False, kept=(), is_checked=False):
-        place = tmp_path / "place"
-        place.mkdir()
-        path, whole = file and sources / file, file and (sources / file).read_bytes()
-        if kept:
-            shutil.copytree(kept, place / "out")
-        if not is_checked:
-            monkeypatch.setattr(publish, "verify", lambda model, folder: None)
-        try:
-            if damage is not None and damage(path) is SKIP:
-                place.rmdir()
-                return
-            error = ended(command, [*arguments(sources, place / "out", command, model), *more])
-        finally:
-            if file:
-                path.write_bytes(whole)
-        cases[command] += 1
-        what = (command, file, damage, more, error)
-        if error is None:
-            assert may_succeed and (place / "out").is_dir(), what
-        else:
-            is_line = isinstance(error, str) and error.startswith("error: ") and "\n" not in error
-            assert (is_line and len(error) > len("error: ")) or error == 2, what
-            left = [path for path in place.rglob("*") if path.is_file()]
-            assert left or not list(place.iterdir()), what
-            for path in () if kept else left:  # of what was done before
-                assert command == "evaluate" and (path.parent.name == "embeddings" or read_result(path)), what
-        for embeddings in () if kept else place.glob("out/embeddings/*"):
-            assert np.isfinite(load_file(embeddings)["embeds"]).all()
-        hidden = [path for path in place.rglob("*") if path.name.endswith((".partial", ".tmp", ".lock"))]
-        assert not hidden, what
-        shutil.rmtree(place)
-
-    return checked
-
-
-def sample(damages, key, number):
-    return random.Random(key).sample(damages, number)
-
+quiet, sources, small_tasks, check = (
+    fuzz_evaluation.quiet,
+    fuzz_evaluation.sources,
+    fuzz_evaluation.small_tasks,
+    fuzz_evaluation.check,
+)
 
 MODELS = [("evaluate", "dense"), ("evaluate", "sparse"), ("experts", "sparse"), ("publish", "sparse")]
 MIXTURE = [("evaluate", "mixture"), ("publish", "mixture")]
@@ -222,16 +53,12 @@ def test_mixtures(check, command, model):
         check(command, f"{model}/expert_1/model.safetensors", damage, model=model)
 
 
-def cut(content, generator=random.Random("cut")):  # noqa: B008  the same in every run
-    return content[: generator.randrange(len(content) - 1)]
-
-
 def of_rows(change, path):
     change(rows()).to_parquet(path)
 
 
 DATA = [functools.partial(bytes_of, lambda content: b""), functools.partial(bytes_of, lambda content: b"x" * 100)]
-DATA += [functools.partial(bytes_of, cut)] * 3
+DATA += CUTS
 for change in (
     lambda r: r.select([]),
     lambda r: r.select([0]),
@@ -285,11 +112,7 @@ def test_arguments(check, words):
 
 
 RESULT_FILE = [functools.partial(text, content) for content in NO_OBJECT]
-RESULT_FILE += [functools.partial(bytes_of, cut)] * 3 + [functools.partial(bytes_of, lambda content: b"\xff" + content)]
-
-
-def fields(keys):
-    return [functools.partial(field, key if isinstance(key, tuple) else (key,), v) for key in keys for v in VALUES]
+RESULT_FILE += CUTS + [functools.partial(bytes_of, lambda content: b"\xff" + content)]
 
 
 RESULT_FIELDS = fields([*result("a"), "weights", "data", "num_captions", ("metrics", "recall"), ("primary", "recall")])
@@ -349,58 +172,6 @@ def test_models_without_experts_and_data_of_experts(check, small_tasks):
         check("experts", model=model, may_succeed=model == "heads_of_64")
     for damage in sample(DATA, "experts", 10):
         check("experts", "data/test.parquet", damage, model="sparse", may_succeed=True)
-
-
-RUN = {
-    "manifest.json": ["stage", "inputs", ("stage", "data"), ("stage", "model"), ("stage", "preset"), ("stage", "name")],
-    "attempts.json": [],
-    "../recipe.yaml": [],
-    "../scores/experts.json": ["weights", "source"],
-    "../scores/glyphs_pairs--sparse.json": [
-        *result("a"), "weights", ("metrics", "group"), ("primary", "group"), ("versions", "torch")
-    ],
-}  # fmt: skip
-NO_RECORD = [*NO_OBJECT, "[null]", "[1]", "[{}]", '["x"]', "{}", '{"stage": {}}', "a: *b", "&a [*a]", "- !!python/x y"]
-ATTEMPT = {"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0}
-
-
-@pytest.mark.parametrize("file", RUN)
-def test_runs_that_are_published(check, file):
-    damages = [functools.partial(text, content) for content in NO_RECORD] + fields(RUN[file])
-    damages += [functools.partial(bytes_of, cut)] * 3
-    if file == "attempts.json":
-        for key, value in itertools.product(ATTEMPT, VALUES[1:]):
-            damages.append(functools.partial(text, json.dumps([ATTEMPT | {key: value}])))
-    if file == "../recipe.yaml":
-        for value in VALUES[1:]:
-            damages.append(functools.partial(text, json.dumps({"output_dir": value, "stages": value, "x": value})))
-    for damage in sample(damages, file, min(len(damages), 28)):
-        check("publish", f"run/sparse/{file}", damage, model="run/sparse", may_succeed=True)
-
-
-@pytest.mark.parametrize("words", [["--base-model", "/x"], ["--base-model", ""], ["--license", "a\nb"]], ids=repr)
-def test_arguments_of_publish(check, words):
-    check("publish", None, None, *words, model="run/sparse", may_succeed=words[0] == "--license")
-
-
-@pytest.mark.parametrize("name", ["report.png", "routing.png"])
-def test_pictures_that_are_no_files(check, sources, name):
-    place = sources / "run" / "scores" / name
-    before = place.read_bytes() if place.exists() else None
-    for make in (Path.mkdir, lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to(p), lambda p: p.symlink_to("/")):
-        place.unlink(missing_ok=True)
-        make(place)
-        check("publish", model="run/sparse", may_succeed=True)
-        place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
-    if before is not None:
-        place.write_bytes(before)
-
-
-def test_what_is_published_is_checked(check):
-    """With the process that loads it."""
-    check("publish", model="run/sparse", may_succeed=True, is_checked=True)
-    damage = functools.partial(text, json.dumps({"output_dir": None, "stages": None}))
-    check("publish", "run/recipe.yaml", damage, model="run/sparse", may_succeed=True, is_checked=True)
 
 
 @pytest.fixture

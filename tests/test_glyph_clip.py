@@ -13,8 +13,8 @@ from transformers import AutoModel, AutoProcessor, CLIPModel, pipeline
 
 from conversion import upcycle
 from data import glyphs
-from evaluation.datasets import BENCHMARKS
-from evaluation.evaluate import Embedder
+from evaluation.embedder import Embedder
+from evaluation.tasks import TASKS
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
@@ -58,7 +58,7 @@ def test_the_base_is_good(tmp_path):
     """On 320 glyphs; the whole test is in the base's README."""
     rows = glyphs.load("test", "detailed", 320, seed=1)
     embedder = Embedder(BASE, tmp_path, 64, torch.device("cpu"), torch.float32)
-    templates = BENCHMARKS["glyphs_zero_shot"].templates
+    templates = TASKS["glyphs_zero_shot"].templates
     prompts = embedder.texts([template.format(kind) for kind in glyphs.KINDS for template in templates])
     classes = class_embeddings(prompts.reshape(len(glyphs.KINDS), len(templates), -1))
     labels = np.array([glyphs.KINDS.index(kind) for kind in rows["kind"]])

@@ -159,11 +159,11 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
             "glyphs_pairs--a.json: the score group is nan, which is no share from 0 to 1",
         ),
         ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
-        ({"metrics": {"group": "good"}}, "the score group is 'good'"),
-        ({"metrics": {"group": True}}, "the score group is True"),
+        ({"metrics": {"group": "good"}}, "no result of an evaluation: metrics.group is 'good'"),
+        ({"metrics": {"group": True}}, "metrics.group is True"),
         ({"metrics": {}}, "glyphs_pairs--a.json is of a task that cards do not know: its score is group"),
         ({"metrics": {"fid": 1}, "primary": {"fid": "FID"}}, "a.json is of a task that cards do not know: .*fid"),
-        ({"versions": None, "title": 3}, "a.json is no result of an evaluation: title, versions are missing"),
+        ({"versions": None, "title": 3}, "a.json is no result of an evaluation: it lacks versions"),
     ],
 )
 def test_what_is_no_score_is_refused(run, changes, message):

@@ -1,15 +1,17 @@
-"""`measure` of every kind of task, on the glyph CLIP, against plain loops over one image and one text at a time."""
+"""`measure` of every kind of task, on the glyph CLIP, against plain loops over one image and one text at a time, which
+give other scores where captions or classes are swapped."""
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoProcessor
+from small_evaluation import plain_embedding, swapped, with_captions
 
 from data import glyphs
-from evaluation.datasets import BENCHMARKS, Benchmark, kept
-from evaluation.evaluate import Embedder, measure
+from evaluation.embedder import Embedder
 from evaluation.linear_probe import linear_probe_metrics
+from evaluation.measures import measure
+from evaluation.tasks import TASKS, Task, loaded_once
 
 MODEL = "training/glyph_clip"
 # Not in the order of `glyphs.KINDS`, and as many templates as there are not classes
@@ -23,58 +25,79 @@ def embedder():
 
 @pytest.fixture(scope="module")
 def embed():
-    """The embedding of one image or one text."""
-    model, processor = AutoModel.from_pretrained(MODEL).eval(), AutoProcessor.from_pretrained(MODEL)
+    return plain_embedding(MODEL)
 
-    @torch.no_grad()
-    def embed(item):
-        if isinstance(item, str):
-            output = model.get_text_features(**processor.tokenizer(item, return_tensors="pt"))
-        else:
-            output = model.get_image_features(processor.image_processor(item, return_tensors="pt")["pixel_values"])
-        return torch.nn.functional.normalize(output.pooler_output[0], dim=0).numpy()
 
-    return embed
+def measured(embedder, rows, kind, **more):
+    return measure(Task(kind, "", "", lambda: (rows, 0), **more), embedder)["metrics"]
 
 
 def test_zero_shot(embedder, embed):
     rows = glyphs.load("test", "detailed", 120).remove_columns("caption").rename_column("kind", "caption")
-    benchmark = Benchmark("zero_shot", "", "", lambda: (rows, 3), classes=CLASSES, templates=TEMPLATES)
+    task = Task("zero_shot", "", "", lambda: (rows, 3), classes=CLASSES, templates=TEMPLATES)
     means = [np.mean([embed(template.format(name)) for template in TEMPLATES], axis=0) for name in CLASSES]
     found = []
     for row in rows:
         image = embed(row["image"])
         scores = [image @ mean / np.linalg.norm(mean) for mean in means]
         found.append([CLASSES[place] for place in np.argsort(scores)[::-1]])
-    result = measure(benchmark, embedder)
+    result = measure(task, embedder)
     right = [kinds[0] == row["caption"] for kinds, row in zip(found, rows, strict=True)]
     assert result["metrics"]["accuracy"] == np.mean(right) and 0.6 < np.mean(right) < 1
     in_five = np.mean([row["caption"] in kinds[:5] for kinds, row in zip(found, rows, strict=True)])
     assert result["metrics"]["accuracy_top5"] == in_five
     assert (result["num_samples"], result["num_skipped"]) == (120, 3)
+    other = measured(embedder, rows, "zero_shot", classes=swapped(CLASSES), templates=TEMPLATES)
+    assert other == result["metrics"]  # classes of another order
+    next_class = dict(zip(CLASSES, swapped(CLASSES), strict=True))
+    wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
+    of_wrong = measured(embedder, wrong, "zero_shot", classes=CLASSES, templates=TEMPLATES)
+    for name, value in of_wrong.items():
+        assert value < result["metrics"][name] - 0.3, name
 
 
 def test_retrieval(embedder, embed):
     """Images with one to three captions."""
     rows = glyphs.load("test", "detailed", 60, captions_per_image=3)
     captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
-    rows = rows.remove_columns("caption").add_column("caption", captions)
+    rows = with_captions(rows, captions)
     images = [embed(image) for image in rows["image"]]
     texts = [(number, embed(text)) for number, of_image in enumerate(captions) for text in of_image]
     to_text = [texts[np.argmax([image @ text for _, text in texts])][0] == i for i, image in enumerate(images)]
     to_image = [np.argmax([image @ text for image in images]) == number for number, text in texts]
-    result = measure(Benchmark("retrieval", "", "", lambda: (rows, 0)), embedder)
+    result = measure(Task("retrieval", "", "", lambda: (rows, 0)), embedder)
     assert result["metrics"]["image_to_text_recall@1"] == np.mean(to_text) and 0.1 < np.mean(to_text) < 1
     assert result["metrics"]["text_to_image_recall@1"] == np.mean(to_image) and 0.1 < np.mean(to_image) < 1
     assert (result["num_samples"], result["num_captions"]) == (60, 120)
+    of_swapped = measured(embedder, with_captions(rows, swapped(captions)), "retrieval")
+    for direction, right in (("image_to_text", to_text), ("text_to_image", to_image)):
+        assert of_swapped[f"{direction}_recall@1"] < 0.1 < np.mean(right)
+
+
+def test_captions_of_two_images_swapped(embedder, embed):
+    """Recall in one direction is not that in the other, and both fall by what the two lose."""
+    rows = glyphs.load("test", "detailed", 60)
+    images, texts = [embed(image) for image in rows["image"]], [embed(text) for text in rows["caption"]]
+    similarity = np.array([[image @ text for text in texts] for image in images])
+    order = np.arange(60)
+    found = {"image_to_text": similarity.argmax(axis=1) == order, "text_to_image": similarity.argmax(axis=0) == order}
+    whole = measured(embedder, rows, "retrieval")
+    one, other = np.flatnonzero(found["image_to_text"] & found["text_to_image"])[:2]
+    captions = list(rows["caption"])
+    captions[one], captions[other] = captions[other], captions[one]
+    less = measured(embedder, with_captions(rows, captions), "retrieval")
+    for direction, right in found.items():
+        assert whole[f"{direction}_recall@1"] == np.mean(right)
+        assert less[f"{direction}_recall@1"] == pytest.approx(np.mean(right) - 2 / 60)
+    assert whole["image_to_text_recall@1"] != whole["text_to_image_recall@1"]
 
 
 def test_a_blank_caption_is_no_caption(embedder):
     rows = glyphs.load("test", "detailed", 12, captions_per_image=2)
     blank = [[*of_image[:1], " "] for of_image in rows["caption"]]
-    alone = rows.remove_columns("caption").add_column("caption", [of_image[0] for of_image in rows["caption"]])
-    rows = rows.remove_columns("caption").add_column("caption", blank)
-    results = [measure(Benchmark("retrieval", "", "", lambda part=part: (part, 0)), embedder) for part in (rows, alone)]
+    alone = with_captions(rows, [of_image[0] for of_image in rows["caption"]])
+    rows = with_captions(rows, blank)
+    results = [measure(Task("retrieval", "", "", lambda part=part: (part, 0)), embedder) for part in (rows, alone)]
     assert results[0] == results[1] and results[0]["num_captions"] == 12
 
 
@@ -88,13 +111,16 @@ def test_pairs(embedder, embed):
         scores["text"].append(a0 > a1 and b1 > b0)
         scores["image"].append(a0 > b0 and b1 > a1)
         scores["group"].append(scores["text"][-1] and scores["image"][-1])
-    result = measure(Benchmark("pairs", "", "", lambda: (rows, 0)), embedder)
+    result = measure(Task("pairs", "", "", lambda: (rows, 0)), embedder)
     for name, right in scores.items():
-        # Far from the score of the captions the other way round, which is at most one minus this.
         assert result["metrics"][name] == np.mean(right) and 0.55 < np.mean(right) < 1
     for attribute in glyphs.ATTRIBUTES:
         of = [right for right, row in zip(scores["group"], rows, strict=True) if row["attribute"] == attribute]
         assert result["metrics"][f"group/{attribute}"] == np.mean(of)
+    names = {"caption_0": "caption_1", "caption_1": "caption_0"}
+    of_swapped = measured(embedder, rows.rename_columns(names), "pairs")
+    for name, right in scores.items():
+        assert of_swapped[name] <= 1 - np.mean(right) < result["metrics"][name]
 
 
 def test_linear_probe(embedder, embed):
@@ -102,15 +128,16 @@ def test_linear_probe(embedder, embed):
         glyphs.load(split, "detailed", number).remove_columns("caption").rename_column("kind", "caption")
         for split, number in (("train", 200), ("test", 90))
     ]
-    benchmark = Benchmark(
-        "linear_probe", "", "", lambda: (parts[1], 2), classes=CLASSES, load_train=lambda: (parts[0], 3)
-    )
+    task = Task("linear_probe", "", "", lambda: (parts[1], 2), classes=CLASSES, load_train=lambda: (parts[0], 3))
     features = [np.stack([embed(image) for image in part["image"]]) for part in parts]
     labels = [[CLASSES.index(name) for name in part["caption"]] for part in parts]
     expected = linear_probe_metrics(features[0], labels[0], features[1], labels[1])
-    result = measure(benchmark, embedder)
+    result = measure(task, embedder)
     assert result["metrics"] == expected and 0.5 < expected["accuracy"] < 1
     assert (result["num_samples"], result["num_skipped"]) == (90, 5)
+    wrong = with_captions(parts[1], swapped(list(parts[1]["caption"])))
+    of_wrong = measured(embedder, wrong, "linear_probe", classes=CLASSES, load_train=lambda: (parts[0], 0))
+    assert of_wrong["accuracy"] < expected["accuracy"] - 0.3
 
 
 def test_no_rows_outlive_the_call_that_loaded_them(monkeypatch):
@@ -121,9 +148,9 @@ def test_no_rows_outlive_the_call_that_loaded_them(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(glyphs, "load", lambda *_, rows=rows: rows)
             patch.setattr(glyphs, "load_minimal_pairs", lambda *_, rows=rows: rows)
-            for benchmark in BENCHMARKS.values():
-                assert len(benchmark.load()[0]) == number
-                assert benchmark.load_train is None or len(benchmark.load_train()[0]) == number
+            for task in TASKS.values():
+                assert len(task.load()[0]) == number
+                assert task.load_train is None or len(task.load_train()[0]) == number
 
 
 def test_kept_rows_are_loaded_once():
@@ -133,8 +160,8 @@ def test_kept_rows_are_loaded_once():
         loads.append(None)
         return datasets.Dataset.from_dict({"caption": ["a"]}), 0
 
-    benchmark = Benchmark("linear_probe", "", "", load, load_train=load)
-    here = kept({"a": benchmark})["a"]
+    task = Task("linear_probe", "", "", load, load_train=load)
+    here = loaded_once({"a": task})["a"]
     assert here.load() is here.load() and here.load_train() is here.load_train() and len(loads) == 2
-    assert kept({"a": benchmark})["a"].load() is not here.load() and len(loads) == 3
-    assert kept({"a": Benchmark("pairs", "", "", load)})["a"].load_train is None
+    assert loaded_once({"a": task})["a"].load() is not here.load() and len(loads) == 3
+    assert loaded_once({"a": Task("pairs", "", "", load)})["a"].load_train is None

@@ -21,11 +21,13 @@ from conversion.upcycle import upcycle
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from evaluation.datasets import Benchmark
-from evaluation.evaluate import concatenate, evaluate_model, measure, open_model
+from evaluation.ensemble import concatenate, open_model
+from evaluation.evaluate import evaluate_model
+from evaluation.measures import measure
 from evaluation.report import best_of
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
+from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.loader import PairLoader
@@ -215,8 +217,8 @@ def test_retrieval_asks_each_query_by_itself(unequal):
     opened = open_model(unequal, None, 64, torch.device("cpu"))
     rows = load_pairs(DataArguments(**DATA)).select(range(40))
     captions = list(rows["caption"])
-    benchmark = Benchmark("retrieval", "pairs", "40 pairs", lambda: (rows, 0))
-    result = measure(benchmark, opened)
+    task = Task("retrieval", "pairs", "40 pairs", lambda: (rows, 0))
+    result = measure(task, opened)
     images, texts = zip(*opened.map(lambda e: (e.images(rows), e.texts(captions))), strict=True)
     expected = {
         direction: retrieval_metrics(concatenate(images), concatenate(texts, opened.weights(tasks)), np.arange(40))
@@ -317,7 +319,7 @@ def test_sparse_experts_make_a_mixture_of_two_levels(run, out, tmp_path):
     folder = out.parent / "two_levels" / "mode"
     model = AutoModel.from_pretrained(folder)
     assert isinstance(model.expert(0), CLIPMoEModel) and isinstance(model.expert(1), CLIPMoEModel)
-    results = evaluate_model(folder, ["glyphs_digits"], tmp_path)
+    results = evaluate_model(folder, find_tasks(["glyphs_digits"]), tmp_path)
     assert 0 < results[0]["metrics"]["accuracy"] < 1 and len(results[0]["routing_weights"]["classes"]) == 2
 
 

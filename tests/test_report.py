@@ -5,11 +5,14 @@ import re
 
 import PIL.Image
 import pytest
+import small_evaluation
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import report
 from evaluation.report import arrange, best_of, markdown_table, plot_text, write_report
+
+figures = small_evaluation.figures
 
 
 def result(model, task="retrieval", value=0.5, **changes):
@@ -29,7 +32,7 @@ def result(model, task="retrieval", value=0.5, **changes):
     } | changes
 
 
-def test_table_and_picture(tmp_path):
+def test_table_and_picture(tmp_path, figures):
     results = [result("dense"), result("sparse", value=0.625), result("dense", "pairs"), result("sparse", "pairs")]
     table = write_report(results, tmp_path, baseline="dense")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
@@ -38,7 +41,11 @@ def test_table_and_picture(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert table in text and "1,000 images (1000 samples, 2 skipped)" in text and "commit abc" in text
     assert "retrieval: other" in text  # not only the primary metrics
-    assert PIL.Image.open(tmp_path / "report.png").size[0] > 300
+    (figure,) = figures
+    heights = [[bar.get_height() for bar in bars] for bars in figure.axes[0].containers]
+    assert heights == [[50, 50], [62.5, 50]]  # a color a model, a place a task
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["retrieval\nR@1", "pairs\nR@1"]
+    assert PIL.Image.open(tmp_path / "report.png").size == pytest.approx(130 * figure.get_size_inches(), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,12 @@ def test_unknown_baseline(tmp_path):
 def test_command(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(result("a")))
     report.main([str(tmp_path / "a.json"), "--output-dir", str(tmp_path / "out")])
-    assert "50.0%" in capsys.readouterr().out and (tmp_path / "out" / "report.png").is_file()
+    table = capsys.readouterr().out
+    assert table.splitlines()[2].split("|")[1:3] == [" a     ", " 50.0%          "]
+    assert table in (tmp_path / "out" / "report.md").read_text()
+    write_report([result("a")], tmp_path / "same")
+    for name in ("report.md", "report.png"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -191,14 +203,10 @@ def test_any_text_is_only_text(tmp_path, text):
     assert width < 2000 and height < 2000
 
 
-def test_every_model_is_in_the_legend(tmp_path, monkeypatch):
+def test_every_model_is_in_the_legend(tmp_path, figures):
     """matplotlib leaves out labels that begin with an underscore."""
-    drawn = []
-    monkeypatch.setattr(report.plt, "close", drawn.append)
     write_report([result("_x_"), result("$y$"), result("z")], tmp_path)
-    labels = [text.get_text().strip() for text in drawn[0].axes[0].get_legend().get_texts()]
-    monkeypatch.undo()
-    report.plt.close(drawn[0])
+    labels = [text.get_text().strip() for text in figures[0].axes[0].get_legend().get_texts()]
     assert labels == ["_x_", r"\$y\$", "z"]
 
 

@@ -78,6 +78,18 @@ def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
         write_seeds(folders, tmp_path / "out")
 
 
+def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
+    """The dense model has the same weights in all runs."""
+    for number, folder in enumerate(folders):
+        write(folder, result("dense", weights="dense"))
+        write(folder, result("sparse", weights=f"sparse {number}"))
+    write_seeds(folders, tmp_path / "out")
+    write(folders[2], result("sparse", weights="sparse 0"))
+    with pytest.raises(ValueError, match="seed 2 and .*seed 0 hold results of the same weights: a spread needs runs"):
+        write_seeds(folders, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_too_few(folders, tmp_path):
     for repeated in (folders[:1], [folders[0], folders[0].parent / folders[0].name, folders[1]]):
         with pytest.raises(ValueError, match="at least two different runs, got"):

@@ -7,10 +7,11 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from evaluation.datasets import BENCHMARKS, kept
-from evaluation.evaluate import evaluate_model, write_result
+from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
+from evaluation.results import write_result
+from evaluation.tasks import find_tasks, loaded_once
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
@@ -25,7 +26,7 @@ class EvaluateStage(Stage):
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
-    # Names in evaluation.datasets.
+    # Names in evaluation.tasks.
     tasks: list[str] = Field(min_length=1)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
@@ -45,9 +46,9 @@ class EvaluateStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        results, options = [], {"batch_size": self.batch_size, "benchmarks": kept(BENCHMARKS)}
+        results, tasks = [], loaded_once(find_tasks(self.tasks))
         for title, model in inputs.models.items():
-            results += evaluate_model(model, self.tasks, directory, name=title, **options)
+            results += evaluate_model(model, tasks, directory, name=title, batch_size=self.batch_size)
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
@@ -65,7 +66,7 @@ class AnalyzeStage(Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # Names in evaluation.datasets.
+    # Names in evaluation.tasks.
     tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
@@ -74,4 +75,4 @@ class AnalyzeStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}
-        print(analyze_experts(inputs.model, self.tasks, directory, **options))
+        print(analyze_experts(inputs.model, find_tasks(self.tasks), directory, **options))

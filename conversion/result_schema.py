@@ -1,0 +1,66 @@
+"""What is in a result of an evaluation: `evaluation` writes it, model cards read it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from conversion.files import read_json
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Result(BaseModel):
+    """What every result has, of one model on one task; see `evaluation.evaluate.evaluate_model` for the rest."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: Text
+    task: Text
+    title: Text
+    protocol: str
+    metrics: dict[str, float]
+    # The metrics that stand for the task in a table -> their titles.
+    primary: dict[str, str] = Field(min_length=1)
+    num_samples: Count
+    num_skipped: Count
+    source: str
+    dtype: str
+    commit: str | None
+    versions: dict[str, str]
+
+
+def require_result(content: Any, where: str) -> dict[str, Any]:
+    """The content, if it is that of a result.
+
+    Raises:
+        ValueError: it is not; says what is missing or wrong in it.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is no result of an evaluation: it holds no JSON object")
+    try:
+        Result.model_validate(content)
+    except ValidationError as error:
+        errors = error.errors()
+        missing = [str(part["loc"][0]) for part in errors if part["type"] == "missing"]
+        if missing:
+            raise ValueError(f"{where} is no result of an evaluation: it lacks {', '.join(missing)}") from error
+        wrong = [f"{'.'.join(map(str, part['loc']))} is {_short(part['input'])} ({part['msg']})" for part in errors]
+        raise ValueError(f"{where} is no result of an evaluation: {'; '.join(wrong[:3])}") from error
+    return content
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """A result as it was written.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or holds no result.
+    """
+    return require_result(read_json(Path(path)), str(path))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

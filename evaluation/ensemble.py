@@ -1,0 +1,101 @@
+"""The experts of a mixture, measured together (MoDE)."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+
+from conversion.assemble import ENCODER
+from conversion.checkpoints import load_mixture
+from conversion.folders import load_config, loading
+from evaluation.embedder import Embedder
+from evaluation.sentence_encoders import SentenceEncoder, load_encoder
+from modeling_clip_moe import CLIPMoDEConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Ensemble:
+    """The experts of a `CLIPMoDEModel`, with the weights that a task gives them (MoDE eq. 4).
+
+    The weighted sum of the experts' similarities is one product of embeddings: those of all experts one after the
+    other, on one side times the weights. So an ensemble is measured as a CLIP is.
+
+    Args:
+        model: a folder or hub name.
+        cache_dir, batch_size, device, dtype: of `Embedder`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `Embedder` and `load_mixture`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        cache_dir: Path | None,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
+        folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
+        self.folder, self.device = folder, device
+        self.options = (cache_dir, batch_size, device, dtype)
+        self.router = load_mixture(folder, max_loaded_experts=1)
+        with loading(folder):
+            experts = (self.router.expert(number) for number in range(self.router.num_experts))
+            self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
+        self._known: dict[str, np.ndarray] = {}
+
+    def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
+        """What is computed with every expert, of which one is in memory at a time."""
+        names = self.router.config.experts
+        return [compute(Embedder(self.folder / name, *self.options, processor=self.folder)) for name in names]
+
+    def weights(self, metadata: Sequence[Sequence[str]]) -> np.ndarray:
+        """(m, n) weights of the n experts' cosine similarities, from m lists of metadata, which have the same number of
+        texts, and the experts' own temperatures."""
+        if self.router.centers is None:
+            weights = np.ones((len(metadata), self.router.num_experts))
+        else:
+            self._embed({text for texts in metadata for text in texts} - set(self._known))
+            embeds = np.stack([[self._known[text] for text in texts] for texts in metadata])
+            unknown = int((~embeds.any(axis=-1)).sum())
+            if unknown:
+                logger.warning(
+                    "%s: the encoder knows no word of %d texts; metadata of such alone give equal weights",
+                    self.folder,
+                    unknown,
+                )
+            weights = self.router.route(torch.as_tensor(embeds), self.encoder.name).numpy()
+        weights = weights * self.scales
+        return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+    @cached_property
+    def encoder(self) -> SentenceEncoder:
+        return load_encoder(self.folder / ENCODER, self.device)
+
+    def _embed(self, texts: Iterable[str]) -> None:
+        texts = sorted(texts)
+        if texts:
+            self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
+
+
+def open_model(model: str | Path, *options) -> Embedder | Ensemble:
+    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do."""
+    try:
+        mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
+    except (OSError, ValueError):
+        mixture = False  # `Embedder` says what is wrong
+    return (Ensemble if mixture else Embedder)(model, *options)
+
+
+def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
+    """(..., n * D) the embeddings (..., D) of n experts one after the other, each times its weight (..., n)."""
+    if weights is not None:
+        embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
+    return np.concatenate(embeds, axis=-1)

@@ -1,0 +1,110 @@
+"""One function for each kind of task: what it embeds, and what metrics it makes of the embeddings."""
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from data.pairs import present_captions
+from evaluation.embedder import Embedder
+from evaluation.ensemble import Ensemble, concatenate
+from evaluation.linear_probe import linear_probe_metrics
+from evaluation.pairs import pair_metrics
+from evaluation.retrieval import retrieval_metrics
+from evaluation.tasks import Task
+from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+
+Model = Embedder | Ensemble
+
+
+def measure(task: Task, model: Model) -> dict[str, Any]:
+    """The metrics of a task, its number of samples and of those that could not be read, of retrieval the number of
+    captions, and of an ensemble the mean weights that the metadata gave its experts."""
+    return MEASURES[task.kind](task, model)
+
+
+def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
+    """Each image against the names of all classes."""
+    rows, num_skipped = task.load()
+    prompts = [template.format(name) for name in task.classes for template in task.templates]
+    shape = (len(task.classes), len(task.templates), -1)
+    embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
+    images, classes = zip(*embeds, strict=True)
+    weights = model.weights([list(task.classes)])
+    metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights), _labels(task, rows))
+    return _result(model, metrics, len(rows), num_skipped, {"classes": weights})
+
+
+def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
+    """Each image against all captions, and each caption against all images."""
+    rows, num_skipped = task.load()
+    captions = [present_captions(caption) for caption in rows["caption"]]
+    image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
+    corpus = [text for texts in captions for text in texts]
+    images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
+    # A query is routed by itself, candidates are routed together (MoDE eq. 7)
+    weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
+    metrics = retrieval_metrics(
+        concatenate(images),
+        concatenate(texts, weights["corpus"]),
+        image_of_text,
+        query_embeds=concatenate(texts, weights["queries"]),
+    )
+    return _result(model, metrics, len(rows), num_skipped, weights, num_captions=len(corpus))
+
+
+def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
+    """The two images of a pair against its two captions."""
+    rows, num_skipped = task.load()
+    captions = [list(rows[f"caption_{side}"]) for side in range(2)]
+
+    def embed(e: Embedder) -> tuple[np.ndarray, np.ndarray]:
+        images, texts = [e.images(rows, f"image_{side}") for side in range(2)], [e.texts(part) for part in captions]
+        return np.stack(images, axis=1), np.stack(texts, axis=1)
+
+    images, texts = zip(*model.map(embed), strict=True)
+    weights = model.weights(list(zip(*captions, strict=True)))
+    metrics = pair_metrics(concatenate(images), concatenate(texts, weights[:, None]), list(rows["attribute"]))
+    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights})
+
+
+def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
+    """A classifier that is fitted to the embeddings of training images."""
+    (rows, num_skipped), (train_rows, train_skipped) = task.load(), task.load_train()
+    train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
+    metrics = linear_probe_metrics(
+        concatenate(train_images),
+        _labels(task, train_rows),
+        concatenate(images),
+        _labels(task, rows),
+        device=model.device,
+    )
+    return _result(model, metrics, len(rows), num_skipped + train_skipped, {})
+
+
+MEASURES = {
+    "zero_shot": measure_zero_shot,
+    "retrieval": measure_retrieval,
+    "pairs": measure_pairs,
+    "linear_probe": measure_linear_probe,
+}
+
+
+def _labels(task: Task, rows: Dataset) -> np.ndarray:
+    """(rows,) the number of each row's class."""
+    number_of_class = {name: number for number, name in enumerate(task.classes)}
+    return np.array([number_of_class[name] for name in rows["caption"]])
+
+
+def _result(
+    model: Model,
+    metrics: dict[str, float],
+    num_samples: int,
+    num_skipped: int,
+    weights: dict[str, np.ndarray],
+    **counts: int,
+) -> dict[str, Any]:
+    result = {"metrics": metrics, "num_samples": num_samples, **counts, "num_skipped": num_skipped}
+    if isinstance(model, Ensemble):
+        result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
+    return result

@@ -1,0 +1,126 @@
+"""Tiny models, the glyph tasks on a few glyphs, and the command on small datasets given by columns."""
+
+import dataclasses
+import io
+import tarfile
+
+import datasets
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
+from data import glyphs
+from evaluation import evaluate
+from evaluation.report import plt
+from evaluation.tasks import TASKS, glyph_tasks
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    processor = glyphs.build_processor(16, 32)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = processor.tokenizer
+    text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
+    text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": 0}
+    torch.manual_seed(0)
+    vision = {**tower, "image_size": 32, "patch_size": 16}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sparse(dense):
+    folder = dense.with_name("sparse")
+    preset = dataclasses.replace(PRESETS["clip_up"], num_experts=4)
+    upcycle(CLIPModel.from_pretrained(dense), preset).save_pretrained(folder)
+    AutoProcessor.from_pretrained(dense).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch):
+    """The glyph tasks on a few glyphs."""
+    for name, task in glyph_tasks(number=40, retrieval=40, pairs=12, train=400).items():
+        monkeypatch.setitem(TASKS, name, task)
+
+
+def damage(folder, change):
+    """Changes the weights in a folder."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def evaluated(model, tmp_path, *arguments, tasks="retrieval"):
+    """The command on two folders of the same glyphs; what it wrote."""
+    for source in ("one", "two"):
+        (tmp_path / source).mkdir(exist_ok=True)
+        for split in ("train", "test"):
+            rows = glyphs.load(split, "web", 12).add_column("number", [0, 1] * 6)
+            rows = rows.rename_column("color", "other caption")
+            photos = rows.select_columns("image").rename_column("image", "photo")
+            rows = datasets.concatenate_datasets([rows, photos], axis=1)
+            rows.to_parquet(tmp_path / source / f"{split}.parquet")
+    before = set((tmp_path / "scores").glob("*.json"))
+    command = ["--model", str(model), "--dataset", str(tmp_path / "one"), "--tasks", tasks]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores"), *arguments])
+    return sorted(set((tmp_path / "scores").glob("*.json")) - before)
+
+
+def shard(folder, number=8, turned=False):
+    """A webdataset shard as CLIP_benchmark has them: two captions of each image, a line each."""
+    folder.mkdir()
+    texts = []
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for index, row in enumerate(glyphs.load("test", "web", number, captions_per_image=2)):
+            image, file, exif = row["image"], io.BytesIO(), PIL.Image.Exif()
+            if turned:  # a viewer shows the same
+                image, exif[0x0112] = image.transpose(PIL.Image.Transpose.ROTATE_90), 6
+            image.save(file, "png", exif=exif)
+            texts += row["caption"]
+            for suffix, content in (("png", file.getvalue()), ("txt", "\n".join([*row["caption"], ""]).encode())):
+                member = tarfile.TarInfo(f"{index}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return texts
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn within a test, which are closed at its end."""
+    drawn, close = [], plt.close
+    monkeypatch.setattr(plt, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
+
+
+def plain_embedding(folder):
+    """A function that embeds one image or one text."""
+    model, processor = AutoModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+
+    @torch.no_grad()
+    def embed(item):
+        if isinstance(item, str):
+            output = model.get_text_features(**processor.tokenizer(item, return_tensors="pt"))
+        else:
+            output = model.get_image_features(processor.image_processor(item, return_tensors="pt")["pixel_values"])
+        return torch.nn.functional.normalize(output.pooler_output[0], dim=0).numpy()
+
+    return embed
+
+
+def with_captions(rows, captions):
+    """The rows with other captions."""
+    return rows.remove_columns("caption").add_column("caption", captions)
+
+
+def swapped(items):
+    """The same items, each at the place of the one before it."""
+    return [*items[1:], items[0]]

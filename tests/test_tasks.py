@@ -1,0 +1,278 @@
+"""Tasks: their names, and datasets given by columns."""
+
+import json
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import small_evaluation
+from small_evaluation import evaluated, shard
+
+from data import glyphs
+from data.sources import DataArguments
+from evaluation import evaluate, experts
+from evaluation.embedder import Embedder
+from evaluation.evaluate import evaluate_model
+from evaluation.tasks import (
+    TASKS,
+    find_tasks,
+    glyph_tasks,
+    linear_probe_task,
+    problems_of_tasks,
+    read_classes,
+    retrieval_task,
+    zero_shot_task,
+)
+
+dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
+
+
+def test_all_unknown_names_are_told_at_once():
+    assert problems_of_tasks(["glyphs_pairs", "glyphs_digits"]) == []
+    assert problems_of_tasks(["glyphs_pair", "x", "glyphs_digits", "glyphs_digits", "retreival", ""]) == [
+        "unknown task glyphs_pair: did you mean glyphs_pairs?",
+        f"unknown task x: there are {', '.join(TASKS)}",
+        "the task glyphs_digits occurs twice",
+        "unknown task retreival: did you mean glyphs_retrieval?",
+        f"unknown task '': there are {', '.join(TASKS)}",
+    ]
+    with pytest.raises(ValueError, match=r"unknown task a: there are .*; the task glyphs_pairs occurs twice$"):
+        find_tasks(["a", "glyphs_pairs", "glyphs_pairs"])
+    assert list(find_tasks(["glyphs_pairs", "glyphs_digits"])) == ["glyphs_pairs", "glyphs_digits"]
+
+
+@pytest.mark.parametrize("command", [evaluate.main, experts.main])
+def test_a_command_says_the_same_of_names_as_a_recipe(tmp_path, command):
+    with pytest.raises(SystemExit) as exit:
+        command(["--model", "nowhere", "--tasks", "glyphs_pair,glyph_digits", "--output-dir", str(tmp_path)])
+    assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['glyphs_pair', 'glyph_digits']))}"
+    assert exit.value.code.count("did you mean") == 2
+
+
+def test_a_misspelt_task_on_own_data(tmp_path):
+    with pytest.raises(SystemExit, match="error: unknown task retreival: did you mean retrieval?"):
+        evaluate.main(["--model", "nowhere", "--tasks", "retreival", "--output-dir", str(tmp_path)])
+
+
+def test_the_tables_numbers_are_those_of_the_rows():
+    """What the protocols say is what is loaded, and as it has been since the first results."""
+    assert TASKS["glyphs_retrieval"].protocol == "40 test glyphs of seen kinds, one detailed caption each"
+    for name, task in TASKS.items():
+        assert task.protocol.startswith(f"{len(task.load()[0])} "), name
+    probe = TASKS["glyphs_linear_probe"]
+    assert len(probe.load_train()[0]) == 400 and probe.protocol.endswith("logistic regression on 400 training glyphs")
+    published = {name: task.protocol for name, task in glyph_tasks().items()}
+    assert published["glyphs_pairs"] == (
+        "1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions"
+    )
+    assert published["glyphs_zero_shot_seen"] == (
+        "2,000 test glyphs of seen kinds; all 16 kinds are candidates, 5 templates"
+    )
+    assert published["glyphs_digits"] == "2,000 test glyphs of digit kinds; these 10 are candidates, 5 templates"
+    assert published["glyphs_linear_probe"] == (
+        "2,000 test glyphs of all 16 kinds; logistic regression on 4,000 training glyphs"
+    )
+
+
+def labelled(tmp_path, labels, features=None):
+    images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
+    if features is not None:
+        rows = rows.cast_column("label", features)
+    rows.to_parquet(tmp_path / "labelled.parquet")
+    return DataArguments(source=str(tmp_path / "labelled.parquet"), split="test", caption_column="label")
+
+
+@pytest.mark.parametrize(
+    ("labels", "features", "classes"),
+    [
+        ([0, 1, 1, 0], datasets.ClassLabel(names=["one", "two"]), None),
+        ([0, 1, 1, 0], None, ["one", "two"]),
+        (["one", "two", "two", "one"], None, None),
+    ],
+    ids=["class labels", "numbers", "texts"],
+)
+def test_labels_of_every_sort(tmp_path, labels, features, classes):
+    task = zero_shot_task(labelled(tmp_path, labels, features), ["a {}"], classes)
+    rows, skipped = task.load()
+    assert list(task.classes) == ["one", "two"] and skipped == 0
+    assert list(rows["caption"]) == ["one", "two", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "templates", "message"),
+    [
+        ([0, 1], None, ["a {}"], "column label holds no names"),
+        ([0, 2], ["one", "two"], ["a {}"], "labels go from 0 to 2, but there are 2"),
+        (["one", "three"], ["one", "two"], ["a {}"], "no class: three"),
+        (["one"], None, ["a photo"], "a photo"),
+        (["one"], None, ["{} and {}"], "one {} for the class's name"),
+        (["one"], None, ["a {name}"], "one {} for the class's name"),
+        (["one"], None, ["a {"], "one {} for the class's name, got .'a {'"),
+        (["one"], None, ["a {}}"], "one {} for the class's name"),
+        (["one"], None, ["a {:d}"], "one {} for the class's name"),
+        (["one"], None, ["a {!r}"], "one {} for the class's name"),
+        (["one"], None, ["a {:{}}"], "one {} for the class's name"),
+        (["one"], None, ["a {0.x}"], "one {} for the class's name"),
+        (["one"], None, [], "got none"),
+        (["one", ""], None, ["a {}"], "class 0 has no name"),
+        ([0, 1], ["one", " "], ["a {}"], "class 1 has no name"),
+        ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
+        (["one", None], None, ["a {}"], "row 1 of column label has None"),
+        ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
+        ([0, 1], ["crane", "crane"], ["a {}"], "occur twice: crane"),
+    ],
+)
+def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
+    with pytest.raises(ValueError, match=message):
+        zero_shot_task(labelled(tmp_path, labels), templates, classes)
+
+
+def class_folders(root, **names):
+    """An image folder with two images of each class of each split."""
+    for split, classes in names.items():
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for number in range(2):
+                PIL.Image.new("RGB", (8, 8), (number, 0, 0)).save(root / split / name / f"{name}{number}.png")
+    return DataArguments(source=str(root), split="test", caption_column="label")
+
+
+def test_classes_are_those_of_the_column_by_name(tmp_path):
+    column = datasets.ClassLabel(names=["cat", "dog", "emu"])
+    arguments = labelled(tmp_path, [0, 1, 1, 0], column)
+    for classes in (["dog", "cat"], ["ant", "cat", "dog"]):
+        rows, _ = zero_shot_task(arguments, ["{}"], classes).load()
+        assert list(rows["caption"]) == ["cat", "dog", "dog", "cat"]
+    with pytest.raises(ValueError, match="no class: dog; the classes need the column's own names, and are cat, emu"):
+        zero_shot_task(arguments, ["{}"], ["cat", "emu"])
+
+
+@pytest.mark.parametrize("classes", [None, ["a", "b", "c", "d"]])
+def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
+    arguments = class_folders(tmp_path / "folders", train="acd", test="bcd")
+    task = linear_probe_task(arguments, "train", classes)
+    assert sorted(task.classes) == ["a", "b", "c", "d"]
+    for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
+        assert "".join(load()[0]["caption"]) == expected
+
+
+def test_images_below_a_root(dense, tmp_path):
+    """Paths that start from --image-root score as the same images inside the dataset do."""
+    rows = glyphs.load("test", "web", 20)
+    rows.to_parquet(tmp_path / "glyphs.parquet")
+    (tmp_path / "images").mkdir()
+    entries = []
+    for number, row in enumerate(rows):
+        row["image"].save(tmp_path / "images" / f"{number}.png")
+        answer = {"from": "gpt", "value": row["caption"]}
+        entries.append({"image": f"{number}.png", "conversations": [answer]})
+    (tmp_path / "glyphs.json").write_text(json.dumps(entries))
+    scores = []
+    for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
+        arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
+        found = {"retrieval": retrieval_task(arguments)}
+        scores += evaluate_model(dense, found, tmp_path / "scores")
+    assert scores[0]["metrics"] == scores[1]["metrics"]
+
+
+def test_command_on_columns(dense, tmp_path, capsys):
+    rows = glyphs.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
+    rows.to_parquet(tmp_path / "glyphs.parquet")
+    command = ["--model", str(dense), "--dataset", str(tmp_path / "glyphs.parquet"), "--image-column", "jpg"]
+    command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    out = capsys.readouterr().out
+    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-test-texts-" in out
+    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-test-kind-*--dense.json")
+    assert json.loads(file.read_text())["protocol"] == (
+        f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and kind; {len(set(rows['kind']))} "
+        "classes, 1 templates: 'a photo of a {}.'"
+    )
+    (file,) = (tmp_path / "scores").glob("retrieval-*.json")
+    result = json.loads(file.read_text())
+    assert result["protocol"] == f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and texts"
+    assert result["num_captions"] == 40
+
+
+def test_skipped_images_are_in_the_result(dense, tmp_path):
+    rows = glyphs.load("test", "web", 20).cast_column("image", datasets.Image(decode=False)).to_list()
+    rows[3]["image"]["bytes"] = rows[3]["image"]["bytes"][:40]
+    features = datasets.Features({name: datasets.Value("string") for name in rows[0]} | {"image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "damaged.parquet")
+    arguments = DataArguments(source=str(tmp_path / "damaged.parquet"), split="test", max_unreadable=0.1)
+    found = {"retrieval": retrieval_task(arguments)}
+    (result,) = evaluate_model(dense, found, tmp_path)
+    assert (result["num_samples"], result["num_skipped"]) == (19, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"one\n\ntwo\n", "classes.txt has no class in line 2"),
+        (b"one\n  \t\ntwo", "classes.txt has no class in line 2"),
+        (b"\none\ntwo", "classes.txt has no class in line 1"),
+        (b"one\ntwo\n\n", "classes.txt has no class in line 3"),
+        (b"", "classes.txt has no class in line 1"),
+        (b"one\ntwo \xff", "classes.txt is no text in UTF-8"),
+        (b"one\none", "occur twice: one"),
+        (None, "classes.txt"),
+    ],
+)
+def test_lists_of_classes(dense, tmp_path, content, message):
+    if content is None:
+        (tmp_path / "classes.txt").mkdir()
+    else:
+        (tmp_path / "classes.txt").write_bytes(content)
+    arguments = ["--label-column", "number", "--classes", str(tmp_path / "classes.txt")]
+    with pytest.raises(SystemExit) as exit:
+        evaluated(dense, tmp_path, *arguments, tasks="zero_shot")
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
+
+
+def test_a_list_of_classes_as_other_programs_write_it(dense, tmp_path):
+    r"""With a byte order mark, \r\n and a line separator within a name, which `str.splitlines` takes for a new line."""
+    (tmp_path / "classes.txt").write_bytes("\ufeffone\u2028half \r\ntwo\r\n".encode())
+    assert read_classes(tmp_path / "classes.txt") == ["one\u2028half", "two"]
+
+
+@pytest.mark.parametrize("task", ["retrieval", "zero_shot", "linear_probe"])
+def test_one_column_is_not_two(dense, tmp_path, task):
+    column = "--caption-column" if task == "retrieval" else "--label-column"
+    with pytest.raises(SystemExit) as exit:
+        evaluated(dense, tmp_path, column, "image", tasks=task)
+    assert "the column image cannot hold both the images and" in exit.value.code
+
+
+def measured_texts(monkeypatch):
+    """Filled with the texts that are embedded."""
+    original, measured = Embedder.texts, []
+    monkeypatch.setattr(Embedder, "texts", lambda self, texts: measured.extend(texts) or original(self, texts))
+    return measured
+
+
+def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
+    texts, measured = shard(tmp_path / "x"), measured_texts(monkeypatch)
+    options = ["--split", "train", "--image-column", "png", "--caption-column", "txt", "--captions-per-line"]
+    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x"), *options]
+    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    assert measured == texts
+
+
+def test_captions_that_are_missing_are_no_queries(dense, tmp_path, monkeypatch):
+    rows = glyphs.load("test", "web", 4, captions_per_image=2)
+    captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"]]
+    rows.remove_columns("caption").add_column("caption", captions).to_parquet(tmp_path / "x.parquet")
+    measured = measured_texts(monkeypatch)
+    found = {"retrieval": retrieval_task(DataArguments(source=str(tmp_path / "x.parquet")))}
+    evaluate_model(dense, found, tmp_path)
+    assert measured == ["a", "b", "c", "d", "e"]
+
+
+def test_a_split_that_is_not_there_ends_in_one_line(dense, tmp_path):
+    shard(tmp_path / "x")
+    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x")]
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
+    assert exit.value.code == f"error: {tmp_path / 'x'} has no split 'test', only train: set split (--split)"
