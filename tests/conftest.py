@@ -16,3 +16,11 @@ def quick_streams():
     import datasets
 
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """A test draws the same numbers whatever ran before it (pytest-randomly does so for random and numpy)."""
+    import torch
+
+    torch.manual_seed(0)
