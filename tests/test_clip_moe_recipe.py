@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from test_training import as_made_before
+from tiny_recipe import as_made_before
 from transformers import AutoModel, AutoProcessor
 
 from data.identity import data_fingerprint
