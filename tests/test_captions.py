@@ -16,6 +16,7 @@ from transformers import CLIPModel
 
 from data import glyphs
 from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
+from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
 from training.arguments import CaptionsStage
@@ -96,8 +97,8 @@ def test_captions_are_seeded(built):
 def test_captions_of_files_below_a_folder(tmp_path):
     """What is built is read without the folder that its images were named in."""
     (tmp_path / "images").mkdir()
-    entries = []
-    for number, row in enumerate(glyphs.load("train", "detailed", 6)):
+    entries, glyph_rows = [], glyphs.load("train", "detailed", 6)
+    for number, row in enumerate(glyph_rows):
         row["image"].save(tmp_path / "images" / f"{number}.png")
         turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": row["caption"]}]
         entries.append({"image": f"{number}.png", "conversations": turns})
@@ -110,7 +111,9 @@ def test_captions_of_files_below_a_folder(tmp_path):
     ]
     build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
     loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
-    assert len(loaded) == 6 and len(loaded[0]["caption"]) == 2
+    for row, expected in zip(loaded, glyph_rows, strict=True):
+        assert row["caption"] == [expected["caption"], split_sentences(expected["caption"])[0]]
+        assert np.array_equal(decode_image(row["image"]), expected["image"])
 
 
 def test_an_image_that_is_missing_stays_missing_below_a_folder():

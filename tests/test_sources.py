@@ -110,6 +110,10 @@ def test_parquet_files_that_do_fit_together(tmp_path, processor, streaming):
     rows(["a caption"] * 4, 4).add_column("number", np.arange(4.0)).to_parquet(tmp_path / "1.parquet")
     rows(["a caption"] * 4, 8).add_column("number", [None] * 4).to_parquet(tmp_path / "2.parquet")
     read(processor, tmp_path, streaming)
+    assert (
+        len({row["image"]["bytes"] for row in load_pairs(DataArguments(source=str(tmp_path), streaming=streaming))})
+        == 12
+    )
 
 
 @STREAMING
@@ -239,6 +243,7 @@ def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
         (tmp_path / name).write_text("something else")
     assert len(os.listdir(tmp_path)) == 4
     read(processor, tmp_path, False, **TAR)
+    assert len(load_pairs(DataArguments(source=str(tmp_path), **TAR))) == 4
 
 
 @pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])

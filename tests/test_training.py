@@ -1,5 +1,6 @@
 """Recipes run whole, on models of a few thousand parameters: what they write, how they resume, how they fail."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -250,12 +251,18 @@ def test_a_batch_that_cannot_be_shared(run):
         run(gradient_accumulation_steps=3)
 
 
-def test_mixed_precision(run):
+@pytest.fixture
+def forget_precision():
+    """So far as Accelerate is concerned, a process has one precision for all its life."""
+    forget = functools.partial(AcceleratorState._reset_state, reset_partial_state=True)
+    yield forget
+    forget()
+
+
+def test_mixed_precision(run, forget_precision):
     plain = run()
-    # A process has one precision for all its life, so far as Accelerate is concerned.
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_precision()
     mixed = run({"mixed_precision": "bf16"}, output="mixed")
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert all(tensor.dtype == torch.float32 for tensor in weights(mixed / "tuned").values())
     assert losses(mixed / "tuned") != losses(plain / "tuned")
     torch.testing.assert_close(losses(mixed / "tuned")[0], losses(plain / "tuned")[0], atol=0.05, rtol=0)
