@@ -32,7 +32,7 @@ def run(tmp_path):
     return functools.partial(run_stages, tmp_path)
 
 
-def test_a_learnt_tokenizer_is_clip_s(tmp_path):
+def test_a_learned_tokenizer_is_clip_s(tmp_path):
     tokenizer = learn_tokenizer(HARBOR_CAPTIONS, vocab_size=600, max_length=12)
     tokenizer.save_pretrained(tmp_path)
     for loaded in (AutoTokenizer.from_pretrained(tmp_path), CLIPTokenizer.from_pretrained(tmp_path)):
@@ -106,7 +106,7 @@ def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
         run(recipe, {"words.vocab_size": 530})
 
 
-def test_all_captions_of_an_image_are_learnt_from(run, tmp_path):
+def test_all_captions_of_an_image_are_learned_from(run, tmp_path):
     data = saved_pairs(tmp_path / "pairs", [["", *HARBOR_CAPTIONS[:2]], ["", *HARBOR_CAPTIONS[2:]]])
     output = run([{**WORDS, "data": data}])
     one_each = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
@@ -114,7 +114,7 @@ def test_all_captions_of_an_image_are_learnt_from(run, tmp_path):
 
 
 def test_experts_bring_their_tokenizer(tmp_path):
-    """--experts runs the stages that an expert needs: of these, the tokenizer and the captions it is learnt from."""
+    """--experts runs the stages that an expert needs: of these, the tokenizer and the captions it is learned from."""
     saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
     data = {"source": "glyphs", "num_samples": 8}
     dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
