@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from evaluation.report import markdown_table
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 RECIPE = Path(__file__).parents[1] / "training" / "recipes" / "clip_fmoe_glyphs.yaml"
 PREPARED = ["captions", "copied", "fused"]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.arguments import dump, load_recipe
+from training.recipe import load_recipe
+from training.settings import dump
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 

@@ -19,9 +19,9 @@ from data.captions import CaptionPolicy, build_captions, pack_sentences, split_s
 from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
-from training.arguments import CaptionsStage
 from training.engine import ContrastiveTask
 from training.loader import PairLoader
+from training.stages import CaptionsStage
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]

@@ -19,13 +19,15 @@ from safetensors.torch import load_file, save_file
 from tiny_recipe import as_made_before
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.checkpoints import copy_processor, model_outputs, sample_inputs
 from conversion.upcycle import PRESETS, upcycle
-from training import stages
-from training.arguments import load_recipe
 from training.engine import checkpoint_layers
+from training.feature_clusters import Clusters
 from training.freezing import set_trainable
-from training.stages import run_recipe
+from training.hidden_states import HiddenStates
+from training.loader import PairLoader
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -176,8 +178,8 @@ def test_every_expert_has_its_own_cluster(whole):
     assert arrays["tuples"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     for number, name in enumerate(("expert_1", "expert_2")):
         stage = next(s for s in load_recipe(whole / "recipe.yaml").stages if s.name == name)
-        clusters = stages.Clusters(**arrays)
-        labels = stages._labels(stage, clusters, 8, SimpleNamespace(print=print))
+        clusters = Clusters(**arrays)
+        labels = stage.labels(clusters, 8, SimpleNamespace(print=print))
         assert ((labels >= 0) == (first_level == number)).all()
     steps = [len(losses(whole / name)) for name in ("expert_1", "expert_2")]
     sizes = np.bincount(arrays["labels"])
@@ -216,18 +218,18 @@ def test_layers_below_are_skipped(run, whole):
     model = AutoModel.from_pretrained(whole / "fused")
     stage = load_recipe(run.folder / "recipe.yaml", {"output_dir": str(whole)}).stages[7]
     rows = load_from_disk(whole / "captions")
-    loader = stages.PairLoader(
+    loader = PairLoader(
         rows,
         AutoProcessor.from_pretrained(whole / "dense"),
         stage.data,
         4,
         caption_weights=stage.caption_weights,
-        hidden_states=stages.HiddenStates(whole / "states", model, fingerprint_of(whole), 3),
+        hidden_states=HiddenStates(whole / "states", model, fingerprint_of(whole), 3),
     )
     batch = next(loader.in_order(30, 34))  # across the border of two parts
     assert "pixel_values" not in batch
     whole_batch = next(
-        stages.PairLoader(
+        PairLoader(
             rows,
             AutoProcessor.from_pretrained(whole / "dense"),
             stage.data,
@@ -257,7 +259,7 @@ def test_hidden_states_go_on_where_they_stopped(run, whole, monkeypatch):
     output = run.folder / "states_again"
     shutil.copytree(whole, output)
     shutil.rmtree(output / "states")
-    original, calls = stages.PairLoader.in_order, []
+    original, calls = PairLoader.in_order, []
 
     def in_order(loader, start, stop):
         calls.append(start)
@@ -266,14 +268,14 @@ def test_hidden_states_go_on_where_they_stopped(run, whole, monkeypatch):
         return original(loader, start, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.PairLoader, "in_order", in_order)
+        patch.setattr(PairLoader, "in_order", in_order)
         with pytest.raises(KeyboardInterrupt):
             run("states_again", only=["states"])
     done = sum(path.stat().st_size for path in (output / "states.partial").glob("*.safetensors"))
     size = sum(path.stat().st_size for path in (whole / "states").glob("*.safetensors"))
     usage = shutil.disk_usage(output)
     with monkeypatch.context() as patch:  # a disk with room for the rest, but not for all
-        patch.setattr(stages.shutil, "disk_usage", lambda _: usage._replace(free=size - done))
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - done))
         run("states_again", only=["states"])
     for path in (whole / "states").glob("*.safetensors"):
         first, second = load_file(path), load_file(output / "states" / path.name)
@@ -407,7 +409,7 @@ def test_mistakes(run, whole, tmp_path, overrides, only, message):
         dense = CLIPModel.from_pretrained(whole / "dense")
         overrides = {"states.model": str(tmp_path / "towers")}
         upcycle(dense, PRESETS["clip_fmoe"], ["vision"]).save_pretrained(tmp_path / "towers")
-        stages.copy_processor(whole / "dense", tmp_path / "towers")
+        copy_processor(whole / "dense", tmp_path / "towers")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run("mistakes", {**overrides, "output_dir": str(tmp_path / "out")}, only=[only])
     assert not (tmp_path / "out" / only).exists()
@@ -441,6 +443,6 @@ def test_a_full_disk_is_noticed_before(run, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "states")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(stages.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(OSError, match=r"take 0\.[1-9]\d MB more, but only 0\.00 MB are free"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["states"])

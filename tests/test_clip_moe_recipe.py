@@ -21,10 +21,13 @@ from tiny_recipe import as_made_before
 from transformers import AutoModel, AutoProcessor
 
 from data.identity import data_fingerprint
-from training import stages
-from training.arguments import load_recipe
+from data.pairs import load_pairs
+from training import runner
 from training.feature_clusters import load_clusters
-from training.stages import run_recipe
+from training.loader import PairLoader
+from training.recipe import load_recipe
+from training.runner import run_recipe
+from training.stages import features
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -160,7 +163,7 @@ def test_experts_are_the_ffns_of_the_stages(whole):
 
 def test_features_and_labels(whole, run):
     data = load_recipe(run.folder / "recipe.yaml").stages[1].data
-    rows = stages.load_pairs(data)
+    rows = load_pairs(data)
     features = load_arrays(whole / "features_0" / "features.safetensors")
     for array in features.values():
         assert array.shape == (90, 16)
@@ -238,9 +241,9 @@ def test_stopped_at_the_end_of_a_stage(run, whole, monkeypatch, place):
 
     with monkeypatch.context() as patch:
         if place == "before the rename":
-            patch.setattr(stages.os, "replace", stop_before_rename)
+            patch.setattr(runner.os, "replace", stop_before_rename)
         else:
-            patch.setattr(stages.shutil, "rmtree", stop_in_between)
+            patch.setattr(runner.shutil, "rmtree", stop_in_between)
         with pytest.raises(KeyboardInterrupt):
             run(place, only=["expert_2"])
     step = torch.optim.AdamW.step
@@ -261,7 +264,7 @@ def test_started_again_at_every_boundary(run, whole, last, monkeypatch):
         pass
 
     made = []
-    original = stages.run_stage
+    original = runner.Runner.run_stage
 
     def stop_after(run_, stage):
         original(run_, stage)
@@ -270,7 +273,7 @@ def test_started_again_at_every_boundary(run, whole, last, monkeypatch):
             raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "run_stage", stop_after)
+        patch.setattr(runner.Runner, "run_stage", stop_after)
         with pytest.raises(Stop):
             run(output.name)
     assert made == NAMES[:last]
@@ -284,7 +287,7 @@ def test_interrupted_embedding_keeps_its_parts(run, whole, monkeypatch):
     output = run.folder / "parts"
     run("parts", only=["dense"])
     calls = []
-    original = stages.PairLoader.in_order
+    original = PairLoader.in_order
 
     def in_order(loader, start, stop):
         calls.append(start)
@@ -293,12 +296,12 @@ def test_interrupted_embedding_keeps_its_parts(run, whole, monkeypatch):
         return original(loader, start, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.PairLoader, "in_order", in_order)
+        patch.setattr(PairLoader, "in_order", in_order)
         with pytest.raises(KeyboardInterrupt):
             run("parts", only=["features_0"])
     assert calls == [0, 32, 64] and not (output / "features_0").exists()
     resumed = []
-    monkeypatch.setattr(stages.PairLoader, "in_order", lambda *args: resumed.append(args[1]) or original(*args))
+    monkeypatch.setattr(PairLoader, "in_order", lambda *args: resumed.append(args[1]) or original(*args))
     run("parts", only=["features_0"])
     assert resumed == [64]
     assert same_features(whole, output)
@@ -401,13 +404,13 @@ def test_an_expert_of_another_base_is_refused(run, whole, tmp_path):
 def test_a_part_of_the_features_that_is_gone(run, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "features_0")
-    original = stages.join_parts
+    original = features.join_parts
 
     def lose(directory, *rest):
         (directory / "parts" / "000000000032.safetensors").unlink()
         original(directory, *rest)
 
-    monkeypatch.setattr(stages, "join_parts", lose)
+    monkeypatch.setattr(features, "join_parts", lose)
     with pytest.raises(ValueError, match="features of the first 32 of 90 pairs only: do all processes see this folder"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["features_0"])
 

@@ -35,8 +35,8 @@ from data.sources import DataArguments
 from evaluation import datasets as benchmarks
 from evaluation import evaluate, experts, report, seeds
 from evaluation.results import read_result
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}
 MAINS["publish"] = publish.main

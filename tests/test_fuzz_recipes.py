@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tiny_recipe import recipe
 
 from training import upcycle
-from training.arguments import Recipe, load_recipe
-from training.stages import run_recipe
+from training.recipe import Recipe, load_recipe
+from training.runner import run_recipe
 
 RECIPES, TEXTS, COMMANDS = 1200, 500, 200
 

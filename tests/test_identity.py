@@ -18,9 +18,9 @@ from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from training import stages
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training import context, runner, stages
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
 
@@ -272,14 +272,14 @@ def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatc
 
 
 def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train, monkeypatch):
-    data, original = layout("parquet", tmp_path / "a"), stages.train
+    data, original = layout("parquet", tmp_path / "a"), stages.train.train
 
     def train_and_change(*args, **kwargs):
         original(*args, **kwargs)
         layout("parquet", tmp_path / "a", first=100)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "train", train_and_change)
+        patch.setattr(stages.train, "train", train_and_change)
         with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()
@@ -290,7 +290,7 @@ def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train,
 
 
 def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch):
-    data, original, loaded = layout("parquet", tmp_path / "a"), stages.run_stage, []
+    data, original, loaded = layout("parquet", tmp_path / "a"), runner.Runner.run_stage, []
 
     def run_and_change(run, stage):
         original(run, stage)
@@ -301,8 +301,8 @@ def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch
         loaded.append(load_pairs(arguments))
         return loaded[-1]
 
-    monkeypatch.setattr(stages, "run_stage", run_and_change)
-    monkeypatch.setattr(stages, "load_pairs", load)
+    monkeypatch.setattr(runner.Runner, "run_stage", run_and_change)
+    monkeypatch.setattr(context, "load_pairs", load)
     settings = recipe(data=data, max_steps=2, global_batch_size=4)
     tuned = next(stage for stage in settings["stages"] if stage["name"] == "tuned")
     settings["stages"].append(tuned | {"name": "again"})

@@ -18,8 +18,8 @@ from conversion.lineage import Provenance
 from conversion.model_card import render, result_entries
 from conversion.provenance import weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
 SCORE = 0.75

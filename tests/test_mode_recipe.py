@@ -26,10 +26,11 @@ from evaluation.report import best_of
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
-from training import stages
-from training.arguments import load_recipe
 from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
-from training.stages import run_recipe
+from training.loader import PairLoader
+from training.recipe import load_recipe
+from training.runner import run_recipe
+from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -150,13 +151,13 @@ def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
 def test_an_expert_sees_its_own_pairs_alone(run, out, rows, monkeypatch):
     """Captions of the other cluster do not change an expert: it equals one that is trained on its own pairs alone."""
     seen = []
-    collate = stages.PairLoader._collate
+    collate = PairLoader._collate
 
     def record(self, pairs):
         seen.extend(pair["caption"] for pair in pairs)
         return collate(self, pairs)
 
-    monkeypatch.setattr(stages.PairLoader, "_collate", record)
+    monkeypatch.setattr(PairLoader, "_collate", record)
     target = copy(out, "alone", "dense", "coarse", "assigned", "fine", "captions")
     run("alone", only=["expert_2"])
     mine = load_data_labels(out / "coarse", data_fingerprint(rows)) == 1
@@ -318,7 +319,7 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     one = {"captions.batch_size": 1}  # parts of 128 rows
     if stage == "assigned":
         run(target.name, one, only=["captions", "fine"])
-    compute, calls = getattr(stages, function), []
+    compute, calls = getattr(data_experts, function), []
     fitting = stage == "captions"  # which reads all texts at first
     at = 2 + fitting
 
@@ -329,10 +330,10 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
         return compute(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stages, function, killed)
+        patch.setattr(data_experts, function, killed)
         run(target.name, one, only=[stage])
     calls.append(None)  # from now on nothing is killed
-    monkeypatch.setattr(stages, function, killed)
+    monkeypatch.setattr(data_experts, function, killed)
     run(target.name, one, only=[stage])
     assert len(calls) == at + 2  # of the second run: the second part alone
     name = {"captions": "embeddings", "assigned": "labels"}[stage]

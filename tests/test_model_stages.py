@@ -11,8 +11,8 @@ from transformers import AutoModel
 from conversion import assemble
 from conversion.checkpoints import require_loadable
 from conversion.upcycle import ROUTING_FIELDS
-from training import stages
-from training.arguments import InitializeStage, UpcycleStage
+from training.recipe import STAGES
+from training.stages import InitializeStage, UpcycleStage
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
 
 @pytest.mark.parametrize("stage, name", [(InitializeStage, "dense"), (UpcycleStage, "sparse")])
 def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, stage, name):
-    write = stages.STAGES[stage]
+    write = stage.run
 
-    def damage(run, stage, directory):
-        write(run, stage, directory)
+    def damage(stage, inputs, context, directory):
+        write(stage, inputs, context, directory)
         without_a_tensor(directory)
 
-    monkeypatch.setitem(stages.STAGES, stage, damage)
+    monkeypatch.setattr(stage, "run", damage)
     with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
         run([DENSE, SPARSE])
     assert not (tmp_path / "out" / name).exists()
@@ -136,4 +136,4 @@ def test_every_stage_that_writes_a_model_is_known_to():
     """Stages whose folder others use as their `model`."""
     models = {"InitializeStage", "LongContextStage", "UpcycleStage", "TrainStage", "TrainExpertsStage"}
     models |= {"TrainDataExpertStage", "TrainRouterStage", "UnifyStage", "AverageStage", "AssembleStage"}
-    assert {stage.__name__ for stage in stages.STAGES if issubclass(stage, stages.MODEL_STAGES)} == models
+    assert {stage.__name__ for stage in STAGES.values() if stage.makes_model} == models

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tiny_recipe import as_made_before, recipe, same_weights
 
 from data import glyphs
-from training import engine, stages, upcycle
-from training.arguments import load_recipe
+from training import engine, upcycle
 from training.caption_clusters import load_index
 from training.hidden_states import HiddenStates
 from training.manifests import require_same
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe, stage_errors
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "training.upcycle"]
@@ -195,7 +195,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
     limits, kinds = resource.getrlimit(resource.RLIMIT_FSIZE), {type(s): s.name for s in load_recipe(path).stages}
 
     def on_full_disk(kind):
-        original = stages.STAGES[kind]
+        original = kind.run
 
         def run(*arguments):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         kind = next(kind for kind, name in kinds.items() if name == stage)
-        patch.setitem(stages.STAGES, kind, on_full_disk(kind))
+        patch.setattr(kind, "run", on_full_disk(kind))
         error = failed("--config", path)
     assert error.startswith(f"error: {stage}: ") and "run the same command again to go on" in error
     assert not (tmp_path / "out" / stage).exists()
@@ -254,7 +254,7 @@ def test_every_error_names_its_stage(write, tmp_path):
     with pytest.raises(OSError, match="^sparse: "):
         run_recipe(load_recipe(path))
     with pytest.raises(FloatingPointError, match="^tuned: .*tensor"):
-        with stages.stage_errors(load_recipe(write(3)).stages[2]):
+        with stage_errors(load_recipe(write(3)).stages[2]):
             raise FloatingPointError("a tensor is not finite")
 
 

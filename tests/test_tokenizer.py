@@ -23,8 +23,9 @@ from transformers import (
 
 from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word
-from training import stages
-from training.arguments import load_recipe
+from training.manifests import input_fingerprint
+from training.recipe import load_recipe
+from training.runner import wanted_stages
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
     assert "pieces" not in caplog.text  # the captions are its own
     # The model knows its tokenizer: another one makes another model
     manifest = json.loads((output / "dense" / "manifest.json").read_text())
-    assert manifest["inputs"] == {"words": stages.fingerprint(str(output / "words"))}
+    assert manifest["inputs"] == {"words": input_fingerprint(str(output / "words"))}
     assert run(recipe) == output
     shutil.rmtree(output / "words")
     with pytest.raises(ValueError, match="dense was made with other settings .*inputs.words"):
@@ -133,7 +134,7 @@ def test_experts_bring_their_tokenizer(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": recipe}))
     loaded = load_recipe(path)
-    needed = stages.Run(loaded, tmp_path / "out", None).needed_by([1])
+    needed = {stage.name for stage in wanted_stages(loaded, None, [1])}
     assert needed == {stage["name"] for stage in recipe} - {"other"}
 
 

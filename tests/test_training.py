@@ -25,8 +25,8 @@ from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel
 from training import engine, stages, upcycle
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 from training.training_state import latest_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -241,7 +241,7 @@ def test_accumulation_averages_gradients(run, monkeypatch):
 
         return original(accelerator, model, twice, *rest)
 
-    monkeypatch.setattr(stages, "train", repeat)
+    monkeypatch.setattr(stages.train, "train", repeat)
     accumulated = run(output="accumulated", gradient_accumulation_steps=2)
     torch.testing.assert_close(losses(accumulated / "tuned"), losses(plain / "tuned"), atol=1e-5, rtol=0)
 
@@ -269,14 +269,14 @@ def test_mixed_precision(run, forget_precision):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
-    original, calls = engine.contrastive_loss, iter(range(100))
+    original, calls = stages.train.contrastive_loss, iter(range(100))
 
     def overflow(*args, **kwargs):
         loss = original(*args, **kwargs)
         return loss * float("nan") if next(calls) == 4 else loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "contrastive_loss", overflow)
+        patch.setattr(stages.train, "contrastive_loss", overflow)
         with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan; .*step-00000004") as error:
             run()
     kept = Path(str(error.value).split("checkpoint is ")[1].split(". Lower")[0])

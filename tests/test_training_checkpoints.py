@@ -14,8 +14,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from tiny_recipe import losses, recipe, same_weights
 
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 from training.training_state import require_support
 
 

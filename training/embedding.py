@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from conversion.files import new_file
 from data.sources import DataArguments
-from training.arguments import dump
 from training.loader import PairLoader
+from training.settings import dump
 
 FILE = "features.safetensors"
 # Batches that are written together: what a run that is killed loses.

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
-from training.arguments import TrainStage
 from training.freezing import parameter_groups
-from training.losses import contrastive_loss, multi_positive_loss, router_losses
+from training.losses import router_losses
 from training.training_state import (
     finished_steps,
     latest_checkpoint,
@@ -27,6 +26,9 @@ from training.training_state import (
     require_support,
     save_checkpoint,
 )
+
+if TYPE_CHECKING:
+    from training.stages.train import TrainStage
 
 CHECKPOINTS = "checkpoints"
 
@@ -38,7 +40,7 @@ class ContrastiveTask(nn.Module):
     there, after the towers.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: TrainStage):
+    def __init__(self, model: PreTrainedModel, settings: "TrainStage"):
         super().__init__()
         self.model = model
         self.settings = settings
@@ -58,18 +60,9 @@ class ContrastiveTask(nn.Module):
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
         caption_mask = batch.pop("caption_mask", None)
         outputs = self.model(**batch, **recorded)
-        inputs = [outputs.image_embeds, outputs.text_embeds, self.model.logit_scale.exp()]
-        options = {
-            "chunk_size": self.settings.loss_chunk_size,
-            "label_smoothing": self.settings.label_smoothing,
-        }
-        if caption_mask is None:
-            loss = contrastive_loss(*inputs, **options)
-        else:
-            inputs[1] = inputs[1].new_zeros(*caption_mask.shape, inputs[1].shape[-1])
-            inputs[1] = inputs[1].masked_scatter(caption_mask[..., None], outputs.text_embeds)  # (B, L, D)
-            weights = torch.tensor(self.settings.caption_weights, device=caption_mask.device)
-            loss = multi_positive_loss(*inputs, weights, caption_mask, **options)
+        loss = self.settings.contrastive_loss(
+            outputs.image_embeds, outputs.text_embeds, self.model.logit_scale.exp(), caption_mask
+        )
         metrics = {"contrastive_loss": loss.detach()}
         if sparse:
             auxiliary, router_metrics = router_losses(
@@ -98,7 +91,7 @@ def train(
     accelerator: Accelerator,
     model: PreTrainedModel,
     batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
-    settings: TrainStage,
+    settings: "TrainStage",
     total_steps: int,
     directory: Path,
     seed: int = 0,
@@ -125,10 +118,48 @@ def train(
         require_support(accelerator)
     latest = latest_checkpoint(checkpoints)
     step = 0 if latest is None else finished_steps(latest, total_steps)
+    shape_of_scale = model.logit_scale.shape
+    task, optimizer, scheduler = _prepare(accelerator, model, settings, step, total_steps)
+    if latest is not None:
+        load_checkpoint(accelerator, task, optimizer, latest)
+        accelerator.print(f"{settings.name}: goes on from step {step}")
+    log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
+    stream = batches(step * settings.gradient_accumulation_steps)
+    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
+    while step < total_steps:
+        kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
+        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
+        grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if model.logit_scale.requires_grad:
+            clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+        step += 1
+        bar.update()
+        if step % settings.logging_steps == 0 or step == total_steps:
+            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+            bar.set_postfix_str(log.write(step, values))
+        if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
+            latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
+    bar.close()
+    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
+    if "logit_scale" in state_dict:
+        state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
+    require_finite(state_dict, f"stage {settings.name}, step {step}")
+    return state_dict
+
+
+def _prepare(
+    accelerator: Accelerator, model: PreTrainedModel, settings: "TrainStage", step: int, total_steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
-    scale = model.logit_scale
     # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
+    scale = model.logit_scale
     model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = ContrastiveTask(model, settings).train()
     optimizer = torch.optim.AdamW(
@@ -149,59 +180,44 @@ def train(
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm
-    task, optimizer = accelerator.prepare(task, optimizer)
-    if latest is not None:
-        load_checkpoint(accelerator, task, optimizer, latest)
-        accelerator.print(f"{settings.name}: goes on from step {step}")
-    log = Log(directory / "log.jsonl", step, accelerator, settings.name)
+    return *accelerator.prepare(task, optimizer), scheduler
 
-    parameters = [p for p in task.parameters() if p.requires_grad]
+
+def _compute_gradient(
+    accelerator: Accelerator,
+    task: nn.Module,
+    model: PreTrainedModel,
+    stream: Iterator[dict[str, torch.Tensor]],
+    settings: "TrainStage",
+    seed_and_step: tuple[int, int],
+    kept: str,
+) -> dict[str, torch.Tensor]:
+    """Add up the gradients of the batches of a step, and return what the last of them logs."""
     accumulation = settings.gradient_accumulation_steps
-    stream = batches(step * accumulation)
-    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
-    started, first = time.perf_counter(), step
-    while step < total_steps:
-        place = f"stage {settings.name}, step {step + 1}"
-        for micro_step in range(accumulation):
-            batch = send_to_device(next(stream), accelerator.device)
-            # DeepSpeed takes its step within `backward`, when this is set
-            last = accelerator.sync_gradients = micro_step == accumulation - 1
-            if isinstance(model, CLIPMoEModel):
-                model.seed_router_noise(hash((seed, step, micro_step)), accelerator.process_index)
-            # Gradients are averaged over the processes once a step.
-            with nullcontext() if last else accelerator.no_sync(task):
-                loss, metrics = task(batch)
-                _require_finite(loss, f"{place}: the loss", latest)
-                accelerator.backward(loss / accumulation)
-        grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm))
-        if accelerator.scaler is None:
-            # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
-            _require_finite(grad_norm, f"{place}: the gradient", latest)
-        learning_rate = scheduler.get_last_lr()[0]
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if model.logit_scale.requires_grad:
-            clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
-        step += 1
-        bar.update()
+    for micro_step in range(accumulation):
+        batch = send_to_device(next(stream), accelerator.device)
+        # DeepSpeed takes its step within `backward`, when this is set
+        last = accelerator.sync_gradients = micro_step == accumulation - 1
+        if isinstance(model, CLIPMoEModel):
+            model.seed_router_noise(hash((*seed_and_step, micro_step)), accelerator.process_index)
+        # Gradients are averaged over the processes once a step.
+        with nullcontext() if last else accelerator.no_sync(task):
+            loss, metrics = task(batch)
+            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
+            accelerator.backward(loss / accumulation)
+    return metrics
 
-        if step % settings.logging_steps == 0 or step == total_steps:
-            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
-            values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
-            images = (step - first) * settings.global_batch_size
-            speed = images / (time.perf_counter() - started)
-            bar.set_postfix_str(_summary(values, speed))
-            log.write(step, values, speed)
-        if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
-            latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
-    bar.close()
-    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
-    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
-    if "logit_scale" in state_dict:
-        state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
-    require_finite(state_dict, f"stage {settings.name}, step {step}")
-    return state_dict
+
+def _clip_gradient(
+    accelerator: Accelerator, task: nn.Module, settings: "TrainStage", step: int, kept: str
+) -> torch.Tensor:
+    """The norm that the gradient had."""
+    parameters = [p for p in task.parameters() if p.requires_grad]
+    grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm))
+    if accelerator.scaler is None:
+        # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
+        _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", kept)
+    return grad_norm
 
 
 @torch.no_grad()
@@ -232,8 +248,9 @@ def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
 class Log:
     """`log.jsonl`, one line a logged step, and the trackers."""
 
-    def __init__(self, path: Path, step: int, accelerator: Accelerator, stage: str):
+    def __init__(self, path: Path, step: int, batch_size: int, accelerator: Accelerator, stage: str):
         self.path, self.accelerator, self.stage = path, accelerator, stage
+        self.first, self.batch_size, self.started = step, batch_size, time.perf_counter()
         if accelerator.is_main_process:
             # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -241,13 +258,16 @@ class Log:
             with new_file(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
-    def write(self, step: int, values: dict[str, float], images_per_second: float) -> None:
+    def write(self, step: int, values: dict[str, float]) -> str:
+        """Log the values of a step, and return a summary of them."""
+        images_per_second = (step - self.first) * self.batch_size / (time.perf_counter() - self.started)
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
                 record = {"step": step, **values, "images_per_second": round(images_per_second, 1)}
                 file.write(json.dumps(record) + "\n")
         scalars = {**values, "images_per_second": images_per_second}
         self.accelerator.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
+        return _summary(values, images_per_second)
 
 
 def _step(line: str) -> float:
@@ -264,9 +284,8 @@ def _summary(values: dict[str, float], images_per_second: float) -> str:
     return ", ".join([*parts, f"{images_per_second:.0f} images/s"])
 
 
-def _require_finite(value: torch.Tensor, what: str, latest: Path | None) -> None:
+def _require_finite(value: torch.Tensor, what: str, kept: str) -> None:
     if not torch.isfinite(value).all():
-        kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
         raise FloatingPointError(
             f"{what} is {value.item()}; {kept}. Lower the learning rate, or look at the data of this step"
         )

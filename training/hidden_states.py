@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -46,6 +47,19 @@ def frozen_weights(model: CLIPMoEModel) -> str:
                 digest.update(f"{tower}.{name}".encode())
                 digest.update(tensor.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def captions_of_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
+    """How many captions of an image hidden states are of: all, or the only one.
+
+    Raises:
+        ValueError: images have several, of which each epoch would draw one.
+    """
+    if caption_weights is not None:
+        return len(caption_weights)
+    if not isinstance(rows[0]["caption"], str):
+        raise ValueError("hidden states need caption_weights where images have several captions")
+    return 1
 
 
 def announce_size(

@@ -28,37 +28,42 @@ from conversion.checkpoints import (
     require_source,
 )
 from data import glyphs
-from training.arguments import InitializeStage
 
 
-def random_clip(stage: InitializeStage, tokenizer: str | None) -> tuple[CLIPModel, CLIPProcessor]:
+def random_clip(
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    projection_dim: int,
+    processor: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[CLIPModel, CLIPProcessor]:
     """A dense CLIP with random weights, and its processor.
 
     Args:
-        tokenizer: the folder or hub name of `stage.tokenizer`.
+        text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
+        processor: a folder or hub name, or "glyphs"; None: CLIP's own image processor.
+        tokenizer: a folder or hub name; None: the processor's.
 
     Raises:
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
     with _reason():
-        text, vision = CLIPTextConfig(**stage.text_config), CLIPVisionConfig(**stage.vision_config)
+        text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
     if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
         raise ValueError(
             f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
             "number, and an image has to hold a patch"
         )
-    processor = _processor(stage.processor, tokenizer, text.max_position_embeddings, vision.image_size)
-    source = tokenizer or stage.processor
+    given, source = processor, tokenizer or processor
+    processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
-    width = {"projection_dim": stage.projection_dim}
+    width = {"projection_dim": projection_dim}
     with _reason():
-        config = CLIPConfig(
-            text_config=vocabulary | width | stage.text_config, vision_config=width | stage.vision_config, **width
-        )
+        config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
         _require_tokens_fit(processor.tokenizer, config.text_config, source)
-        _require_images_fit(processor.image_processor, config.vision_config, stage.processor)
+        _require_images_fit(processor.image_processor, config.vision_config, given)
         model = CLIPModel(config)
         with torch.no_grad():
             model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
@@ -76,7 +81,7 @@ def _reason() -> Iterator[None]:
 
 
 def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
-    """See `InitializeStage`; what is made here has the model's sizes."""
+    """See `random_clip`; what is made here has the model's sizes."""
     if processor is None:
         square = {"height": image_size, "width": image_size}
         images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)

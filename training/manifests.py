@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.files import read_record
-from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint
+from conversion.provenance import ATTEMPTS, MANIFEST, fingerprint, is_as_made, manifest_fingerprint
 from data.identity import newest_file
 from data.sources import DataArguments
 
@@ -26,9 +26,15 @@ def stage_fingerprint(folder: Path) -> str:
     return manifest_fingerprint(folder)
 
 
+def input_fingerprint(model: str) -> str:
+    """What a stage reads: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
+    return stage_fingerprint(Path(model)) if (Path(model) / MANIFEST).is_file() else fingerprint(model)
+
+
 def has_work(partial: Path) -> bool:
     """Whether a stage that has not finished has written more than what tells how it was begun."""
-    return any(path.name not in (MANIFEST, ATTEMPTS) and path.suffix != ".partial" for path in partial.glob("*"))
+    begun = (MANIFEST, ATTEMPTS)
+    return any(path.name not in begun and path.suffix not in (".partial", ".tmp") for path in partial.glob("*"))
 
 
 def comparable(settings: Any) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from conversion.files import one_line_errors
 from conversion.recipe_yaml import read_yaml
-from training.arguments import load_recipe
 from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
-from training.stages import MODEL_STAGES, run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(known.config, overrides)
         only = None if known.stages is None else _names(known.stages)
         output_dir = run_recipe(recipe, only, None if known.experts is None else _numbers(known.experts))
-    models = [stage for stage in recipe.stages if isinstance(stage, MODEL_STAGES)]
+    models = [stage for stage in recipe.stages if stage.makes_model]
     asked = {stage.name for stage in models} if only is None else set(only)
     finished = [stage for stage in models if stage.name in asked and (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:

@@ -9,13 +9,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from training import engine, stages, upcycle
+from training import context, engine, runner, upcycle
 
-make_accelerator, save_checkpoint = stages.make_accelerator, engine.save_checkpoint
+make_accelerator, save_checkpoint = context.make_accelerator, engine.save_checkpoint
 
 
-def with_fsdp2(recipe) -> Accelerator:
-    accelerator = make_accelerator(recipe)
+def with_fsdp2(*arguments) -> Accelerator:
+    accelerator = make_accelerator(*arguments)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # as the configuration file has it
     accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     assert accelerator.is_fsdp2 and accelerator.num_processes == 2
@@ -27,7 +27,7 @@ def save_and_fail(*arguments):
     raise OSError("interrupted")
 
 
-stages.make_accelerator = with_fsdp2
+context.make_accelerator = runner.make_accelerator = with_fsdp2
 if "--interrupt" in sys.argv:
     sys.argv.remove("--interrupt")
     engine.save_checkpoint = save_and_fail

@@ -24,8 +24,8 @@ from conversion.upcycle import PRESETS, upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 from modeling_clip_moe import modeling_clip_moe as modeling
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "training" / "glyph_clip"

@@ -21,8 +21,8 @@ from conversion import publish
 from conversion.lineage import Provenance
 from conversion.upcycle import PRESETS, upcycle
 from modeling_clip_moe import CLIPMoDEModel
-from training.arguments import load_recipe
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/glyph_clip"

@@ -8,20 +8,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from training import stages, upcycle
+from training import context, runner, upcycle
 
 
-def with_zero3(recipe) -> Accelerator:
+def with_zero3(output_dir, mixed_precision, trackers) -> Accelerator:
     # Not `cpu=True`, with which Accelerate leaves DeepSpeed out
     accelerator = Accelerator(
-        mixed_precision=recipe.mixed_precision,
-        project_dir=recipe.output_dir,
+        mixed_precision=mixed_precision,
+        project_dir=output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     assert accelerator.distributed_type is DistributedType.DEEPSPEED and accelerator.num_processes == 2
-    stages.unset_hf_deepspeed_config()
+    context.unset_hf_deepspeed_config()
     return accelerator
 
 
-stages.make_accelerator = with_zero3
+context.make_accelerator = runner.make_accelerator = with_zero3
 upcycle.main(sys.argv[1:])

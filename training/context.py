@@ -1,0 +1,127 @@
+"""What the stages of one run share: processes, seed, data, and where stages lie."""
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from conversion.provenance import LOGS, MANIFEST
+from data.identity import data_fingerprint, identity
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from training.settings import dump
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the stages of one run share.
+
+    Args:
+        stages: names of all stages of the recipe.
+        alone: whether the other processes wait, so that nothing may wait for them.
+    """
+
+    output_dir: Path
+    accelerator: Accelerator
+    stages: frozenset[str] = frozenset()
+    seed: int = 0
+    mixed_precision: str | None = None
+    trackers: tuple[str, ...] = ()
+    alone: bool = False
+    # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
+    _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
+    # Of the stage that runs: data may change between two stages
+    _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+
+    def folder(self, reference: str) -> str:
+        """The folder or hub name that a setting names: an earlier stage, a folder or a hub name.
+
+        Raises:
+            FileNotFoundError: it names a stage that has not finished.
+        """
+        if self.finished(reference):
+            return str(self.output_dir / reference) if reference in self.stages else reference
+        folder = self.output_dir / reference
+        raise FileNotFoundError(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
+
+    def finished(self, reference: str) -> bool:
+        """Whether what a setting names is there, as far as this run makes it."""
+        return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
+
+    def resolve(self, arguments: DataArguments) -> DataArguments:
+        """With the folder as the source where that is a captions stage."""
+        return dataclasses.replace(arguments, source=self.folder(arguments.source))
+
+    def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
+        """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
+        arguments = self.resolve(arguments)
+        key = json.dumps([dump(arguments), self.identity(arguments)])
+        if key not in self._pairs:
+            self._pairs.clear()
+            with self._main_process_first():  # which fills the cache that the others read
+                self._pairs[key] = load_pairs(arguments)
+        return self._pairs[key]
+
+    def fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
+        """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
+        with self._main_process_first():
+            return data_fingerprint(rows, arguments.image_root)
+
+    def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
+        """See `data.identity.identity`. Every process has to ask."""
+        arguments = self.resolve(arguments)
+        key = json.dumps(dump(arguments))
+        if key not in self._identities:
+            with self._main_process_first():
+                self._identities[key] = identity(arguments)
+        return self._identities[key]
+
+    def forget_identities(self) -> None:
+        """Data may have changed since they were looked at."""
+        self._identities.clear()
+
+    def without_others(self) -> "Context":
+        """For the main process, while the others wait. What it reads meanwhile the others have yet to read."""
+        return dataclasses.replace(self, alone=True, _pairs=dict(self._pairs), _identities=dict(self._identities))
+
+    def new_accelerator(self) -> Accelerator:
+        """Another `Accelerator` of the same processes: what was prepared with one enters its checkpoints."""
+        return make_accelerator(self.output_dir, self.mixed_precision, self.trackers)
+
+    def _main_process_first(self):
+        return nullcontext() if self.alone else self.accelerator.main_process_first()
+
+
+def make_accelerator(
+    output_dir: str | Path, mixed_precision: str | None = None, trackers: tuple[str, ...] = ()
+) -> Accelerator:
+    """An `Accelerator` as a recipe wants it, on the CPU where there is nothing else.
+
+    Raises:
+        ValueError: a tracker is not installed, which Accelerate would leave out without a word.
+    """
+    accelerator = Accelerator(
+        # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=mixed_precision,
+        log_with=list(trackers) or None,
+        # Not beside the stages, one of which may be called as the trackers' project
+        project_config=ProjectConfiguration(str(output_dir), logging_dir=str(Path(output_dir) / LOGS)),
+        # The other processes wait while the first one evaluates or writes.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
+    )
+    missing = sorted(set(trackers) - {"all", *map(str, accelerator.log_with)})
+    if missing:
+        raise ValueError(f"trackers: {', '.join(missing)} cannot be imported; install it, or leave it out")
+    # With ZeRO-3, transformers would split every model as it is built, also one that a single process builds
+    unset_hf_deepspeed_config()
+    return accelerator

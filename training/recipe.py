@@ -1,0 +1,248 @@
+"""A recipe: the stages of a run and their settings, read from YAML, overridden from the command line.
+
+Unknown keys, wrong types and contradictions raise a `ValueError` that names the key as it stands in the recipe.
+"""
+
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
+from conversion.recipe_yaml import MOST_LEVELS, read_yaml
+from training.settings import STRICT, did_you_mean, dump
+from training.stages import AnyStage
+from training.stages.base import Stage, kinds, references
+
+STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Recipe:
+    """A run: its stages, in order."""
+
+    output_dir: str = Field(min_length=1)
+    # Of all kinds, or classes of your own: `package.module:Class`.
+    stages: list[SkipValidation[Stage]] = Field(min_length=1)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    # None: what `accelerate launch` or its configuration says.
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    # Any of Accelerate's trackers: tensorboard, wandb, ...
+    trackers: list[str] = Field(default_factory=list)
+    # Stage -> hub repository that its model is uploaded to once all stages are done.
+    push_to_hub: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _read_no(cls, value):
+        return "no" if value is False else value  # YAML's no
+
+    @field_validator("stages")
+    @classmethod
+    def _check_stages(cls, stages):
+        names = [stage.name for stage in stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the stage name {name!r} is used twice")
+            alike = [other for other in names if other != name and other.casefold() == name.casefold()]
+            if alike:
+                raise ValueError(f"{name!r} and {alike[0]!r} are one folder where file names have no case: rename one")
+            problem = _problem_of_name(name)
+            if problem:
+                raise ValueError(f"{name!r:.60} cannot name a stage: {problem}")
+        earlier = {stage.name: stage for stage in stages}
+        for stage in stages:
+            for reference in references(stage):
+                named = earlier.get(reference.value)
+                if named is not None and not set(kinds(type(named))) & set(reference.reads.kinds):
+                    raise ValueError(
+                        f"{stage.name}.{reference.setting}: {named.name} is a stage of type {named.stage}, not "
+                        f"{reference.reads}"
+                    )
+        experts = [number for number in map(expert_number, stages) if number is not None]
+        if len(set(experts)) < len(experts):
+            raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
+        return stages
+
+    @model_validator(mode="after")
+    def _check_push(self):
+        unknown = sorted(set(self.push_to_hub) - {stage.name for stage in self.stages})
+        if unknown:
+            raise ValueError(f"push_to_hub names stages that the recipe does not have: {', '.join(unknown)}")
+        return self
+
+
+def _problem_of_name(name: str) -> str:
+    """Why a stage cannot have this name, which is that of its folder, or nothing."""
+    if name in {field.name for field in fields(Recipe)} | {"defaults"}:
+        return "it is a key of the recipe"
+    if name.casefold() in (RECIPE, ENVIRONMENT, LOGS):
+        return "a file of the run has that name"
+    if not name.strip() or name != name.strip() or name.startswith((".", "-")) or name.endswith(".partial"):
+        return "it is empty, begins with a dot, a minus or a space, or ends in .partial or a space"
+    if any(character in "/\\" or not character.isprintable() for character in name):
+        return "it is no name of a folder"
+    return "it is longer than 200 bytes" if len(name.encode()) > 200 else ""
+
+
+def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
+            settings that all stages of that type share unless they set them themselves. Those of `train` hold for
+            `train_experts`, `train_data_expert` and `train_router`, too.
+        overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
+            is one of the recipe's own (`seed`, `defaults.train.max_steps`).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: an unknown key, a value of the wrong type or out of range, a contradiction.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder, not a recipe" if path.is_dir() else "there is no such file"
+        raise FileNotFoundError(f"no recipe at {path}: {what}; the project's are in training/recipes")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8, so no recipe: {error}") from error
+    raw = read_yaml(text, str(path))
+    _require_stages(raw, path)
+    for key, value in (overrides or {}).items():
+        _override(raw, key, value)
+    _require_stages(raw, path)
+    defaults = raw.pop("defaults", None) or {}
+    for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
+    classes = [stage_class(stage["stage"]) for stage in raw["stages"]]
+    used = {kind for stage in classes for kind in _default_kinds(stage)}
+    if set(defaults) - used:
+        unused = ", ".join(sorted(set(defaults) - used))
+        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {unused}")
+    problems, stages = [], []
+    for stage, settings in zip(classes, raw["stages"], strict=True):
+        shared = {}
+        for kind in _default_kinds(stage):
+            shared = _merge(shared, defaults.get(kind, {}))
+        stages.append(_validate(stage, _merge(shared, settings), f"{settings['name']}.", problems))
+    recipe = None if problems else _validate(Recipe, raw | {"stages": stages}, "", problems)
+    if problems:
+        raise ValueError("\n".join([f"{path}:", *problems]))
+    return recipe
+
+
+def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[str]) -> Any:
+    """The settings as an object; or None, with a line for each of their problems."""
+    try:
+        return TypeAdapter(kind).validate_python(settings)
+    except ValidationError as error:
+        known = [field.name for field in fields(kind)]
+        for e in error.errors():
+            key = prefix + ".".join(map(str, e["loc"]))
+            problems.append(f"  {key.rstrip('.') or 'recipe'}: {_message(e, known)} (got {_short(e['input'])})")
+
+
+def stage_class(stage: str) -> type[Stage]:
+    """The class of a kind of stage, or one's own: `package.module:Class`, which the working folder may hold.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if ":" not in stage:
+        if stage not in STAGES:
+            raise ValueError(f"there is no kind of stage {stage!r}: {did_you_mean(stage, STAGES)}")
+        return STAGES[stage]
+    module, _, name = stage.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"the stage {stage!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Stage)):
+        raise ValueError(f"{stage!r} is no stage: its class must be a subclass of training.stages.base.Stage")
+    return found
+
+
+def expert_number(stage: Stage) -> int | None:
+    """The number of the expert that a stage trains, by which --experts chooses it."""
+    return getattr(stage, "expert", None)
+
+
+def dump_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The plain dictionary of a recipe, from which it can be read again."""
+    own = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    return own | {"stages": [dump(stage) for stage in recipe.stages]}
+
+
+def _require_stages(raw: Any, path: Path) -> None:
+    """Raises:
+    ValueError: what the overrides and the defaults have to find in a recipe is not there.
+    """
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
+        raise ValueError(f"{path} has no list of stages")
+    for stage in raw["stages"]:
+        keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []
+        if not keys or not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"{path}: a stage needs the keys name and stage, both texts, got {_short(stage)}")
+
+
+def _override(raw: dict, key: str, value: Any) -> None:
+    head, *rest = key.split(".")
+    target = raw
+    stage = next((stage for stage in raw["stages"] if stage["name"] == head), None)
+    if stage is not None:
+        if not rest:
+            raise ValueError(f"--{key}: a stage is overridden key by key, as in --{key}.KEY VALUE")
+        target = stage
+    elif head in {f.name for f in fields(Recipe)} | {"defaults"}:
+        rest = [head, *rest]
+    else:
+        names = [stage["name"] for stage in raw["stages"]]
+        raise ValueError(
+            f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
+            f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
+        )
+    if "" in rest or len(rest) > MOST_LEVELS:
+        raise ValueError(f"--{_short(key)}: keys are written KEY.KEY, at most {MOST_LEVELS} of them")
+    for part in rest[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise ValueError(f"--{key}: {part!r} has no keys")
+    target[rest[-1]] = value
+
+
+def _default_kinds(stage: type[Stage]) -> list[str]:
+    """The keys of `defaults` that hold for a class of stages, the most special one last."""
+    return [kind for kind in kinds(stage) if kind != "model"]
+
+
+def _merge(defaults: dict, settings: dict) -> dict:
+    merged = copy.deepcopy(defaults)
+    for key, value in settings.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _message(error: dict, known: Iterable[str]) -> str:
+    if error["type"] != "unexpected_keyword_argument":
+        return error["msg"]
+    hint = did_you_mean(str(error["loc"][-1]), known) if len(error["loc"]) == 1 else ""
+    return "there is no such key, here or in the defaults of this stage" + (f": {hint}" if hint else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,272 @@
+"""Runs the stages of a recipe: each writes one folder of its own, whole or not at all.
+
+A stage works in `NAME.partial`, which is renamed to `NAME` when all of it is there. `manifest.json` in the folder
+holds what made it: the settings, the seed and the hashes of its inputs. A finished stage whose manifest matches is
+skipped, an unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone,
+with an error.
+"""
+
+import gc
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.utils import set_seed
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from conversion import publish
+from conversion.checkpoints import require_loadable
+from conversion.files import locked, read_record, respect_umask, write_text
+from conversion.provenance import (
+    ATTEMPTS,
+    ENVIRONMENT,
+    MANIFEST,
+    RECIPE,
+    environment,
+    manifest_fingerprint,
+    weights_fingerprint,
+)
+from training.context import Context, make_accelerator
+from training.engine import CHECKPOINTS
+from training.manifests import comparable, has_work, input_fingerprint, require_same
+from training.recipe import Recipe, dump_recipe, expert_number
+from training.settings import dump
+from training.stages.base import Stage, references, resolve
+
+GO_ON = "What is done is kept: run the same command again to go on from there"
+
+
+def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> Path:
+    """Run the stages of a recipe in order, and return the output folder.
+
+    Args:
+        only: names of the stages to run; None: all.
+        experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
+
+    Raises:
+        ValueError: `only` or `experts` names what is not in the recipe, or a stage's folder was made with other
+            settings.
+        FileNotFoundError: a stage needs the output of another one that has not finished, or an expert that is not among
+            `experts`.
+    """
+    stages = wanted_stages(recipe, only, experts)
+    output_dir = Path(recipe.output_dir)
+    files = [path for path in (output_dir, *output_dir.parents) if path.exists() and not path.is_dir()]
+    if files:
+        raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
+    runner = Runner(recipe)
+    accelerator = runner.context.accelerator
+    with locked(output_dir) if accelerator.is_main_process else nullcontext():
+        for stage in stages:
+            with stage_errors(stage):
+                runner.require_made_alike(stage)
+        if accelerator.is_main_process:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            write_text(output_dir / RECIPE, yaml.safe_dump(dump_recipe(recipe), sort_keys=False))
+            write_text(output_dir / ENVIRONMENT, json.dumps(environment(), indent=2))
+        for stage in stages:
+            with stage_errors(stage):
+                runner.run_stage(stage)
+        if only is None and experts is None:
+            for name, repository in recipe.push_to_hub.items():
+                if accelerator.is_main_process:
+                    print(f"{name} is at {publish.publish(output_dir / name, repository)}")
+    # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
+    # may wait: a deadlock at the very end.
+    gc.collect()
+    accelerator.end_training()
+    return output_dir
+
+
+def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
+    """The stages to run, in their order.
+
+    Raises:
+        ValueError: `only` or `experts` names what is not in the recipe.
+    """
+    names = [stage.name for stage in recipe.stages]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
+    numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
+    unknown = sorted(set(experts or ()) - set(numbers))
+    if unknown:
+        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
+    wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
+    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
+
+
+def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
+    """The names of the stages that train these experts, and of all that they need but other experts."""
+    stages = {stage.name: stage for stage in recipe.stages}
+    ours = [stage.name for stage in recipe.stages if expert_number(stage) in experts]
+    needed, open_ = set(), list(ours)
+    while open_:
+        name = open_.pop()
+        if name not in needed and name in stages and (name in ours or expert_number(stages[name]) is None):
+            needed.add(name)
+            open_ += [reference.value for reference in references(stages[name])]
+    return needed
+
+
+@contextmanager
+def stage_errors(stage: Stage) -> Iterator[None]:
+    """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
+    try:
+        yield
+    except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
+        raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
+    except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
+        kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+        named = str(error).startswith((f"{stage.name}", f"stage {stage.name}"))
+        message = str(error) if named else f"{stage.name}: {error}"
+        if kind is OSError and GO_ON not in message:
+            message = f"{message}. {GO_ON}"
+        raise kind(message) from error
+
+
+class Runner:
+    """The folders of a run and what is known of them."""
+
+    def __init__(self, recipe: Recipe):
+        output_dir, trackers = Path(recipe.output_dir), tuple(recipe.trackers)
+        self.context = Context(
+            output_dir,
+            make_accelerator(output_dir, recipe.mixed_precision, trackers),
+            frozenset(stage.name for stage in recipe.stages),
+            recipe.seed,
+            recipe.mixed_precision,
+            trackers,
+        )
+        # Of what stages read, by name: a model is read once
+        self._fingerprints: dict[str, str] = {}
+
+    def run_stage(self, stage: Stage) -> None:
+        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
+        context, accelerator = self.context, self.context.accelerator
+        final, partial = self._folders(stage)
+        context.forget_identities()
+        self.require_made_alike(stage)
+        if (final / MANIFEST).is_file():
+            accelerator.print(f"{stage.name}: done before, skipped")
+            if accelerator.is_main_process:
+                shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
+            return
+        manifest = self._manifest(stage)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            if not has_work(partial):
+                shutil.rmtree(
+                    partial, ignore_errors=True
+                )  # of an attempt that failed at once, perhaps for its settings
+            partial.mkdir(parents=True, exist_ok=True)
+            write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
+        accelerator.wait_for_everyone()
+        set_seed(context.seed, device_specific=True)
+        attempts = self._begin_attempt(partial)
+        started = time.perf_counter()
+        if stage.main_process_only:
+            if accelerator.is_main_process:
+                stage.run(resolve(stage, context), context.without_others(), partial)
+        else:
+            stage.run(resolve(stage, context), context, partial)
+        accelerator.wait_for_everyone()
+        self._require_unchanged(stage, manifest["data"], partial)
+        if accelerator.is_main_process:
+            attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
+            write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
+            _finish(stage, manifest, partial, final)
+        accelerator.wait_for_everyone()
+
+    def require_made_alike(self, stage: Stage) -> None:
+        """Compare what is in a stage's folders with what the run asks for, as far as its inputs are there. Writes
+        nothing.
+
+        Raises:
+            ValueError: they were made otherwise, or the folder is not that of a stage.
+        """
+        final, partial = self._folders(stage)
+        if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
+            raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
+        folders = [final] if (final / MANIFEST).is_file() else []
+        folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
+        if folders and all(self.context.finished(reference.value) for reference in references(stage)):
+            manifest, data = self._manifest(stage), getattr(stage, "data", None)
+            data = data and self.context.resolve(data)
+            for folder in folders:
+                require_same(folder, manifest, data)
+
+    def _folders(self, stage: Stage) -> tuple[Path, Path]:
+        output_dir = self.context.output_dir
+        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
+
+    def _manifest(self, stage: Stage) -> dict[str, Any]:
+        context, data = self.context, getattr(stage, "data", None)
+        inputs = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
+        return {
+            "stage": comparable(dump(stage)),
+            "seed": context.seed,
+            "mixed_precision": context.accelerator.mixed_precision,
+            "inputs": {name: self._fingerprint(name) for name in inputs} | stage.fingerprints(resolve(stage, context)),
+            "data": None if data is None else context.identity(data),
+        }
+
+    def _fingerprint(self, reference: str) -> str:
+        """What a stage, a folder or a hub name holds, which is read once after it was made."""
+        folder = self.context.folder(reference)
+        key = reference
+        if reference in self.context.stages:
+            key = f"{reference} {manifest_fingerprint(Path(folder))}"
+        if key not in self._fingerprints:
+            self._fingerprints[key] = input_fingerprint(folder)
+        return self._fingerprints[key]
+
+    def _begin_attempt(self, partial: Path) -> list[dict[str, Any]]:
+        """What a stage ran on, each time that it was begun; its time is not known until it has ended."""
+        path, accelerator = partial / ATTEMPTS, self.context.accelerator
+        attempts, device = read_record(path, list) if path.is_file() else [], accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+        here = {"device": name, "num_processes": accelerator.num_processes, **environment(), "seconds": None}
+        attempts.append(here)
+        if accelerator.is_main_process:
+            write_text(path, json.dumps(attempts, indent=2))
+        return attempts
+
+    def _require_unchanged(self, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
+        """Local data must be what they were when the stage began. Those that are gone have been read.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if before is None or "commit" in before:
+            return
+        self.context.forget_identities()
+        if self.context.identity(stage.data) not in (None, before):
+            raise ValueError(
+                f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
+                f"{partial}, and run it again"
+            )
+
+
+def _finish(stage: Stage, manifest: dict[str, Any], partial: Path, final: Path) -> None:
+    """Give the folder of a stage that has run its name."""
+    if stage.makes_model:
+        require_loadable(partial)
+    for leftover in partial.rglob("*.partial"):  # of attempts that were killed
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    respect_umask(partial)
+    os.replace(partial, final)
+    # Not before: a run that is killed now goes on from the last one.
+    shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
+    if stage.makes_model:  # of what is left
+        write_text(final / MANIFEST, json.dumps(manifest | {"weights": weights_fingerprint(str(final))}, indent=2))

@@ -1,0 +1,37 @@
+"""What all settings have in common: unknown keys are errors, and what they read is part of their type."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Reads:
+    """Marks a setting that names what a stage reads, as in `Annotated[str, Reads("cluster")]`.
+
+    Args:
+        kinds: the kinds of stages that it may name; "model" stands for all that make a model.
+        outside: whether it may also name what no stage of the recipe makes: a folder, or a hub name.
+        literals: values that name nothing.
+    """
+
+    def __init__(self, *kinds: str, outside: bool = True, literals: Iterable[str] = ()):
+        self.kinds, self.outside, self.literals = kinds, outside, tuple(literals)
+
+    def __repr__(self) -> str:
+        return " or ".join(self.kinds)
+
+
+def dump(settings: Any) -> dict[str, Any]:
+    """The plain dictionary of settings, as YAML and JSON can hold it."""
+    return TypeAdapter(type(settings)).dump_python(settings, mode="json")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the end of an error: the name that is most like a wrong one, or else all that there are."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known) or 'none'}"

@@ -1,0 +1,127 @@
+"""What every stage is: settings, what it reads, and what it does with it."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from data.sources import DataArguments
+from training.context import Context
+from training.settings import STRICT, Reads
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Stage:
+    """One stage of a recipe: it reads folders and writes one folder of its own.
+
+    A kind of stage is a subclass. Its fields are its settings; one that names what the stage reads says so in its type:
+    `Annotated[str, Reads("cluster")]`. Settings that contradict each other raise a ValueError in a
+    `pydantic.model_validator`.
+    """
+
+    # What a recipe calls it: `stage: KIND`
+    kind: ClassVar[str] = ""
+    # Whether its folder is a model, which other stages may read as one
+    makes_model: ClassVar[bool] = False
+    # Whether `run` is for the main process alone, while the others wait
+    main_process_only: ClassVar[bool] = False
+
+    # Of the stage, and of its folder.
+    name: str
+    # The kind of stage, or a class of your own as `package.module:Class`.
+    stage: str
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        """Do it.
+
+        Args:
+            inputs: what the settings with `Reads` name, under the same names: a stage is its folder, which has
+                finished; of `data`, the source is. Others are as they stand in the recipe.
+            context: what the stages of a run share.
+            directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
+                attempt that was killed left there is still there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no run")
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """What it reads that no setting with `Reads` names, with hashes: when they change, the stage is made anew."""
+        return {}
+
+
+# An earlier stage, a folder or a hub name
+Model = Annotated[str, Reads("model")]
+# The source may be a captions stage
+Data = Annotated[DataArguments, Reads("captions", outside=False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A setting of a stage that names what it reads.
+
+    Args:
+        setting: its name; where it holds several, with the position or key.
+        value: what it names: a stage, a folder or a hub name.
+    """
+
+    setting: str
+    value: str
+    reads: Reads
+
+
+def references(stage: Stage) -> list[Reference]:
+    """All that a stage names to be read, in the order of its settings."""
+    found = []
+    for setting, reads in _reading_settings(type(stage)):
+        value = getattr(stage, setting)
+        if isinstance(value, DataArguments):
+            found.append(Reference(f"{setting}.source", value.source, reads))
+            continue
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        found += [Reference(f"{setting}.{key}", item, reads) for key, item in items]
+        found += [Reference(setting, value, reads)] if isinstance(value, str) else []
+    return [reference for reference in found if reference.value not in reference.reads.literals]
+
+
+def resolve(stage: Stage, context: Context) -> SimpleNamespace:
+    """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages.
+
+    Raises:
+        FileNotFoundError: one of the stages has not finished.
+    """
+
+    def folder(value: Any) -> Any:
+        if isinstance(value, DataArguments):
+            return context.resolve(value)
+        if isinstance(value, dict):
+            return {key: folder(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [folder(item) for item in value]
+        return None if value is None else context.folder(value)
+
+    return SimpleNamespace(
+        **{setting: folder(getattr(stage, setting)) for setting, _ in _reading_settings(type(stage))}
+    )
+
+
+def kinds(stage: type[Stage]) -> list[str]:
+    """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
+    found = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
+    return [kind for kind in found if kind] + (["model"] if stage.makes_model else [])
+
+
+def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:
+    hints = typing.get_type_hints(stage, include_extras=True)
+    for field in dataclasses.fields(stage):
+        reads = _find_reads(hints[field.name])
+        if reads is not None:
+            yield field.name, reads
+
+
+def _find_reads(hint: Any) -> Reads | None:
+    """The `Reads` in an annotation such as `list[Annotated[str, Reads("model")]] | None`."""
+    inside = [*getattr(hint, "__metadata__", ()), *map(_find_reads, typing.get_args(hint))]
+    return next((reads for reads in inside if isinstance(reads, Reads)), None)

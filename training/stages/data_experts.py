@@ -1,0 +1,345 @@
+"""The stages of MoDE: clusters of captions, their data experts, and the mixture of these."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal
+
+import datasets
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from conversion import assemble
+from conversion.files import new_folder
+from data.identity import data_fingerprint
+from data.pairs import first_caption
+from data.sources import DataArguments
+from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from training.caption_clusters import (
+    BATCHES_PER_PART,
+    DataClusters,
+    balanced_kmeans,
+    group_centers,
+    load_centers,
+    load_data_clusters,
+    load_index,
+    nearest_centers,
+    read_parts,
+    sample_rows,
+    save_centers,
+    save_data_clusters,
+    save_index,
+    squared_distances,
+    write_parts,
+)
+from training.context import Context
+from training.feature_clusters import contact_sheet
+from training.settings import STRICT, Reads, dump
+from training.stages.base import Data, Model, Stage
+
+# The folder of the encoder of captions, in that of an embed_captions stage
+ENCODER = "encoder"
+# Of the pictures: pairs that samples are drawn from
+SAMPLES_DRAWN_FROM = 20_000
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EmbedCaptionsStage(Stage):
+    """The sentence embeddings of a dataset's captions, by which data experts are found (MoDE section 3.2)."""
+
+    kind: ClassVar[str] = "embed_captions"
+
+    # A folder or hub name of sentence-transformers, of a text model of transformers, or of a CLIP, whose text tower is
+    # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
+    encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
+    data: Data
+    # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
+    # pooler on the first one (supervised SimCSE).
+    pooling: Literal["mean", "cls", "pooler"] = "mean"
+    # Of tfidf: size of the embeddings.
+    dim: int = Field(default=64, gt=0)
+    # Captions that are embedded at a time, by one process.
+    batch_size: int = Field(default=256, gt=0)
+    dtype: Literal["float32", "float16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        accelerator, rows, folder = context.accelerator, context.pairs(inputs.data), directory / ENCODER
+        if accelerator.is_main_process and not folder.is_dir():
+            self._keep_encoder(inputs.encoder, rows, context.seed, folder)
+        accelerator.wait_for_everyone()
+        encoder = load_encoder(folder, accelerator.device)
+
+        def compute(start: int, stop: int) -> np.ndarray:
+            return encoder.encode(_texts(rows, start, stop), self.batch_size).astype(self.dtype)
+
+        index = _index(rows, self, encoder.name)
+        write_parts(accelerator, directory, "embeddings", len(rows), index["part_size"], compute)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            for _ in read_parts(directory, "embeddings", len(rows)):
+                pass  # raises where one is missing
+            save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, self.data.image_root)})
+
+    def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
+        if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
+            with new_folder(folder) as partial:
+                shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
+            return
+        tfidf = self.encoder == "tfidf"
+        encoder = TfidfEncoder.fit(_texts(rows, 0, len(rows)), self.dim, seed) if tfidf else None
+        encoder = encoder or open_encoder(source, self.pooling)
+        with new_folder(folder) as partial:
+            encoder.save(partial)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterFineStage(Stage):
+    """Fine-grained cluster centers: balanced K-means of caption embeddings (MoDE eq. 1)."""
+
+    kind: ClassVar[str] = "cluster_fine"
+    main_process_only: ClassVar[bool] = True
+
+    # An embed_captions stage.
+    captions: Annotated[str, Reads("embed_captions")]
+    num_centers: int = Field(gt=0)
+    # Embeddings that the centers are learned from, drawn at random; None: all. They are in memory at once.
+    num_samples: int | None = Field(default=None, gt=0)
+    iterations: int = Field(default=20, gt=0)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        captions, device = Path(inputs.captions), context.accelerator.device
+        index = load_index(captions, "an embed_captions stage")
+        num_rows = index["num_rows"]
+        parts = read_parts(captions, "embeddings", num_rows)
+        sample = sample_rows(parts, num_rows, self.num_samples or num_rows, context.seed).astype(np.float32)
+        centers = balanced_kmeans(sample, self.num_centers, context.seed, self.iterations, device)[0]
+        save_centers(directory, centers, index["encoder"])
+        sizes = np.bincount(nearest_centers(sample, torch.as_tensor(centers, device=device)), minlength=len(centers))
+        print(
+            f"{self.name}: {len(centers)} centers of {len(sample)} captions, of which {sizes.min()} to {sizes.max()} "
+            "are nearest to one"
+        )
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AssignStage(Stage):
+    """The nearest fine-grained center of every pair's caption (MoDE section 3.3), by any number of processes."""
+
+    kind: ClassVar[str] = "assign"
+
+    # An embed_captions stage, and a cluster_fine stage of the same encoder.
+    captions: Annotated[str, Reads("embed_captions")]
+    centers: Annotated[str, Reads("cluster_fine")]
+    # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
+    data: Data | None = None
+    # Of those: captions that are embedded at a time, by one process.
+    batch_size: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data is not None and self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        accelerator, captions = context.accelerator, Path(inputs.captions)
+        index = load_index(captions, "an embed_captions stage")
+        centers, encoder_name = load_centers(Path(inputs.centers))
+        if encoder_name != index["encoder"]:
+            raise ValueError(
+                f"{self.name}: the centers were made with {encoder_name}, the captions with {index['encoder']}"
+            )
+        on_device = torch.as_tensor(centers, device=accelerator.device)
+        if self.data is None:
+
+            def features(start: int, stop: int) -> np.ndarray:
+                return next(read_parts(captions, "embeddings", stop, start))[1]
+
+        else:
+            rows, encoder = context.pairs(inputs.data), load_encoder(captions / ENCODER, accelerator.device)
+            index = _index(rows, self, encoder.name)
+            index["dataset_fingerprint"] = context.fingerprint(rows, self.data)
+
+            def features(start: int, stop: int) -> np.ndarray:
+                return encoder.encode(_texts(rows, start, stop), self.batch_size)
+
+        def compute(start: int, stop: int) -> np.ndarray:
+            return nearest_centers(features(start, stop), on_device)
+
+        write_parts(accelerator, directory, "labels", index["num_rows"], index["part_size"], compute)
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return
+        sizes = np.zeros(len(centers), int)
+        for _, labels in read_parts(directory, "labels", index["num_rows"]):
+            sizes += np.bincount(labels, minlength=len(centers))
+        save_centers(directory, centers, encoder_name)
+        save_index(directory, index)
+        print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterCoarseStage(Stage):
+    """The fine-grained centers grouped into data experts, and the expert of every pair (MoDE eq. 2 and 3).
+
+    Cluster 0 has the largest range, and is to be trained first where there is no time for all.
+    """
+
+    kind: ClassVar[str] = "cluster_coarse"
+    main_process_only: ClassVar[bool] = True
+
+    # An assign stage.
+    assignment: Annotated[str, Reads("assign")]
+    num_experts: int = Field(gt=0)
+    # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
+    random: bool = False
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        centers, _ = load_centers(Path(inputs.assignment))
+        if len(centers) < self.num_experts:
+            raise ValueError(f"{self.name}: {len(centers)} centers cannot be shared by {self.num_experts} experts")
+        expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
+        clusters = DataClusters(centers, expert_of_center, coarse_centers)
+        _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class SelectStage(Stage):
+    """One cluster, 0, of the pairs whose fine-grained centers are nearest to the metadata of tasks that are known
+    before training (MoDE section 5.5, retrieval-enhanced)."""
+
+    kind: ClassVar[str] = "select"
+    main_process_only: ClassVar[bool] = True
+
+    # An assign stage, and an embed_captions stage of its encoder.
+    assignment: Annotated[str, Reads("assign")]
+    captions: Annotated[str, Reads("embed_captions")]
+    # Class names, queries or captions.
+    metadata: list[str] = Field(min_length=1)
+    # Centers that each retrieves.
+    num_nearest: int = Field(default=1, gt=0)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        centers, encoder_name = load_centers(Path(inputs.assignment))
+        encoder = load_encoder(Path(inputs.captions) / ENCODER)
+        if encoder.name != encoder_name:
+            raise ValueError(
+                f"{self.name}: the centers were made with {encoder_name}, {self.captions} with {encoder.name}"
+            )
+        if self.num_nearest > len(centers):
+            raise ValueError(f"{self.name}: num_nearest {self.num_nearest} of {len(centers)} centers")
+        metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
+        distances = squared_distances(metadata, torch.as_tensor(centers))
+        nearest = distances.topk(self.num_nearest, largest=False).indices.unique().numpy()
+        expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
+        clusters = DataClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
+        _save_experts(self, Path(inputs.assignment), context, directory, clusters)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AssembleStage(Stage):
+    """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
+
+    kind: ClassVar[str] = "assemble"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # Of the clusters 0, 1, ... in this order: earlier stages, folders or hub names. Fewer than there are clusters make
+    # a model that others can be added to.
+    experts: list[Model] = Field(min_length=1)
+    # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
+    clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
+    captions: Annotated[str, Reads("embed_captions")] | None = None
+    # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
+    # coarse center for each expert.
+    centers: Literal["fine", "coarse"] = "fine"
+    # lambda in MoDE eq. 5.
+    routing_temperature: float = Field(default=0.2, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.clusters is None) != (self.captions is None):
+            raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        experts = inputs.experts
+        if self.clusters is None:
+            assemble.convert(experts, directory)
+            return
+        clusters, metadata = load_data_clusters(Path(inputs.clusters))
+        folder = Path(inputs.captions) / ENCODER
+        encoder_name = load_encoder(folder).name
+        if encoder_name != metadata["encoder"]:
+            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder_name}")
+        number, known = len(experts), len(clusters.coarse_centers)
+        if number > known:
+            raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
+        if self.centers == "coarse":
+            centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
+        else:
+            ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
+            centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
+        centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
+        assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, self.routing_temperature)
+
+
+def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
+    """The captions of rows, of several the first."""
+    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
+    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
+
+
+def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
+    """What the parts of a stage belong to."""
+    return {
+        "num_rows": len(rows),
+        "part_size": stage.batch_size * BATCHES_PER_PART,
+        "encoder": encoder,
+        "data": dump(stage.data),
+    }
+
+
+def _save_experts(
+    stage: ClusterCoarseStage | SelectStage,
+    assignment: Path,
+    context: Context,
+    directory: Path,
+    clusters: DataClusters,
+    at_random: bool = False,
+) -> None:
+    """Keep the clusters and the expert of every pair, and draw some pairs of each.
+
+    Args:
+        assignment: the folder of an assign stage.
+        at_random: give every expert as many pairs as its clusters have, but any.
+
+    Raises:
+        ValueError: the pairs are not those that were assigned, or none belongs to an expert.
+    """
+    index = load_index(assignment, "an assign stage")
+    rows, root = context.pairs(DataArguments(**index["data"])), index["data"]["image_root"]
+    if data_fingerprint(rows, root) != index["dataset_fingerprint"]:
+        raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
+    parts = read_parts(assignment, "labels", index["num_rows"])
+    labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
+    if at_random:
+        labels = np.random.default_rng(context.seed).permutation(labels)
+    if not (labels >= 0).any():
+        raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
+    save_data_clusters(directory, clusters, labels, {name: index[name] for name in ("encoder", "dataset_fingerprint")})
+    drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
+    drawn = np.sort(drawn)
+    titles = np.array([f"expert {label}" for label in labels[drawn]])
+    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, root, context.seed)
+    sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
+    ranges = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, clusters.ranges, strict=True))
+    print(f"{stage.name}: {ranges}; look at {context.output_dir / stage.name / 'clusters.png'}")

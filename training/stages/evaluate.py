@@ -1,0 +1,74 @@
+"""Stages that measure models."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from evaluation.datasets import BENCHMARKS, kept
+from evaluation.evaluate import evaluate_model, write_result
+from evaluation.experts import analyze_experts
+from evaluation.report import best_of, write_report
+from training.context import Context
+from training.settings import STRICT
+from training.stages.base import Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EvaluateStage(Stage):
+    """Models side by side on evaluation tasks, with a report."""
+
+    kind: ClassVar[str] = "evaluate"
+    main_process_only: ClassVar[bool] = True
+
+    # Row title -> an earlier stage, a folder or a hub name.
+    models: dict[str, Model] = Field(min_length=1)
+    # Names in evaluation.datasets.
+    tasks: list[str] = Field(min_length=1)
+    batch_size: int = Field(default=64, gt=0)
+    # The row that the others are compared with.
+    baseline: str | None = None
+    # Row title -> rows, of which it shows the best score of each task, as one could only choose who knows the answers.
+    oracles: dict[str, list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self):
+        for title, rows in self.oracles.items():
+            unknown = sorted(set(rows) - set(self.models))
+            if unknown or not rows or title in self.models:
+                raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
+        if self.baseline is not None and self.baseline not in self.models:
+            raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        results, options = [], {"batch_size": self.batch_size, "benchmarks": kept(BENCHMARKS)}
+        for title, model in inputs.models.items():
+            results += evaluate_model(model, self.tasks, directory, name=title, **options)
+        oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
+        for result in oracles:
+            write_result(result, directory)
+        results += oracles
+        print(write_report(results, directory, baseline=self.baseline))
+        print(f"\nThe whole report is {context.output_dir / self.name / 'report.md'}")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AnalyzeStage(Stage):
+    """What each expert of a sparse model knows and which tokens it gets: `evaluation.experts`."""
+
+    kind: ClassVar[str] = "analyze"
+    main_process_only: ClassVar[bool] = True
+
+    model: Model
+    # Names in evaluation.datasets.
+    tasks: list[str] = Field(min_length=1)
+    # Numbers of experts a token to try, beside the model's own.
+    num_experts_per_tok: list[int] = Field(default_factory=list)
+    batch_size: int = Field(default=64, gt=0)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}
+        print(analyze_experts(inputs.model, self.tasks, directory, **options))

@@ -1,0 +1,213 @@
+"""Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from conversion.checkpoints import load_clip, load_model, load_processor
+from conversion.files import write_text
+from data.captions import CaptionPolicy, build_captions
+from data.identity import data_fingerprint
+from data.pairs import caption_columns
+from modeling_clip_moe import CLIPMoEModel
+from training.context import Context
+from training.embedding import embed_pairs, embedded_data, join_parts, load_features
+from training.feature_clusters import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
+from training.hidden_states import (
+    INDEX,
+    announce_size,
+    captions_of_image,
+    frozen_weights,
+    keep_hidden_states,
+    require_all_parts,
+)
+from training.loader import PairLoader
+from training.settings import STRICT, Reads
+from training.stages.base import Data, Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class CaptionsStage(Stage):
+    """A dataset whose images have several captions each, for `caption_weights`; others use it as their `data.source`.
+
+    The glyphs have the columns `caption` (detailed) and `raw_caption` (web).
+    """
+
+    kind: ClassVar[str] = "captions"
+    main_process_only: ClassVar[bool] = True
+
+    # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
+    model: Model
+    data: Data
+    captions: list[CaptionPolicy] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: captions are built for a whole dataset")
+        if self.data.captions_per_line:
+            raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        tokenizer = load_processor(inputs.model).tokenizer
+        rows = caption_columns(self.data, {policy.column for policy in self.captions})
+        rows = build_captions(rows, self.captions, tokenizer, context.seed, self.data.num_workers or None)
+        rows.save_to_disk(directory)
+        missing = np.array([[not caption for caption in captions] for captions in rows["caption"]]).sum(axis=0)
+        print(
+            f"{self.name}: {len(rows)} images with {len(missing)} captions each, of which are missing: "
+            f"{missing.tolist()}"
+        )
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EmbedStage(Stage):
+    """The features of a whole dataset, by which it is clustered."""
+
+    kind: ClassVar[str] = "embed"
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    data: Data
+    # Of one process.
+    batch_size: int = Field(default=256, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that labels could belong to")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        processor = load_processor(inputs.model)
+        rows = context.pairs(inputs.data)
+        loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)))
+        embed_pairs(context.accelerator, load_clip(inputs.model, dtype=torch.float32), loader, len(rows), directory)
+        context.accelerator.wait_for_everyone()
+        if context.accelerator.is_main_process:
+            join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
+
+
+@dataclass(config=STRICT, kw_only=True)
+class HiddenStatesStage(Stage):
+    """What enters the first sparse layers of a model, for stages that train nothing below them.
+
+    Takes (images * patches * width + text tokens * width) numbers of disk, which is said before they are written.
+    """
+
+    kind: ClassVar[str] = "hidden_states"
+
+    # An earlier stage, a folder or a hub name: a sparse model.
+    model: Model
+    data: Data
+    # Of one process.
+    batch_size: int = Field(default=256, gt=0)
+    # Whether images have several captions, of which all are kept: as the stages that use them.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that hidden states could belong to")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        accelerator = context.accelerator
+        model, processor = load_model(CLIPMoEModel, inputs.model, dtype=torch.float32), load_processor(inputs.model)
+        rows = context.pairs(inputs.data)
+        batch_size = min(self.batch_size, len(rows))
+        loader = PairLoader(rows, processor, self.data, batch_size, caption_weights=self.caption_weights)
+        dtype = getattr(torch, self.dtype)
+        index = {
+            "captions": captions_of_image(rows, self.caption_weights),
+            "dataset_fingerprint": context.fingerprint(rows, self.data),
+            "weights": frozen_weights(model),
+        }
+        announce_size(accelerator, model, loader, dtype, directory)
+        accelerator.wait_for_everyone()
+        part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            require_all_parts(directory, len(rows), part_size)
+            write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ClusterStage(Stage):
+    """Clusters of a dataset: K-means of image features, of text features or of both, whose labels are then combined.
+
+    CLIP-MoE: 3 image and 3 text clusters a stage, with the labels of the stages before as `previous`.
+    CLIP-FMoE: 4 image clusters, then 64 image clusters `within` each.
+    """
+
+    kind: ClassVar[str] = "cluster"
+    main_process_only: ClassVar[bool] = True
+
+    # An embed stage.
+    features: Annotated[str, Reads("embed")]
+    # The cluster stage that these refine: a cluster is then a combination of both labels.
+    previous: Annotated[str, Reads("cluster")] | None = None
+    # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
+    within: bool = False
+    # One cluster is none: the modality does not count.
+    num_image_clusters: int = Field(default=1, gt=0)
+    num_text_clusters: int = Field(default=1, gt=0)
+    # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
+    num_random_clusters: int = Field(default=1, gt=0)
+    # Starts of K-means, of which the best counts; each takes about two minutes for a million features and 3 clusters.
+    n_init: int = Field(default=10, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.num_image_clusters * self.num_text_clusters * self.num_random_clusters == 1:
+            raise ValueError("num_image_clusters, num_text_clusters and num_random_clusters are all 1: nothing to do")
+        if self.within and self.previous is None:
+            raise ValueError("within needs the clusters of a previous stage")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        source = Path(inputs.features)
+        data, fingerprint = embedded_data(source)
+        rows = context.pairs(data)
+        if data_fingerprint(rows, data.image_root) != fingerprint:
+            raise ValueError(
+                f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
+            )
+        previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)
+        columns, clusters = self._cluster(load_features(source), previous, context.seed)
+        save_clusters(directory, clusters, fingerprint)
+        # Labels that were found within a cluster mean nothing outside of it.
+        columns = {"cluster": previous.labels, **columns} if self.within else columns
+        names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
+        titles = [", ".join(name) for name in zip(*names, strict=True)]
+        contact_sheet(directory / "clusters.png", rows, np.array(titles), data.image_root, context.seed)
+        if previous is not None and not self.within:
+            combined = np.array([f"cluster {label}" for label in clusters.labels])
+            contact_sheet(directory / "accumulated_clusters.png", rows, combined, data.image_root, context.seed)
+        sizes = np.bincount(clusters.labels)
+        print(
+            f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
+            f"look at {context.output_dir / self.name / 'clusters.png'}"
+        )
+
+    def _cluster(
+        self, features: dict[str, np.ndarray], previous: Clusters | None, seed: int
+    ) -> tuple[dict[str, np.ndarray], Clusters]:
+        """The labels by each modality, and the clusters that they make together with the previous ones."""
+        numbers = {
+            "image": self.num_image_clusters,
+            "text": self.num_text_clusters,
+            "random": self.num_random_clusters,
+        }
+        columns = split(features, numbers, seed, previous.labels if self.within else None, self.n_init)
+        labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
+        both = np.concatenate([features["image"], features["text"]], axis=1)
+        return columns, accumulate(labels, both, previous)

@@ -1,0 +1,214 @@
+"""Stages that make models without training them: from nothing, from another model, or from several."""
+
+import itertools
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+from conversion import average, long_context, unify
+from conversion.checkpoints import copy_processor, load_config, load_model
+from conversion.files import save
+from conversion.provenance import PROCESSOR, fingerprint
+from conversion.upcycle import PRESETS, Preset, change_routing, require_routing, upcycle
+from data.pairs import all_captions
+from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
+from modeling_clip_moe import CLIPMoEConfig
+from training.context import Context
+from training.initialize import random_clip
+from training.settings import STRICT, Reads
+from training.stages.base import Data, Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class InitializeStage(Stage):
+    """A randomly initialised dense CLIP, to be trained from scratch."""
+
+    kind: ClassVar[str] = "initialize"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer.
+    text_config: dict[str, JsonValue]
+    vision_config: dict[str, JsonValue]
+    projection_dim: int = Field(gt=0)
+    # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world. None:
+    # CLIP's own image processor, at the model's image size.
+    processor: str | None = None
+    # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
+    tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
+
+    @field_validator("text_config", "vision_config")
+    @classmethod
+    def _check_fields(cls, settings, info):
+        config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
+        unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
+        if unknown:
+            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}")
+        return settings
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.processor is None and self.tokenizer is None:
+            raise ValueError("a processor or a tokenizer must be given")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        model, processor = random_clip(
+            self.text_config, self.vision_config, self.projection_dim, self.processor, inputs.tokenizer
+        )
+        model.save_pretrained(directory)
+        save(processor, directory)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
+        return {folder: fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TokenizerStage(Stage):
+    """A tokenizer learnt from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+
+    kind: ClassVar[str] = "tokenizer"
+    main_process_only: ClassVar[bool] = True
+
+    data: Data
+    # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
+    vocab_size: int = Field(default=49408, ge=SMALLEST)
+    # Tokens of a caption, with the first and the last one; at most the model's max_position_embeddings.
+    max_length: int = Field(default=77, ge=3)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a tokenizer is learnt from a whole dataset; num_samples takes a part")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        rows = context.pairs(inputs.data)
+        tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
+        save(tokenizer, directory)
+        pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
+        print(f"{self.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LongContextStage(Stage):
+    """A CLIP with a longer text context: `conversion.long_context`."""
+
+    kind: ClassVar[str] = "long_context"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    length: int = Field(gt=0)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        long_context.convert(inputs.model, directory, self.length)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UpcycleStage(Stage):
+    """A dense CLIP made sparse: `conversion.upcycle`. A field left out keeps the preset's value."""
+
+    kind: ClassVar[str] = "upcycle"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    preset: Literal[tuple(PRESETS)]
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of conversion.upcycle.Preset to change.
+    changes: dict[str, Any] = Field(default_factory=dict)
+    # conversion.upcycle.ROUTING_FIELDS of CLIPMoETextConfig and CLIPMoEVisionConfig, such as capacity_factor.
+    text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    vision_config: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @field_validator("text_config", "vision_config")
+    @classmethod
+    def _check_fields(cls, settings):
+        require_routing(settings)
+        return settings
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        dense = load_model(CLIPModel, inputs.model)
+        model = upcycle(dense, _preset(self, self.preset), self.towers, context.seed)
+        for tower in ("text_config", "vision_config"):
+            try:
+                change_routing(getattr(model.config, tower), getattr(self, tower))
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{tower}: {error}") from error
+        model.save_pretrained(directory)
+        copy_processor(inputs.model, directory)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UnifyStage(Stage):
+    """A CLIP and the experts trained from it as one sparse model: `conversion.unify`."""
+
+    kind: ClassVar[str] = "unify"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # What the experts were trained from.
+    model: Model
+    # Earlier stages, folders or hub names: dense models, or as `model` sparse ones of one expert in each sparse layer.
+    experts: list[Model] = Field(min_length=1)
+    # Which layers are sparse, if they are not yet, and how they route. Fusion gates that the experts have are averaged.
+    preset: Literal[tuple(PRESETS)] = "clip_moe"
+    # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
+    base_expert: bool = True
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of conversion.upcycle.Preset to change; the number of experts is that of `experts`.
+    changes: dict[str, Any] = Field(default_factory=dict)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        preset, config = _preset(self, self.preset), load_config(inputs.model)
+        if isinstance(config, CLIPMoEConfig):
+            self._require_fit(config)
+        unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
+
+    def _require_fit(self, config: CLIPMoEConfig) -> None:
+        """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
+        ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
+        if ignored or set(self.towers) != {"text", "vision"}:
+            raise ValueError(
+                f"{self.name}: {self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
+                "num_experts_per_tok and fusion_gate can change"
+            )
+        if self.changes.get("fusion_gate") is False and config.vision_config.fusion_gate:
+            raise ValueError(f"{self.name}: the experts were trained with fusion gates, which cannot be left out now")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AverageStage(Stage):
+    """One model with the mean of the parameters of several: `conversion.average`."""
+
+    kind: ClassVar[str] = "average"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # Earlier stages, folders or hub names.
+    models: list[Model] = Field(min_length=1)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        average.convert(inputs.models, directory)
+
+
+def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
+    """The preset of that name with the stage's changes."""
+    names = {field.name for field in fields(Preset)}
+    # YAML has no functions, and what is unified has as many experts as it has.
+    names -= {"sparse_layers"} | ({"num_experts"} if isinstance(stage, UnifyStage) else set())
+    unknown = sorted(set(stage.changes) - names)
+    if unknown:
+        raise ValueError(
+            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(names))}"
+        )
+    return replace(PRESETS[name], **stage.changes)

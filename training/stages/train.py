@@ -1,0 +1,358 @@
+"""Stages that train: kinds of training differ in their pairs, their batches and their loss."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from transformers import PreTrainedModel
+
+from conversion.checkpoints import load_clip, load_processor
+from conversion.files import save
+from conversion.rules import cut
+from data.pairs import all_captions
+from data.sources import Rows, reading
+from data.tokenizer import warn_of_many_pieces
+from modeling_clip_moe import CLIPMoEModel
+from training.caption_clusters import load_data_clusters, load_data_labels
+from training.context import Context
+from training.engine import start_trackers, train
+from training.feature_clusters import Clusters, load_clusters
+from training.freezing import set_trainable
+from training.hidden_states import HiddenStates, captions_of_image
+from training.loader import PairLoader
+from training.losses import contrastive_loss, multi_positive_loss
+from training.manifests import flatten
+from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
+from training.settings import STRICT, Reads, dump
+from training.stages.base import Data, Model, Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The batches of one process.
+
+    Args:
+        batch_size: of this process, in one forward pass.
+        rank: number of this process.
+        world_size: number of processes.
+        seed: of the order of the pairs.
+    """
+
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainStage(Stage):
+    """Contrastive training of a dense or a sparse CLIP."""
+
+    kind: ClassVar[str] = "train"
+    makes_model: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    data: Data
+    # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
+    trainable: str = "."
+    # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
+    hidden_states: Annotated[str, Reads("hidden_states")] | None = None
+
+    # Samples of one optimizer step, over all processes and accumulation steps.
+    global_batch_size: int = Field(gt=0)
+    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
+    gradient_accumulation_steps: int = Field(default=1, gt=0)
+    # One of the two.
+    max_steps: int | None = Field(default=None, gt=0)
+    num_epochs: int | None = Field(default=None, gt=0)
+
+    learning_rate: float = Field(gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-6, gt=0)
+    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
+    warmup_steps: float = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
+    max_logit_scale: float = Field(default=100.0, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
+    # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # Rows of the similarity matrix held at a time; None holds the whole matrix.
+    loss_chunk_size: int | None = Field(default=None, gt=0)
+    # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
+    # all K (CLIP-UP, CLIP-FMoE).
+    balance_top_k: int | None = Field(default=None, gt=0)
+    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
+    # both towers (CLIP-MoE eq. 9); or those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3).
+    balance_mean: Literal["tower", "layer", "token"] = "tower"
+    gradient_checkpointing: bool = False
+    # Of the order of the pairs; None: the recipe's. Models that differ in nothing else make an ensemble.
+    seed: int | None = Field(default=None, ge=0)
+
+    logging_steps: int = Field(default=10, gt=0)
+    # A checkpoint every so many steps; None: only the finished model.
+    save_steps: int | None = Field(default=None, gt=0)
+    save_total_limit: int = Field(default=1, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
+            )
+        if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
+            raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
+        if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
+            raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
+        if self.num_epochs is not None and self.data.streaming:
+            raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
+        return self
+
+    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs to train on, of all that the data have. To be overridden."""
+        return rows
+
+    def batch_sampler(
+        self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context
+    ) -> GlobalBatchSampler | ClusterBatchSampler | None:
+        """Which pairs make a batch of this process; None: all pairs, shuffled. To be overridden.
+
+        Args:
+            rows: of `choose_pairs`.
+        """
+        return None
+
+    def contrastive_loss(
+        self,
+        image_embeds: torch.Tensor,
+        text_embeds: torch.Tensor,
+        logit_scale: torch.Tensor,
+        caption_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The loss of the global batch, without those of the routers: CLIP's, or CLIP-FMoE eq. 4. To be overridden.
+
+        Args:
+            image_embeds: (B, D) of this process, normalized.
+            text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
+            logit_scale: the inverse of the temperature.
+            caption_mask: (B, L) which of the L captions of an image are there; None: there is one for each.
+        """
+        options = {"chunk_size": self.loss_chunk_size, "label_smoothing": self.label_smoothing}
+        if caption_mask is None:
+            return contrastive_loss(image_embeds, text_embeds, logit_scale, **options)
+        texts = text_embeds.new_zeros(*caption_mask.shape, text_embeds.shape[-1])
+        texts = texts.masked_scatter(caption_mask[..., None], text_embeds)  # (B, L, D)
+        weights = torch.tensor(self.caption_weights, device=caption_mask.device)
+        return multi_positive_loss(image_embeds, texts, logit_scale, weights, caption_mask, **options)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
+        trainable, frozen = set_trainable(model, self.trainable)
+        self._require_choices(model)
+        accelerator = context.new_accelerator()
+        share = self._share(accelerator, context)
+        rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
+        loader = PairLoader(
+            rows,
+            processor,
+            self.data,
+            share.batch_size,
+            share.rank,
+            share.world_size,
+            share.seed,
+            self.batch_sampler(rows, share, inputs, context),
+            self.caption_weights,
+            self._hidden_states(model, trainable, rows, inputs, context),
+        )
+        if accelerator.is_main_process:
+            with reading(self.data):
+                warn_of_many_pieces(processor.tokenizer, all_captions(rows), self.name)
+                loader.report_cut_captions()
+        total_steps = self._total_steps(loader)
+        accelerator.print(
+            f"{self.name}: {total_steps} steps of {self.global_batch_size} pairs on {accelerator.num_processes} x "
+            f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
+        )
+        start_trackers(accelerator, flatten(dump(self)))
+        # Whatever was drawn on the way here, such as by a cache that had to be filled
+        set_seed(context.seed, device_specific=True)
+        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, share.seed)
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if accelerator.is_main_process:
+            model.save_pretrained(directory, state_dict=state_dict)
+            save(processor, directory)
+
+    def _share(self, accelerator: Accelerator, context: Context) -> Share:
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
+        if rest:
+            raise ValueError(
+                f"{self.name}: global_batch_size {self.global_batch_size} cannot be shared by "
+                f"{world_size} processes x {self.gradient_accumulation_steps} accumulation steps"
+            )
+        return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
+
+    def _total_steps(self, loader: PairLoader) -> int:
+        total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
+        if total_steps == 0:
+            raise ValueError(
+                f"{self.name}: an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
+                "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
+            )
+        return total_steps
+
+    def _hidden_states(
+        self, model: PreTrainedModel, trainable: list[str], rows: Rows, inputs: SimpleNamespace, context: Context
+    ) -> HiddenStates | None:
+        if inputs.hidden_states is None:
+            return None
+        self._require_frozen_below(model, trainable)
+        fingerprint = context.fingerprint(rows, self.data)
+        captions = captions_of_image(rows, self.caption_weights)
+        return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
+
+    def _require_choices(self, model: PreTrainedModel) -> None:
+        """A balance loss can count no more choices than there are experts."""
+        if self.balance_top_k is None or not isinstance(model, CLIPMoEModel):
+            return
+        for config in (model.config.text_config, model.config.vision_config):
+            if config.moe_layers and self.balance_top_k > config.num_experts:
+                raise ValueError(f"{self.name}: balance_top_k {self.balance_top_k} of {config.num_experts} experts")
+
+    def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
+        """Nothing that trains may lie below the first sparse layers, whose input is kept."""
+        kept = []
+        if not isinstance(model, CLIPMoEModel):
+            raise ValueError(f"{self.name}: hidden_states go with a sparse model, but {self.model} is dense")
+        for tower in ("text_model", "vision_model"):
+            below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
+            pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
+            kept += [name for name in trainable if pattern.match(name)]
+        if kept:
+            raise ValueError(
+                f"{self.name}: hidden_states go with frozen layers below the first sparse ones, but {cut(kept)} train"
+            )
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainExpertsStage(TrainStage):
+    """One expert, trained with batches of one cluster each: the FFNs of a dense CLIP (Multistage Contrastive Learning,
+    CLIP-MoE section 3), or the copies and gates of a fused model (CLIP-FMoE section 4.2)."""
+
+    kind: ClassVar[str] = "train_experts"
+
+    trainable: str = r"\.mlp\."
+    # The number by which --experts chooses it.
+    expert: int = Field(gt=0)
+    # A cluster stage.
+    clusters: Annotated[str, Reads("cluster")]
+    # Only the samples of this first-level cluster (CLIP-FMoE); None: all.
+    cluster: int | None = Field(default=None, ge=0)
+    # How the batches of the clusters follow each other: shuffled, or one of each in turn until none has another
+    # (CLIP-FMoE appendix C).
+    order: Literal["shuffled", "round_robin"] = "shuffled"
+    # What happens to the samples of a cluster that is smaller than a batch: they are left out, or go to the nearest
+    # other cluster.
+    small_clusters: Literal["drop", "merge"] = "drop"
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming:
+            raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
+        return self
+
+    def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
+        """Batches of one cluster each."""
+        clusters = load_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
+        labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
+        return ClusterBatchSampler(labels, share.batch_size, share.rank, share.world_size, share.seed, self.order)
+
+    def labels(self, clusters: Clusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
+        """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.
+
+        Raises:
+            ValueError: there is no such first-level cluster.
+        """
+        labels = clusters.labels.copy()
+        if self.cluster is not None:
+            known = np.unique(clusters.tuples[:, 0])
+            if self.cluster not in known:
+                raise ValueError(f"{self.name}: there is no cluster {self.cluster}; there are {known.tolist()}")
+            labels[clusters.tuples[labels, 0] != self.cluster] = -1
+        ours = labels >= 0
+        merged = labels.copy()
+        merged[ours] = merge_small_clusters(labels[ours], clusters.centers, batch_size)
+        choices = {"drop": labels, "merge": merged}
+        for setting, choice in choices.items():
+            sizes = np.unique(choice[ours], return_counts=True)[1]
+            unused = (sizes % batch_size).sum()
+            accelerator.print(
+                f"{self.name}: {len(sizes)} clusters with small_clusters: {setting}"
+                f"{' (chosen)' if setting == self.small_clusters else ''}, {(sizes < batch_size).sum()} of them "
+                f"smaller than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "
+                f"({unused / sizes.sum():.1%}) unused in an epoch"
+            )
+        return choices[self.small_clusters]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainRouterStage(TrainStage):
+    """Routers trained with the experts frozen (CLIP-MoE section 4), or with fusion gates (CLIP-FMoE section 4.3). The
+    defaults are CLIP-MoE's."""
+
+    kind: ClassVar[str] = "train_router"
+
+    trainable: str = r"\.mlp\.router\."
+    balance_top_k: int | None = Field(default=1, gt=0)
+    balance_mean: Literal["tower", "layer", "token"] = "layer"
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainDataExpertStage(TrainStage):
+    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
+
+    kind: ClassVar[str] = "train_data_expert"
+
+    # The number by which --experts chooses it.
+    expert: int = Field(gt=0)
+    # A cluster_coarse or select stage, and which of its clusters.
+    clusters: Annotated[str, Reads("cluster_coarse", "select")]
+    cluster: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming or self.hidden_states is not None:
+            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
+        return self
+
+    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs of one cluster.
+
+        Raises:
+            ValueError: there is no such cluster, or it has fewer pairs than a batch.
+        """
+        folder = Path(inputs.clusters)
+        known = len(load_data_clusters(folder)[0].coarse_centers)
+        if self.cluster >= known:
+            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
+        chosen = np.flatnonzero(load_data_labels(folder, context.fingerprint(rows, self.data)) == self.cluster)
+        if len(chosen) < self.global_batch_size:
+            raise ValueError(
+                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
+                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
+            )
+        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
+        return rows.select(chosen)
