@@ -38,7 +38,7 @@ def processor_folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .* takes 3 x 48 x 48"),
+        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .*takes 3 x 48 x 48"),
         ({"vision_config.num_channels": 1}, r"3 x 32 x 32, but .*1 x 32 x 32"),
         ({"text_config.vocab_size": 700}, r"723 tokens.*vocab_size is 700.*leave"),
         ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
