@@ -1,7 +1,6 @@
 """Captions of several policies: what they say, how long they are, and that no sentence is torn."""
 
 import json
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from test_losses import plain_multi_positive_loss
+from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel
 
@@ -21,7 +21,7 @@ from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
 from training.engine import ContrastiveTask
 from training.loader import PairLoader
-from training.stages import CaptionsStage
+from training.stages import CaptionsStage, TrainStage
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]
@@ -151,9 +151,9 @@ def test_the_batch_of_several_captions():
     batch = next(loader.in_order(0, 4))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
     assert len(batch["input_ids"]) == 9
-    settings = SimpleNamespace(caption_weights=weights, loss_chunk_size=None, label_smoothing=0.0)
+    stage = TrainStage(**TUNED, data=arguments, caption_weights=weights)
     with torch.no_grad():
-        loss, _ = ContrastiveTask(model, settings)(dict(batch))
+        loss, _ = ContrastiveTask(model, stage)(dict(batch))
         images = nn.functional.normalize(model.get_image_features(batch["pixel_values"]).pooler_output, dim=-1)
         texts = torch.zeros(4, 3, images.shape[1])
         for i, of_image in enumerate(captions):

@@ -12,7 +12,7 @@ import PIL.Image
 import pyarrow.parquet
 import pytest
 import yaml
-from tiny_recipe import recipe
+from tiny_runs import recipe
 
 from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_recipe import DENSE, HARBOR_CAPTIONS, WORDS, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS, WORDS, run_stages
 from tiny_sources import saved_pairs
 from tokenizers import Tokenizer, models
 from transformers import (

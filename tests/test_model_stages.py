@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_recipe import DENSE, SPARSE, run_stages
+from tiny_runs import DENSE, SPARSE, run_stages
 from transformers import AutoModel
 
 from conversion import assemble

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from tiny_recipe import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
 from tiny_sources import saved_pairs
 from transformers import (
     AutoModel,

@@ -20,7 +20,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from tiny_recipe import losses, recipe, same_weights, weights
+from tiny_runs import losses, recipe, same_weights, weights
 from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel

@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from tiny_recipe import DENSE, HARBOR_CAPTIONS, TUNED, losses, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses, run_stages
 from tiny_sources import images_and_texts, rows, saved_pairs, write_shard
 
 from data import glyphs
