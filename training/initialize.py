@@ -48,7 +48,7 @@ def random_clip(
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
-    with _reason():
+    with _as_value_errors():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
     if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
@@ -60,7 +60,7 @@ def random_clip(
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
     width = {"projection_dim": projection_dim}
-    with _reason():
+    with _as_value_errors():
         config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
         _require_tokens_fit(processor.tokenizer, config.text_config, source)
         _require_images_fit(processor.image_processor, config.vision_config, given)
@@ -72,8 +72,8 @@ def random_clip(
 
 
 @contextlib.contextmanager
-def _reason() -> Iterator[None]:
-    """What the library raises while it builds a model of settings that make none becomes a `ValueError`."""
+def _as_value_errors() -> Iterator[None]:
+    """What transformers raises where settings make no model becomes a `ValueError`."""
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:

@@ -16,16 +16,22 @@ from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from modeling_clip_moe import CLIPMoEModel
+from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
-from training.feature_clusters import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
+from training.feature_clusters import (
+    FeatureClusters,
+    accumulate,
+    load_feature_clusters,
+    save_feature_clusters,
+    split,
+)
 from training.hidden_states import (
     INDEX,
     announce_size,
     captions_of_image,
-    frozen_weights,
+    frozen_weights_hash,
     keep_hidden_states,
-    require_all_parts,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
@@ -90,7 +96,6 @@ class EmbedStage(Stage):
         rows = context.pairs(inputs.data)
         loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)))
         embed_pairs(context.accelerator, load_clip(inputs.model, dtype=torch.float32), loader, len(rows), directory)
-        context.accelerator.wait_for_everyone()
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
 
@@ -129,14 +134,12 @@ class HiddenStatesStage(Stage):
         index = {
             "captions": captions_of_image(rows, self.caption_weights),
             "dataset_fingerprint": context.fingerprint(rows, self.data),
-            "weights": frozen_weights(model),
+            "weights": frozen_weights_hash(model),
         }
         announce_size(accelerator, model, loader, dtype, directory)
         accelerator.wait_for_everyone()
         part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
-        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            require_all_parts(directory, len(rows), part_size)
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
 
@@ -181,9 +184,9 @@ class ClusterStage(Stage):
             raise ValueError(
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
-        previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)
+        previous = None if inputs.previous is None else load_feature_clusters(Path(inputs.previous), fingerprint)
         columns, clusters = self._cluster(load_features(source), previous, context.seed)
-        save_clusters(directory, clusters, fingerprint)
+        save_feature_clusters(directory, clusters, fingerprint)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
@@ -199,8 +202,8 @@ class ClusterStage(Stage):
         )
 
     def _cluster(
-        self, features: dict[str, np.ndarray], previous: Clusters | None, seed: int
-    ) -> tuple[dict[str, np.ndarray], Clusters]:
+        self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int
+    ) -> tuple[dict[str, np.ndarray], FeatureClusters]:
         """The labels by each modality, and the clusters that they make together with the previous ones."""
         numbers = {
             "image": self.num_image_clusters,

@@ -21,10 +21,10 @@ from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from modeling_clip_moe import CLIPMoEModel
-from training.caption_clusters import load_data_clusters, load_data_labels
+from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.context import Context
 from training.engine import start_trackers, train
-from training.feature_clusters import Clusters, load_clusters
+from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_of_image
 from training.loader import PairLoader
@@ -276,11 +276,11 @@ class TrainExpertsStage(TrainStage):
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
-        clusters = load_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
+        clusters = load_feature_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
         labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
         return ClusterBatchSampler(labels, share.batch_size, share.rank, share.world_size, share.seed, self.order)
 
-    def labels(self, clusters: Clusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
+    def labels(self, clusters: FeatureClusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
         """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.
 
         Raises:
@@ -345,10 +345,10 @@ class TrainDataExpertStage(TrainStage):
             ValueError: there is no such cluster, or it has fewer pairs than a batch.
         """
         folder = Path(inputs.clusters)
-        known = len(load_data_clusters(folder)[0].coarse_centers)
+        known = len(load_caption_clusters(folder)[0].coarse_centers)
         if self.cluster >= known:
             raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
-        chosen = np.flatnonzero(load_data_labels(folder, context.fingerprint(rows, self.data)) == self.cluster)
+        chosen = np.flatnonzero(load_expert_of_pair(folder, context.fingerprint(rows, self.data)) == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
                 f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
