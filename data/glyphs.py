@@ -368,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         contact_sheet(arguments.contact_sheet, arguments.seed)
     except (OSError, ValueError) as error:  # no such folder, no kind of picture
-        parser.error(f"{arguments.contact_sheet} cannot be written: {error}")
+        raise SystemExit(f"error: {arguments.contact_sheet} cannot be written: {error}") from None
 
 
 if __name__ == "__main__":

@@ -11,8 +11,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_streams():
-    """`datasets` waits 5 seconds whenever a stream of several parquet files ends."""
+def datasets_of_this_session(tmp_path_factory):
+    """Nothing that earlier sessions cached is read, and nothing is left in the user's cache."""
     import datasets
 
+    cache = tmp_path_factory.mktemp("datasets_cache")
+    os.environ["HF_DATASETS_CACHE"] = str(cache)
+    datasets.config.HF_DATASETS_CACHE = cache
+    # `datasets` waits 5 seconds whenever a stream of several parquet files ends
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """A test draws the same numbers whatever ran before it (pytest-randomly does so for random and numpy)."""
+    import torch
+
+    torch.manual_seed(0)

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 from test_fuzz_conversion import SKIP, bytes_of, field
 from test_report import result
 from test_upcycle import WORDS
-from training.arguments import load_recipe
 from transformers import logging
 
 from conversion import publish
@@ -28,7 +27,8 @@ from conversion.result_schema import read_result
 from data.sources import DataArguments
 from evaluation import evaluate, experts, report, seeds
 from evaluation.tasks import TASKS, retrieval_task
-from training.stages import run_recipe
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}
 MAINS["publish"] = publish.main

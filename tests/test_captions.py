@@ -1,7 +1,6 @@
 """Captions of several policies: what they say, how long they are, and that no sentence is torn."""
 
 import json
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -11,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from test_losses import plain_multi_positive_loss
+from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel
 
 from data import glyphs
 from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
+from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
 from training.engine import ContrastiveTask
 from training.loader import PairLoader
-from training.stages import CaptionsStage
+from training.stages import CaptionsStage, TrainStage
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]
@@ -96,8 +97,8 @@ def test_captions_are_seeded(built):
 def test_captions_of_files_below_a_folder(tmp_path):
     """What is built is read without the folder that its images were named in."""
     (tmp_path / "images").mkdir()
-    entries = []
-    for number, row in enumerate(glyphs.load("train", "detailed", 6)):
+    entries, glyph_rows = [], glyphs.load("train", "detailed", 6)
+    for number, row in enumerate(glyph_rows):
         row["image"].save(tmp_path / "images" / f"{number}.png")
         turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": row["caption"]}]
         entries.append({"image": f"{number}.png", "conversations": turns})
@@ -110,7 +111,9 @@ def test_captions_of_files_below_a_folder(tmp_path):
     ]
     build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
     loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
-    assert len(loaded) == 6 and len(loaded[0]["caption"]) == 2
+    for row, expected in zip(loaded, glyph_rows, strict=True):
+        assert row["caption"] == [expected["caption"], split_sentences(expected["caption"])[0]]
+        assert np.array_equal(decode_image(row["image"]), expected["image"])
 
 
 def test_an_image_that_is_missing_stays_missing_below_a_folder():
@@ -148,9 +151,9 @@ def test_the_batch_of_several_captions():
     batch = next(loader.in_order(0, 4))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
     assert len(batch["input_ids"]) == 9
-    settings = SimpleNamespace(caption_weights=weights, loss_chunk_size=None, label_smoothing=0.0)
+    stage = TrainStage(**TUNED, data=arguments, caption_weights=weights)
     with torch.no_grad():
-        loss, _ = ContrastiveTask(model, settings)(dict(batch))
+        loss, _ = ContrastiveTask(model, stage)(dict(batch))
         images = nn.functional.normalize(model.get_image_features(batch["pixel_values"]).pooler_output, dim=-1)
         texts = torch.zeros(4, 3, images.shape[1])
         for i, of_image in enumerate(captions):

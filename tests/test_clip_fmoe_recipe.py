@@ -15,8 +15,8 @@ import torch
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from test_training import as_made_before
 from tiny_recipes import tiny_run
+from tiny_runs import as_made_before
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from test_training import as_made_before
 from tiny_recipes import tiny_run
+from tiny_runs import as_made_before
 from transformers import AutoModel, AutoProcessor
 
 from data.identity import data_fingerprint

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_training import recipe
+from tiny_runs import recipe
 
 from training import upcycle
 from training.recipe import Recipe, load_recipe

@@ -5,7 +5,9 @@ import json
 import subprocess
 import sys
 
+import matplotlib.pyplot as plt
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from datasets import Image
@@ -298,16 +300,25 @@ def test_bad_arguments(call, message):
         call()
 
 
-def test_contact_sheet(tmp_path):
-    path = tmp_path / "sheet.png"
-    glyphs.main(["--contact-sheet", str(path)])
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_contact_sheet(tmp_path, monkeypatch, web, detailed):
+    """Every image stands over its own two captions."""
+    drawn = []
+    with monkeypatch.context() as patch:
+        patch.setattr("matplotlib.pyplot.close", drawn.append)
+        glyphs.main(["--contact-sheet", str(tmp_path / "sheet.png")])
+    (figure,) = drawn
+    assert len(figure.axes) == 48
+    for axis, first, second in zip(figure.axes, web, detailed, strict=False):
+        assert np.array_equal(axis.get_images()[0].get_array()[::4, ::4], first["image"])
+        assert axis.get_title().replace("\n", " ") == f"{first['caption']}  {second['caption']}"
+    assert PIL.Image.open(tmp_path / "sheet.png").size == tuple((70 * figure.get_size_inches()).round())
+    plt.close(figure)
 
 
 @pytest.mark.parametrize("path", ["nowhere/x.png", ".", "file/x.png"])
 def test_a_contact_sheet_that_cannot_be_written(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="error: "):
+    with pytest.raises(SystemExit, match=f"^error: {path} cannot be written: [^\n]*$"):
         glyphs.main(["--contact-sheet", path])
     assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -127,6 +127,11 @@ def test_colors_stay(mode):
     assert np.abs(np.asarray(decode_image(image)) - expected).max() < 16  # LAB rounds
 
 
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
+def test_every_mode_becomes_rgb(mode):
+    assert decode_image(PIL.Image.new(mode, (4, 4))).mode == "RGB"
+
+
 @pytest.mark.parametrize("format", ["jpeg", "tiff"])
 def test_cmyk_files(format):
     image = decode_image(encoded(half_red().convert("CMYK"), format))

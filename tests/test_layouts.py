@@ -3,13 +3,13 @@
 import io
 import json
 import os
-import tarfile
 
 import datasets
 import numpy as np
 import PIL.Image
 import pytest
 import torch
+from tiny_sources import write_shard
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from data import glyphs
@@ -66,15 +66,13 @@ def write_image_folder(folder, numbers):
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-def write_shard(path, numbers):
-    """Images under one suffix, as shards have them, whatever they are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for number in numbers:
-            for name, content in (("png", picture(number)), ("txt", CAPTIONS[number].encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+def members(numbers):
+    """Of a shard: images under one suffix, as shards have them, whatever they are."""
+    return [
+        (f"{n:03d}.{kind}", content)
+        for n in numbers
+        for kind, content in (("png", picture(n)), ("txt", CAPTIONS[n].encode()))
+    ]
 
 
 def image_folder(folder):
@@ -87,17 +85,19 @@ def parquet(folder):
     folder.mkdir()
     for split, part in SPLITS.items():
         rows = rows_of(range(NUMBER)[part])
-        for shard in range(2):
-            rows.shard(2, shard, contiguous=True).to_parquet(folder / f"{split}-0000{shard}-of-00002.parquet")
+        for number in range(2):
+            name = f"{split}-0000{number}-of-00002.parquet"
+            rows.shard(2, number, contiguous=True).to_parquet(folder / name)
     return {}
 
 
 def shards(folder):
     for split, part in SPLITS.items():
         numbers = range(NUMBER)[part]
-        for shard in range(2):
-            half = len(numbers) // 2
-            write_shard(folder / split / f"{shard}.tar", numbers[shard * half : (shard + 1) * half])
+        half = len(numbers) // 2
+        (folder / split).mkdir(parents=True)
+        for number, half_of_them in enumerate((numbers[:half], numbers[half:])):
+            write_shard(folder / split / f"{number}.tar", members(half_of_them))
     (folder / "train_stats.json").write_text("{}")
     return {"image_column": "png", "caption_column": "txt"}
 
@@ -230,7 +230,8 @@ def test_files_that_name_no_split_are_train(layout, streaming, tmp_path):
         rows_of(range(4)).to_parquet(tmp_path / "x" / "0.parquet")
         (tmp_path / "x" / "test_notes.md").write_text("names of other files name no split")
     elif layout == "shards":
-        write_shard(tmp_path / "x" / "0.tar", range(4))
+        (tmp_path / "x").mkdir()
+        write_shard(tmp_path / "x" / "0.tar", members(range(4)))
         (tmp_path / "x" / "0.parquet").write_text("img2dataset writes one beside each shard")
         columns = {"image_column": "png", "caption_column": "txt"}
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from test_training import as_made_before, recipe, same_weights
+from tiny_runs import as_made_before, recipe, same_weights
 
 from data import glyphs
 from training import engine, upcycle

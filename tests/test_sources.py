@@ -1,16 +1,14 @@
 """Sources that are damaged, contradictory or dangerous end in one line that names them."""
 
-import io
 import itertools
 import json
 import os
-import tarfile
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
-import PIL.Image
 import pytest
+from tiny_sources import images_and_texts, png, rows, write_shard
 
 from data import glyphs
 from data.pairs import load_pairs
@@ -20,32 +18,15 @@ from training.loader import PairLoader
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may need more than ten seconds to find the file that cannot be read."""
+    monkeypatch.setattr("data.sources.SEARCH_SECONDS", 300)
+
+
 @pytest.fixture(scope="module")
 def processor():
     return glyphs.build_processor(16, 16)
-
-
-def png(number=0):
-    file = io.BytesIO()
-    PIL.Image.fromarray(np.full((8, 8, 3), 20 * number % 256, np.uint8)).save(file, "png")
-    return file.getvalue()
-
-
-def rows(captions, start=0):
-    images = [{"bytes": png(start + number), "path": None} for number in range(len(captions))]
-    return datasets.Dataset.from_dict({"image": images, "caption": captions}).cast_column("image", datasets.Image())
-
-
-def shard(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-
-
-def images_and_texts(numbers):
-    return [(f"{n}.{kind}", content) for n in numbers for kind, content in (("png", png(n)), ("txt", b"a caption"))]
 
 
 def read(processor, source, streaming, batches=30, **settings):
@@ -72,7 +53,7 @@ TAR = {"image_column": "png", "caption_column": "txt"}
 @STREAMING
 def test_a_shard_that_ends_early(tmp_path, processor, streaming):
     for number in range(3):
-        shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
+        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
     whole = (tmp_path / "1.tar").read_bytes()
     (tmp_path / "1.tar").write_bytes(whole[:5000])
     message = error_of(processor, tmp_path, streaming, **TAR)
@@ -89,15 +70,15 @@ def test_a_shard_that_is_none(tmp_path, processor, streaming):
 
 @STREAMING
 def test_a_text_that_is_not_utf8(tmp_path, processor, streaming):
-    shard(tmp_path / "0.tar", images_and_texts(range(8)))
-    shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
+    write_shard(tmp_path / "0.tar", images_and_texts(range(8)))
+    write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
     message = error_of(processor, tmp_path, streaming, **TAR)
     assert f"because of {tmp_path / '1.tar'}: UnicodeDecodeError: 'utf-8'" in message
 
 
 @STREAMING
 def test_a_sample_without_its_caption_is_skipped(tmp_path, processor, streaming, caplog):
-    shard(tmp_path / "0.tar", [*images_and_texts(range(10, 30)), ("3.png", png())])
+    write_shard(tmp_path / "0.tar", [*images_and_texts(range(10, 30)), ("3.png", png())])
     read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, **TAR)  # what workers log is not captured
     assert "3.png" in caplog.text and "its caption is empty" in caplog.text
 
@@ -129,6 +110,10 @@ def test_parquet_files_that_do_fit_together(tmp_path, processor, streaming):
     rows(["a caption"] * 4, 4).add_column("number", np.arange(4.0)).to_parquet(tmp_path / "1.parquet")
     rows(["a caption"] * 4, 8).add_column("number", [None] * 4).to_parquet(tmp_path / "2.parquet")
     read(processor, tmp_path, streaming)
+    assert (
+        len({row["image"]["bytes"] for row in load_pairs(DataArguments(source=str(tmp_path), streaming=streaming))})
+        == 12
+    )
 
 
 @STREAMING
@@ -150,11 +135,14 @@ def test_no_file_is_looked_for_after_an_error_that_names_it(tmp_path, processor)
     assert message.startswith(f"{pattern} cannot be read: {tmp_path / '1.parquet'} is no parquet file or is damaged")
 
 
-def test_a_file_that_cannot_be_read_is_looked_for_ten_seconds_at_most(tmp_path, processor, monkeypatch):
+def test_a_file_that_cannot_be_read_is_not_looked_for_longer_than_is_set(tmp_path, processor, monkeypatch):
     """By a clock that goes three seconds at every look, the last file is not reached."""
     for number in range(6):
-        shard(tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + (8 if number == 5 else 2))))
+        write_shard(
+            tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + (8 if number == 5 else 2)))
+        )
     (tmp_path / "5.tar").write_bytes((tmp_path / "5.tar").read_bytes()[:5000])
+    monkeypatch.setattr("data.sources.SEARCH_SECONDS", 10)
     ticks = itertools.count(0, 3)
     monkeypatch.setattr("data.sources.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: ReadError: ")
@@ -250,11 +238,12 @@ def test_arguments_that_cannot_be(settings, message):
 
 
 def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
-    shard(tmp_path / "0.tar", images_and_texts(range(4)))
+    write_shard(tmp_path / "0.tar", images_and_texts(range(4)))
     for name in ("test.json", "x.md", "broken.parquet"):
         (tmp_path / name).write_text("something else")
     assert len(os.listdir(tmp_path)) == 4
     read(processor, tmp_path, False, **TAR)
+    assert len(load_pairs(DataArguments(source=str(tmp_path), **TAR))) == 4
 
 
 @pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])

@@ -1,5 +1,6 @@
 """Recipes run whole, on models of a few thousand parameters: what they write, how they resume, how they fail."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from tiny_runs import losses, recipe, same_weights, weights
 from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel
@@ -29,44 +30,6 @@ from training.runner import run_recipe
 from training.training_state import latest_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def recipe(**training):
-    """Initialise, upcycle, train."""
-    settings = {
-        "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
-        "global_batch_size": 8,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "save_steps": 2,
-    }
-    return {
-        "output_dir": "out",
-        "defaults": {"train": settings | training},
-        "stages": [
-            {
-                "name": "dense",
-                "stage": "initialize",
-                "processor": "glyphs",
-                "projection_dim": 16,
-                "text_config": {**TOWER, "max_position_embeddings": 16},
-                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
-            },
-            {
-                "name": "sparse",
-                "stage": "upcycle",
-                "model": "dense",
-                "preset": "clip_up",
-                "changes": {"num_experts": 4},
-                "text_config": {"capacity_group_size": 4},
-                "vision_config": {"capacity_group_size": 4},
-            },
-            {"name": "tuned", "stage": "train", "model": "sparse"},
-        ],
-    }
 
 
 @pytest.fixture
@@ -78,26 +41,6 @@ def run(tmp_path):
         return run_recipe(loaded, stages)
 
     return run
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def same_weights(first, second):
-    first, second = weights(first), weights(second)
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-
-
-def as_made_before(folder):
-    """A stage's folder whose manifest does not know its weights, as of earlier versions: it may be changed."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["weights"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_a_recipe_makes_models_that_load(run):
@@ -115,11 +58,6 @@ def test_a_recipe_makes_models_that_load(run):
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "balance_loss", "z_loss", "dropped_tokens", "grad_norm"} <= set(log[0])
     assert log[0]["balance_loss"] >= 1 and 0 <= log[0]["dropped_tokens"] < 1
-
-
-def test_captions_that_are_cut_are_reported_before_training(run, caplog):
-    run(data={"source": "glyphs", "num_samples": 40, "captions": "detailed"}, max_steps=1)
-    assert "100.0% of the captions of glyphs (40 looked at) are longer than the 16 tokens" in caplog.text
 
 
 def test_the_same_seed_gives_the_same_bits(run):
@@ -313,12 +251,18 @@ def test_a_batch_that_cannot_be_shared(run):
         run(gradient_accumulation_steps=3)
 
 
-def test_mixed_precision(run):
+@pytest.fixture
+def forget_precision():
+    """So far as Accelerate is concerned, a process has one precision for all its life."""
+    forget = functools.partial(AcceleratorState._reset_state, reset_partial_state=True)
+    yield forget
+    forget()
+
+
+def test_mixed_precision(run, forget_precision):
     plain = run()
-    # A process has one precision for all its life, so far as Accelerate is concerned.
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_precision()
     mixed = run({"mixed_precision": "bf16"}, output="mixed")
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert all(tensor.dtype == torch.float32 for tensor in weights(mixed / "tuned").values())
     assert losses(mixed / "tuned") != losses(plain / "tuned")
     torch.testing.assert_close(losses(mixed / "tuned")[0], losses(plain / "tuned")[0], atol=0.05, rtol=0)

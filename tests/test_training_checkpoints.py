@@ -12,7 +12,7 @@ import torch
 import yaml
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
-from test_training import losses, recipe, same_weights
+from tiny_runs import losses, recipe, same_weights
 
 from training.recipe import load_recipe
 from training.runner import run_recipe

@@ -12,7 +12,7 @@ import PIL.Image
 import pyarrow.parquet
 import pytest
 import yaml
-from test_training import recipe
+from tiny_runs import recipe
 
 from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity
@@ -285,7 +285,8 @@ def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train,
     assert not (tmp_path / "out" / "tuned").exists()
     layout("parquet", tmp_path / "a")
     train(data)
-    assert (tmp_path / "out" / "tuned").exists()
+    manifest = json.loads((tmp_path / "out" / "tuned" / "manifest.json").read_text())
+    assert manifest["data"] == identity(DataArguments(**data))
 
 
 def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch):

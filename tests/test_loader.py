@@ -1,11 +1,10 @@
-"""Pairs from every kind of source, and what cannot be read."""
+"""Batches for training, loaded and streamed: their order, where they resume, and pairs that cannot be read."""
 
 import dataclasses
 import io
 import json
 import os
 import signal
-import tarfile
 from collections import Counter
 
 import datasets
@@ -13,14 +12,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, webdataset, write_shard
 
 from data import glyphs
-from data.images import decode_image
-from data.pairs import load_pairs, select_columns
+from data.pairs import load_pairs
 from data.sources import DataArguments
 from training.loader import PairLoader
-
-CAPTIONS = [f"picture number {number}" for number in "zero one two three four five six seven".split()]
 
 
 @pytest.fixture(scope="module")
@@ -28,129 +25,13 @@ def processor():
     return glyphs.build_processor(16, 16)
 
 
-def picture(number):
-    return PIL.Image.fromarray(np.full((16, 16, 3), 30 * number, np.uint8))
+def batches(loader, start, number):
+    stream = loader.batches(start)
+    return [next(stream) for _ in range(number)]
 
 
-def write_pictures(folder, suffix="png"):
-    folder.mkdir()
-    names = [f"{number}.{suffix}" for number in range(len(CAPTIONS))]
-    for number, name in enumerate(names):
-        picture(number).save(folder / name)
-    return names
-
-
-def image_folder(tmp_path):
-    names = write_pictures(tmp_path / "folder")
-    lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, CAPTIONS, strict=True)]
-    (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(lines))
-    return {"source": str(tmp_path / "folder"), "caption_column": "text"}
-
-
-def table(tmp_path):
-    rows = {"picture": [picture(number) for number in range(len(CAPTIONS))], "caption": CAPTIONS}
-    return datasets.Dataset.from_dict(rows).cast_column("picture", datasets.Image())
-
-
-def parquet(tmp_path):
-    (tmp_path / "parquet").mkdir()
-    rows = table(tmp_path)
-    for part in range(2):
-        rows.shard(2, part).to_parquet(tmp_path / "parquet" / f"{part}.parquet")
-    return {"source": str(tmp_path / "parquet"), "image_column": "picture"}
-
-
-def saved_to_disk(tmp_path):
-    table(tmp_path).save_to_disk(tmp_path / "disk")
-    return {"source": str(tmp_path / "disk"), "image_column": "picture"}
-
-
-def webdataset(tmp_path):
-    for shard in range(2):
-        with tarfile.open(tmp_path / f"shard-{shard}.tar", "w") as tar:
-            for number in range(shard * 4, shard * 4 + 4):
-                png = io.BytesIO()
-                picture(number).save(png, "png")
-                for suffix, content in (("png", png.getvalue()), ("txt", CAPTIONS[number].encode())):
-                    member = tarfile.TarInfo(f"{number}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-    return {"source": str(tmp_path / "shard-*.tar"), "image_column": "png", "caption_column": "txt"}
-
-
-def sharegpt4v(tmp_path):
-    names = write_pictures(tmp_path / "images")
-    entries = [
-        {
-            "id": name,
-            "image": name,
-            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text}],
-        }
-        for name, text in zip(names, CAPTIONS, strict=True)
-    ]
-    (tmp_path / "sharegpt4v.json").write_text(json.dumps(entries))
-    return {"source": str(tmp_path / "sharegpt4v.json"), "image_root": str(tmp_path / "images")}
-
-
-SOURCES = [image_folder, parquet, saved_to_disk, webdataset, sharegpt4v]
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
-def test_sources(tmp_path, source, streaming):
-    arguments = DataArguments(**source(tmp_path), streaming=streaming)
-    rows = list(load_pairs(arguments))
-    assert sorted(row["caption"] for row in rows) == sorted(CAPTIONS)
-    for row in rows:
-        assert set(row) == {"image", "caption"}
-        number = CAPTIONS.index(row["caption"])
-        assert np.array_equal(decode_image(row["image"], arguments.image_root), picture(number))
-
-
-def test_num_samples(tmp_path):
-    assert list(load_pairs(DataArguments(**sharegpt4v(tmp_path), num_samples=3))["caption"]) == CAPTIONS[:3]
-
-
-def test_glyphs():
-    rows = load_pairs(DataArguments(source="glyphs", captions="detailed", kinds="unseen", num_samples=20))
-    assert len(rows) == 20
-    assert set(rows["kind"]) <= set(glyphs.UNSEEN_KINDS)
-
-
-@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
-def test_every_mode_becomes_rgb(mode):
-    assert decode_image(PIL.Image.new(mode, (4, 4))).mode == "RGB"
-
-
-def damaged(tmp_path, share):
-    """A ShareGPT4V-style set of 200 pairs of which a share has something wrong."""
-    arguments = sharegpt4v(tmp_path)
-    path = tmp_path / "sharegpt4v.json"
-    entries = json.loads(path.read_text()) * 25
-    whole = (tmp_path / "images" / "1.png").read_bytes()
-    (tmp_path / "images" / "cut.png").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "images" / "text.png").write_text("not an image")
-    wrong = [{"image": "cut.png"}, {"image": "text.png"}, {"image": "nowhere.png"}, {"caption": "  "}]
-    for number in range(round(share * len(entries))):
-        entry = json.loads(json.dumps(entries[10 + number]))
-        change = wrong[number % len(wrong)]
-        entry["image"] = change.get("image", entry["image"])
-        entry["conversations"][1]["value"] = change.get("caption", entry["conversations"][1]["value"])
-        entries[10 + number] = entry
-    path.write_text(json.dumps(entries))
-    return arguments
-
-
-def test_a_few_unreadable_pairs_are_counted_and_skipped(tmp_path, caplog):
-    rows = load_pairs(DataArguments(**damaged(tmp_path, 0.02), max_unreadable=0.05))
-    assert len(rows) == 196
-    assert "4 of 200 pairs" in caplog.text and "pair 10 (cut.png)" in caplog.text and "skipped" in caplog.text
-
-
-@pytest.mark.parametrize("share", [0.02, 0.9])
-def test_many_unreadable_pairs_are_an_error(tmp_path, share):
-    with pytest.raises(ValueError, match=r"pair \d+ \(.*More than max_unreadable = 1%"):
-        load_pairs(DataArguments(**damaged(tmp_path, share)))
+def equal(first, second):
+    return all(torch.equal(a[key], b[key]) for a, b in zip(first, second, strict=True) for key in a)
 
 
 def epoch_of(arguments, processor, length, **options):
@@ -213,42 +94,6 @@ def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_worker
     assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
 
 
-def test_missing_column(tmp_path):
-    source = parquet(tmp_path) | {"caption_column": "text"}
-    with pytest.raises(ValueError, match="no column text; its columns are picture, caption"):
-        load_pairs(DataArguments(**source))
-
-
-@pytest.mark.parametrize("source", ["nowhere.json", "nowhere-*.tar", "nowhere.parquet"])
-def test_missing_files(tmp_path, source):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_pairs(DataArguments(source=str(tmp_path / source)))
-
-
-def test_malformed_json(tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps([{"image": "a.png", "conversations": []}]))
-    with pytest.raises(ValueError, match="entry 0 has no image or no answer"):
-        load_pairs(DataArguments(source=str(tmp_path / "x.json")))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"source": "glyphs"}, "num_samples"), ({"source": "x", "streaming": True, "in_memory": True}, "streaming")],
-)
-def test_contradictions(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DataArguments(**settings)
-
-
-def batches(loader, start, number):
-    stream = loader.batches(start)
-    return [next(stream) for _ in range(number)]
-
-
-def equal(first, second):
-    return all(torch.equal(a[key], b[key]) for a, b in zip(first, second, strict=True) for key in a)
-
-
 def test_batches(processor):
     arguments = DataArguments(source="glyphs", captions="detailed", num_samples=20)
     rows = load_pairs(arguments)
@@ -309,11 +154,7 @@ def test_streamed_batches_resume(processor, tmp_path):
 @pytest.mark.parametrize("counts", [(0, 20), (3, 20)], ids=["empty", "short"])
 def test_streams_of_uneven_shards_resume(processor, tmp_path, counts):
     for shard, count in enumerate(counts):
-        images = []
-        for number in range(count):
-            content = io.BytesIO()
-            picture(number % 8).save(content, "png")
-            images.append({"bytes": content.getvalue(), "path": None})
+        images = [{"bytes": png(number), "path": None} for number in range(count)]
         features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
         captions = [f"{shard} {number}" for number in range(count)]
         rows = datasets.Dataset.from_dict({"image": images, "caption": captions}, features)
@@ -341,13 +182,11 @@ def with_a_broken_image(tmp_path, layout):
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
         return {"source": str(folder)}
     if layout == "shards":
-        with tarfile.open(tmp_path / "x.tar", "w") as tar:
-            for number, image in enumerate(images):
-                contents = {"png": image, "other.png": image, "txt": b"number %d" % number}
-                for suffix, content in contents.items():
-                    member = tarfile.TarInfo(f"{number}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        members = []
+        for number, image in enumerate(images):
+            contents = {"png": image, "other.png": image, "txt": b"number %d" % number}
+            members += [(f"{number}.{suffix}", content) for suffix, content in contents.items()]
+        write_shard(tmp_path / "x.tar", members)
         return {"source": str(tmp_path / "x.tar"), "image_column": "png", "caption_column": "txt"}
     encoded = [{"bytes": image, "path": f"{number}.png"} for number, image in enumerate(images)]
     captions = [f"number {number}" for number in range(20)]
@@ -422,14 +261,6 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
         PairLoader(rows, processor, arguments, 2, caption_weights=[1.0, 0.0])
 
 
-def test_captions_that_are_no_texts(tmp_path):
-    table = {"image": [picture(0)], "caption": [5]}
-    datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")
-    for lines in (False, True):
-        with pytest.raises(ValueError, match="its caption is no text but 5"):
-            load_pairs(DataArguments(source=str(tmp_path / "x"), captions_per_line=lines))
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streaming, monkeypatch):
     arguments = DataArguments(**sharegpt4v(tmp_path), streaming=streaming)
@@ -473,27 +304,6 @@ def test_a_tokenizer_without_a_limit_cuts_nothing(caplog):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-def test_captions_one_a_line(tmp_path, streaming):
-    """As in the retrieval shards of CLIP_benchmark."""
-    cells = ["a dog\na brown dog\n", "a cat", "\n a bird \r\n\nit flies", " \n"]
-    with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        for number, cell in enumerate(cells):
-            png = io.BytesIO()
-            picture(number).save(png, "png")
-            for suffix, content in (("png", png.getvalue()), ("txt", cell.encode())):
-                member = tarfile.TarInfo(f"{number}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    columns = {"image_column": "png", "caption_column": "txt", "max_unreadable": 0.5, "streaming": streaming}
-    arguments = DataArguments(source=str(tmp_path / "x.tar"), captions_per_line=True, **columns)
-    found = [row["caption"] for row in load_pairs(arguments)]
-    assert found[:3] == [["a dog", "a brown dog"], ["a cat"], ["a bird", "it flies"]]
-    assert found[3:] == ([[]] if streaming else [])  # a stream is sorted out as it is read
-    whole = [row["caption"] for row in load_pairs(dataclasses.replace(arguments, captions_per_line=False))]
-    assert whole[:3] == cells[:3]
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
     (tmp_path / "x").mkdir()
     for number in range(4):
@@ -507,11 +317,3 @@ def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
     assert len(first["pixel_values"].mean(dim=(1, 2, 3)).unique()) == 4  # the first frames
     assert caplog.text.count("several frames, of which the first is used") == 1
     assert str(tmp_path / "x") in caplog.text and ("2 of 4 images" in caplog.text or streaming)
-
-
-def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
-    rows = datasets.IterableDataset.from_generator(lambda: iter([{"picture": "a.png", "text": "a", "more": 1}]))
-    arguments = DataArguments(source="x", image_column="picture", caption_column="text", streaming=True)
-    assert list(select_columns(rows, arguments)) == [{"image": "a.png", "caption": "a"}]
-    with pytest.raises(ValueError, match="x has no column txt; its columns are picture, text, more"):
-        select_columns(rows, dataclasses.replace(arguments, caption_column="txt"))

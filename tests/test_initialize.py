@@ -1,0 +1,171 @@
+"""The stage that makes a new model: settings, processors and tokenizers that fit, or are refused."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import DENSE, HARBOR_CAPTIONS, WORDS, run_stages
+from tiny_sources import saved_pairs
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    CLIPModel,
+    PreTrainedTokenizerFast,
+)
+
+from conversion.lineage import Provenance
+from data import glyphs
+from data.tokenizer import learn_tokenizer
+
+
+@pytest.fixture
+def run(tmp_path):
+    return functools.partial(run_stages, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def processor_folder(tmp_path_factory):
+    """The glyph world's processor: images of 32 x 32, texts of 16 tokens."""
+    folder = tmp_path_factory.mktemp("processor")
+    glyphs.build_processor(16, 32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .*takes 3 x 48 x 48"),
+        ({"vision_config.num_channels": 1}, r"3 x 32 x 32, but .*1 x 32 x 32"),
+        ({"text_config.vocab_size": 700}, r"723 tokens.*vocab_size is 700.*leave"),
+        ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
+        ({"text_config.eos_token_id": 5}, r"eos_token_id is 5.*722"),
+        ({"text_config.hidden_siz": 5}, r"no field 'hidden_siz'"),
+        ({"text_config.layer_norm_eps": float("nan")}, r"text_config.layer_norm_eps.*finite"),
+        ({"vision_config.patch_size": 0}, r"image_size 32 .*patch_size 0"),
+        ({"vision_config.patch_size": 64}, r"image_size 32 .*patch_size 64"),
+        ({"vision_config.image_size": [32, 32]}, r"image_size \[32, 32\]"),
+        ({"vision_config.num_attention_heads": 0}, r"make no CLIP"),
+        ({"text_config.hidden_act": "nonsense"}, r"make no CLIP.*nonsense"),
+        ({"text_config.hidden_size": 15}, r"make no CLIP(.|\n)*15"),
+        ({"text_config.max_position_embeddings": 2, "processor": "glyphs"}, r"model_max_length is 2"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_both_numbers(run, processor_folder, overrides, message):
+    stage = {**DENSE, "processor": str(processor_folder)}
+    with pytest.raises(ValueError, match=message) as error:
+        run([stage], {f"dense.{key}": value for key, value in overrides.items()})
+    assert "dense" in str(error.value)
+
+
+def test_a_larger_vocabulary_and_a_shorter_tokenizer_are_taken(run, processor_folder):
+    stage = {**DENSE, "processor": str(processor_folder)}
+    output = run([stage], {"dense.text_config.vocab_size": 1000, "dense.text_config.max_position_embeddings": 20})
+    config = AutoModel.from_pretrained(output / "dense").config.text_config
+    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_id) == (1000, 20, 722)
+
+
+def test_openai_s_number_of_the_end_token_means_the_highest(run, processor_folder):
+    """Their configuration says eos_token_id 2, by which transformers takes the highest token for the end."""
+    stage = {**DENSE, "processor": str(processor_folder)}
+    output = run([stage], {"dense.text_config.eos_token_id": 2})
+    assert AutoModel.from_pretrained(output / "dense").config.text_config.eos_token_id == 2
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "processor_config.json"])
+def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_path, missing):
+    shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns(missing))
+    name = "tokenizer" if missing == "tokenizer.json" else "image processor"
+    with pytest.raises(FileNotFoundError, match=f"half has no {name}.*{missing}"):
+        run([{**DENSE, "processor": str(tmp_path / "half")}])
+
+
+def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder, tmp_path):
+    shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns("tokenizer*"))
+    learn_tokenizer(HARBOR_CAPTIONS, 600, 16).save_pretrained(tmp_path / "words")
+    output = run([{**DENSE, "processor": str(tmp_path / "half"), "tokenizer": str(tmp_path / "words")}])
+    assert AutoProcessor.from_pretrained(output / "dense").tokenizer.tokenize("harbour") == ["harbour</w>"]
+    inputs = json.loads((output / "dense" / "manifest.json").read_text())["inputs"]
+    assert set(inputs) == {str(tmp_path / "half"), str(tmp_path / "words")}
+    # A model card names what weights start from: neither
+    provenance = Provenance.of(output / "dense")
+    assert (provenance.bases, provenance.unknown) == ([], [])
+
+
+@pytest.mark.parametrize("setting, file", [("processor", "processor_config.json"), ("tokenizer", "tokenizer.json")])
+def test_a_processor_that_was_changed_is_another_one(run, processor_folder, tmp_path, capsys, setting, file):
+    folder = Path(shutil.copytree(processor_folder, tmp_path / "here"))
+    stage = {**DENSE, "processor": str(processor_folder), setting: str(folder)}
+    manifest = run([stage]) / "dense" / "manifest.json"
+    (folder / "README.md").write_text("no part of it")
+    run([stage])
+    (folder / file).write_text((folder / file).read_text() + " ")
+    with pytest.raises(ValueError, match="dense was made with other settings .inputs..*here"):
+        run([stage])
+    entries = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(entries | {"inputs": {}}))  # of a run before there were such inputs
+    run([stage])
+    manifest.write_text(json.dumps(entries))
+    shutil.rmtree(folder)  # it need not be carried
+    run([stage])
+    assert capsys.readouterr().out.count("dense: done before, skipped") == 3
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "processor_config.json"])
+def test_a_damaged_processor_is_refused(run, processor_folder, tmp_path, file):
+    shutil.copytree(processor_folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text("[")
+    with pytest.raises(ValueError, match="cannot load .*damaged"):
+        run([{**DENSE, "processor": str(tmp_path / "damaged")}])
+
+
+@pytest.mark.parametrize("path", ["runs/a/b", "./x", "/x", "x/", "~", "~/x", "../x", ""])
+@pytest.mark.parametrize("setting", ["processor", "tokenizer"])
+def test_a_path_that_is_not_there_is_no_hub_name(run, setting, path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        run([{**DENSE, setting: path}])
+
+
+def test_a_hub_name_that_cannot_be_had_may_be_meant_as_a_folder(run):
+    with pytest.raises(FileNotFoundError, match="no such folder.*the Hub"):
+        run([{**DENSE, "processor": "nobody/nothing"}])
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        ({}, "no bos_token, eos_token, pad_token"),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, "no pad_token"),
+        # CLIP takes the end token's features: of texts without one, all the same
+        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}, "puts no <s> before and no </s> after"),
+    ],
+)
+def test_a_tokenizer_without_special_tokens_is_refused(run, processor_folder, tmp_path, tokens, message):
+    model = models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>")
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>", model_max_length=16, **tokens)
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=message):
+        run([{**DENSE, "processor": str(processor_folder), "tokenizer": str(tmp_path / "plain")}])
+
+
+def test_a_tokenizer_goes_with_another_processor(run, tmp_path, processor_folder):
+    data = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
+    for processor in ("glyphs", str(processor_folder)):
+        dense = {**DENSE, "tokenizer": "words", "processor": processor}
+        output = run([{**WORDS, "data": data}, dense])
+        loaded = AutoProcessor.from_pretrained(output / "dense")
+        assert loaded.tokenizer.tokenize("A harbour") == ["a</w>", "harbour</w>"]
+        assert list(loaded.image_processor.image_mean) == [0.5, 0.5, 0.5]
+        shutil.rmtree(output)
+
+
+def test_the_first_weights_are_those_of_the_seed(run, processor_folder):
+    """Checks before a model is saved draw no random numbers."""
+    output = run([{**DENSE, "processor": str(processor_folder)}])
+    torch.manual_seed(0)
+    expected = CLIPModel(AutoModel.from_pretrained(output / "dense").config).state_dict()
+    found = CLIPModel.from_pretrained(output / "dense").state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

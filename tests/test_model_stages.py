@@ -1,0 +1,139 @@
+"""Stages that write a model: what upcycling may set, and that every model loads."""
+
+import functools
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_runs import DENSE, SPARSE, run_stages
+from transformers import AutoModel
+
+from conversion import assemble
+from conversion.checkpoints import require_loadable
+from conversion.upcycle import ROUTING_FIELDS
+from training.recipe import STAGES
+from training.stages import InitializeStage, UpcycleStage
+
+
+@pytest.fixture
+def run(tmp_path):
+    return functools.partial(run_stages, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory):
+    return run_stages(tmp_path_factory.mktemp("dense"), [DENSE]) / "dense"
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("moe_layers", [1]),
+        ("num_experts", 2),
+        ("fusion_gate", True),
+        ("hidden_size", 8),
+        ("intermediate_size", 8),
+        ("num_hidden_layers", 1),
+        ("num_attention_heads", 4),
+        ("hidden_act", "gelu"),
+        ("layer_norm_eps", 0.1),
+        ("projection_dim", 8),
+        ("auto_map", {"AutoModel": "elsewhere--evil.Model"}),
+        ("model_type", "clip"),
+        ("capacity", 4),
+    ],
+)
+@pytest.mark.parametrize("tower", ["text", "vision"])
+def test_upcycling_sets_nothing_that_weights_depend_on(run, tower, field, value):
+    with pytest.raises(ValueError, match=f"sparse.{tower}_config.*no field '{field}'.*capacity_factor"):
+        run([DENSE, {**SPARSE, f"{tower}_config": {field: value}}])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"capacity_factor": -1}, "capacity_factor must be greater than 0"),
+        ({"capacity_factor": "big"}, "capacity_factor"),
+        ({"capacity_factor": float("inf")}, "capacity_factor"),
+        ({"capacity_group_size": 1.5}, "capacity_group_size"),
+        ({"router_jitter_noise": 1}, "router_jitter_noise"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"attention_dropout": 1.5}, "attention_dropout"),
+        ({"attention_dropout": None}, "attention_dropout"),
+    ],
+)
+def test_values_of_routing_that_cannot_be(run, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"vision_config.*{message}"):
+        run([DENSE, {**SPARSE, "vision_config": settings}])
+    assert not (tmp_path / "out" / "sparse").exists()
+
+
+def test_all_of_routing_can_be_set(run):
+    settings = {
+        "attention_dropout": 0.1,
+        "capacity_factor": 3.0,
+        "capacity_group_size": 4,
+        "eval_capacity_factor": 2.0,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 1,
+        "router_jitter_noise": 0.1,
+    }
+    assert set(settings) == ROUTING_FIELDS
+    output = run([DENSE, {**SPARSE, "vision_config": settings}])
+    model = AutoModel.from_pretrained(output / "sparse")
+    assert {name: getattr(model.config.vision_config, name) for name in settings} == settings
+    assert model.config.text_config.num_experts_per_tok == 2
+
+
+def without_a_tensor(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in sorted(weights)[1:]}, folder / "model.safetensors", {"format": "pt"})
+    return sorted(weights)[0]
+
+
+def test_what_a_stage_wrote_has_to_load(dense_folder, tmp_path):
+    require_loadable(dense_folder)
+    folder = tmp_path / "model"
+    shutil.copytree(dense_folder, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot load .*model"):
+        require_loadable(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    require_loadable(folder)  # half a processor is no error: a source without one converts
+    lost = without_a_tensor(folder)
+    with pytest.raises(ValueError, match=f"model does not fit: missing: {lost}"):
+        require_loadable(folder)
+
+
+def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
+    folder = tmp_path / "mixture"
+    assemble.convert([dense_folder] * 3, folder)
+    require_loadable(folder)
+    without_a_tensor(folder / "expert_2")
+    with pytest.raises(ValueError, match="expert_2: missing weights"):
+        require_loadable(folder)
+    shutil.rmtree(folder / "expert_2")
+    with pytest.raises((OSError, ValueError), match="expert_2"):
+        require_loadable(folder)
+
+
+@pytest.mark.parametrize("stage, name", [(InitializeStage, "dense"), (UpcycleStage, "sparse")])
+def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, stage, name):
+    write = stage.run
+
+    def damage(stage, inputs, context, directory):
+        write(stage, inputs, context, directory)
+        without_a_tensor(directory)
+
+    monkeypatch.setattr(stage, "run", damage)
+    with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
+        run([DENSE, SPARSE])
+    assert not (tmp_path / "out" / name).exists()
+
+
+def test_every_stage_that_writes_a_model_is_known_to():
+    """Stages whose folder others use as their `model`."""
+    models = {"InitializeStage", "LongContextStage", "UpcycleStage", "TrainStage", "TrainExpertsStage"}
+    models |= {"TrainDataExpertStage", "TrainRouterStage", "UnifyStage", "AverageStage", "AssembleStage"}
+    assert {stage.__name__ for stage in STAGES.values() if stage.makes_model} == models

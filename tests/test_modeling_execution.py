@@ -1,0 +1,126 @@
+"""Half precision, gradient checkpointing, compilation and export change no result."""
+
+import copy
+
+import pytest
+import torch
+from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_config, tiny_model
+
+from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
+
+# `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[:3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, name):
+    model = tiny_model(fusion_gate=True, capacity_factor=1.0)
+    batch = inputs()
+    expected = model(**batch)
+    half = copy.deepcopy(model).to(dtype)
+    half.set_experts_implementation(name)
+    half_batch = {**batch, "pixel_values": batch["pixel_values"].to(dtype)}
+    torch.testing.assert_close(half(**half_batch).image_embeds.float(), expected.image_embeds, rtol=0.05, atol=0.05)
+    output = half.train()(**half_batch, return_loss=True, output_router_logits=True)
+    output.loss.backward()
+    assert all(logits.dtype == torch.float32 for logits in output.text_router_logits)
+    assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[:3])
+def test_autocast(name):
+    model = tiny_model()
+    model.set_experts_implementation(name)
+    batch = inputs()
+    expected = model(**batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(**batch, return_loss=True, output_router_logits=True)
+    output.loss.backward()
+    torch.testing.assert_close(output.image_embeds.float(), expected.image_embeds, rtol=0.05, atol=0.05)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    # The losses of the same logits are computed in float32
+    balance = load_balancing_loss(output.text_router_logits, 2, batch["attention_mask"])
+    balance = balance + load_balancing_loss(output.vision_router_logits, 2)
+    torch.testing.assert_close(output.aux_loss, 0.01 * balance)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    # One seed for both: jitter must be drawn again as it was
+    model = tiny_model(capacity_factor=1.0, router_jitter_noise=0.2).train()
+    model.config.router_aux_loss_coef = 1.0
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable()
+    assert checkpointed.is_gradient_checkpointing
+    batch = inputs()
+    outputs = []
+    for candidate in (model, checkpointed):
+        torch.manual_seed(1)
+        outputs.append(candidate(**batch, return_loss=True, output_router_logits=True))
+        outputs[-1].loss.backward()
+    torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
+    assert_same_gradients(checkpointed, model)
+
+    without_aux = copy.deepcopy(model)
+    without_aux.zero_grad()
+    torch.manual_seed(1)
+    without_aux(**batch, return_loss=True).loss.backward()
+    router = "vision_model.encoder.layers.2.mlp.router.weight"
+    assert (gradients(model)[router] - gradients(without_aux)[router]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {}])
+def test_reentrant_checkpointing_is_refused(arguments):
+    for model in (tiny_model(), tiny_model().text_model):
+        with pytest.raises(ValueError, match="use_reentrant"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_disable()
+        assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("part", ["text_model", "vision_model", "whole"])
+@pytest.mark.parametrize("name", ["by_device", "grouped_mm"])
+def test_compiles_without_graph_breaks(part, name):
+    model = tiny_model(moe_layers=(1,), fusion_gate=True, eval_capacity_factor=1.5)
+    model.set_experts_implementation(name)
+    batch = inputs()
+    arguments = {
+        "text_model": {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]},
+        "vision_model": {"pixel_values": batch["pixel_values"], "output_router_logits": True},
+        "whole": {**batch, "return_loss": True, "output_router_logits": True},
+    }[part]
+    module = model if part == "whole" else getattr(model, part)
+    torch.compiler.reset()
+    with torch.no_grad():
+        expected = module(**arguments)
+        actual = torch.compile(module, fullgraph=True, backend="eager")(**arguments)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(actual[key], value)
+        elif key == "router_logits":
+            torch.testing.assert_close(actual[key], value)
+
+
+def test_exports_with_a_dynamic_batch():
+    tower = tiny_model(moe_layers=(1,)).vision_model
+    pixel_values = torch.randn(3, 3, 16, 16)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(
+            tower, (), {"pixel_values": pixel_values}, dynamic_shapes={"pixel_values": {0: batch}}
+        )
+        other = torch.randn(5, 3, 16, 16)
+        torch.testing.assert_close(
+            program.module()(pixel_values=other).last_hidden_state, tower(other).last_hidden_state
+        )
+
+
+def test_runs_on_the_meta_device():
+    with torch.device("meta"):
+        model = CLIPMoEModel(tiny_config())
+    model.set_experts_implementation("batched_mm")
+    batch = inputs()
+    # No attention mask: transformers would look at its values
+    output = model(batch["input_ids"].to("meta"), batch["pixel_values"].to("meta"))
+    assert output.logits_per_text.shape == (4, 4)

@@ -1,0 +1,235 @@
+"""Experts: dense layers they stand for, one that is forced, the fusion gate, and the kernels that compute them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_clip_moe import (
+    IMPLEMENTATIONS,
+    assert_same_gradients,
+    inputs,
+    plain_block,
+    tiny_block,
+    tiny_model,
+    tower_fields,
+)
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+from transformers.integrations import moe as transformers_moe
+from transformers.models.clip.modeling_clip import CLIPMLP
+
+import modeling_clip_moe.modeling_clip_moe as modeling
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts, CLIPMoERouter, CLIPMoESparseMoeBlock
+
+
+def stack_dense(block, dense_layers):
+    """Copies CLIP's FFNs into the experts of a block."""
+    for expert, dense in enumerate(dense_layers):
+        block.experts.up_proj.data[expert] = dense.fc1.weight
+        block.experts.up_proj_bias.data[expert] = dense.fc1.bias
+        block.experts.down_proj.data[expert] = dense.fc2.weight
+        block.experts.down_proj_bias.data[expert] = dense.fc2.bias
+
+
+def dense_layers(block, number):
+    layers = [CLIPMLP(block.router.config) for _ in range(number)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return layers
+
+
+def test_one_expert_is_the_dense_layer():
+    config = CLIPMoEVisionConfig(**tower_fields(num_experts=1, num_experts_per_tok=1))
+    config._experts_implementation = "eager"
+    block = CLIPMoESparseMoeBlock(config)
+    nn.init.normal_(block.router.weight)
+    (dense,) = dense_layers(block, 1)
+    stack_dense(block, [dense])
+    hidden_states = torch.randn(2, 5, 16)
+    expected = dense(hidden_states)
+    actual = block(hidden_states)
+    torch.testing.assert_close(actual, expected)
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    assert dense.fc1.weight.grad.abs().max() > 1e-3
+    torch.testing.assert_close(block.experts.up_proj.grad[0], dense.fc1.weight.grad)
+    torch.testing.assert_close(block.experts.up_proj_bias.grad[0], dense.fc1.bias.grad)
+    torch.testing.assert_close(block.experts.down_proj.grad[0], dense.fc2.weight.grad)
+    torch.testing.assert_close(block.experts.down_proj_bias.grad[0], dense.fc2.bias.grad)
+
+
+def test_equal_experts_with_normalized_weights_are_the_dense_layer():
+    block = tiny_block()
+    (dense,) = dense_layers(block, 1)
+    stack_dense(block, [dense] * 4)
+    hidden_states = torch.randn(2, 5, 16)
+    torch.testing.assert_close(block(hidden_states), dense(hidden_states))
+
+
+def test_all_experts_chosen_are_the_weighted_sum_of_dense_layers():
+    block = tiny_block(num_experts_per_tok=4, norm_topk_prob=False)
+    layers = dense_layers(block, 4)
+    stack_dense(block, layers)
+    hidden_states = torch.randn(2, 5, 16)
+    weights = F.linear(hidden_states, block.router.weight).softmax(dim=-1)
+    expected = sum(weights[..., [expert]] * layer(hidden_states) for expert, layer in enumerate(layers))
+    torch.testing.assert_close(block(hidden_states), expected)
+
+
+UNNORMALIZED = {"norm_topk_prob": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"eval_capacity_factor": 0.5},
+        {"fusion_gate": True},
+        UNNORMALIZED,
+        UNNORMALIZED | {"num_experts_per_tok": 1, "eval_capacity_factor": 0.5},
+        UNNORMALIZED | {"fusion_gate": True},
+    ],
+)
+def test_a_forced_expert_computes_every_token(fields):
+    """With the weight that a token's experts have together: as the routed model if all experts were that one."""
+    model = tiny_model(num_experts=3, **fields).eval()
+    batch = inputs()
+    with torch.no_grad():
+        routed = model(**batch)
+        for expert in range(3):
+            with model.force_expert(expert):
+                forced = model(**batch, output_expert_ids=True)
+            other = copy.deepcopy(model)
+            for config in (other.config.text_config, other.config.vision_config):
+                config.eval_capacity_factor = None
+            for module in other.modules():
+                if isinstance(module, CLIPMoEExperts):  # all experts are that one
+                    for parameter in module.parameters():
+                        parameter.copy_(parameter[expert].expand_as(parameter).clone())
+            expected = other(**batch)
+            torch.testing.assert_close(forced.image_embeds, expected.image_embeds)
+            torch.testing.assert_close(forced.text_embeds, expected.text_embeds)
+            mask = batch["attention_mask"].bool()
+            for ids in forced.text_model_output.expert_ids:
+                assert set(ids[mask].flatten().tolist()) == {expert} and set(ids[~mask].flatten().tolist()) <= {3}
+        after = model(**batch)
+    assert torch.equal(after.logits_per_image, routed.logits_per_image)
+    assert not torch.allclose(forced.logits_per_image, routed.logits_per_image)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_a_forced_expert_takes_a_given_scale(norm_topk_prob):
+    """One for each sparse layer, text tower first, does what it does in the expert's last layer."""
+    model = tiny_model(num_experts=3, norm_topk_prob=norm_topk_prob)
+    batch, scale = inputs(), [0.3, 0.5, 0.7, 1.2]
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        experts = [module for module in scaled.modules() if isinstance(module, CLIPMoEExperts)]
+        for module, of_layer in zip(experts, scale, strict=True):
+            module.down_proj[1] *= of_layer
+            module.down_proj_bias[1] *= of_layer
+        with model.force_expert(1, scale), scaled.force_expert(1, 1.0):
+            forced, expected = model(**batch), scaled(**batch)
+        for field in ("image_embeds", "text_embeds"):
+            torch.testing.assert_close(forced[field], expected[field])
+        with model.vision_model.force_expert(1, scale[2:]):
+            assert torch.equal(model(**batch).image_embeds, forced.image_embeds)
+    with pytest.raises(ValueError, match="scale has 3 numbers, but the model has 4 sparse layers"):
+        with model.force_expert(1, scale[:3]):
+            pass
+
+
+def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
+    model = tiny_model(num_experts=3)
+    for expert in (-1, 3):
+        with pytest.raises(ValueError, match=f"expert={expert}, but the model has experts 0 to 2"):
+            with model.force_expert(expert):
+                pass
+    with pytest.raises(ValueError, match="expert=0, but the model has no sparse layer"):
+        with tiny_model(moe_layers=()).force_expert(0):
+            pass
+    with pytest.raises(KeyError), model.force_expert(2):
+        with model.vision_model.force_expert(1):
+            raise KeyError
+    routers = [module for module in model.modules() if isinstance(module, CLIPMoERouter)]
+    assert {(router.forced_expert, router.forced_scale) for router in routers} == {(None, None)}
+
+
+def test_fusion_gate_mixes_base_and_experts():
+    block = tiny_block(moe_layers=[1], fusion_gate=True)
+    hidden_states, mask = torch.randn(2, 5, 16), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    gate = F.linear(hidden_states, block.fusion_gate.proj.weight, block.fusion_gate.proj.bias).sigmoid()
+    moe, _ = plain_block(block, hidden_states, mask, None, 2)
+    torch.testing.assert_close(block(hidden_states, mask), gate * block.base(hidden_states) + (1 - gate) * moe)
+
+
+@pytest.mark.parametrize("fields", [{}, {"capacity_factor": 0.75}, {"norm_topk_prob": False, "capacity_factor": 0.5}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_implementations_agree(fields, padded):
+    CLIPModel(CLIPConfig(text_config=tower_fields(), vision_config=tower_fields()))  # a dense model comes first
+    model = tiny_model(**fields).train()
+    batch = inputs(padded=padded)
+    outputs, models = {}, {}
+    for name in IMPLEMENTATIONS:
+        models[name] = copy.deepcopy(model)
+        models[name].set_experts_implementation(name)
+        assert models[name].vision_model.config._experts_implementation == name
+        outputs[name] = models[name](**batch, return_loss=True, output_router_logits=True)
+        outputs[name].loss.backward()
+    for name in IMPLEMENTATIONS[1:]:
+        torch.testing.assert_close(outputs[name].text_embeds, outputs["eager"].text_embeds)
+        torch.testing.assert_close(outputs[name].loss, outputs["eager"].loss)
+        assert_same_gradients(models[name], models["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_experts_implementation_can_be_chosen(tmp_path):
+    model = tiny_model()
+    assert model.config._experts_implementation == "by_device"
+    model.save_pretrained(tmp_path)
+    for name in IMPLEMENTATIONS:
+        loaded = CLIPMoEModel.from_pretrained(tmp_path, experts_implementation=name)
+        assert loaded.text_model.encoder.layers[1].mlp.experts.config._experts_implementation == name
+    with pytest.raises(ValueError, match="fastest"):
+        model.set_experts_implementation("fastest")
+
+
+def test_dropped_choices_and_padding_cost_no_expert_compute(monkeypatch):
+    rows = {"eager": 0, "grouped_mm": 0}
+    block = tiny_block(capacity_factor=0.75).train()
+    hidden_states, mask = torch.randn(4, 7, 16), torch.rand(4, 7) > 0.3
+    num_kept = (block.router(hidden_states, mask)[2] < 4).sum().item()
+    assert num_kept < mask.sum() * 2
+
+    linear = F.linear
+
+    def counting_linear(input, weight, bias=None):
+        if weight.shape == (24, 16):  # an expert's up projection
+            rows["eager"] += len(input)
+        return linear(input, weight, bias)
+
+    grouped_mm = transformers_moe._grouped_mm
+
+    def counting_grouped_mm(input, weight, offs):
+        if weight.shape[-1] == 24:
+            rows["grouped_mm"] += offs[-1].item()
+        return grouped_mm(input, weight, offs)
+
+    monkeypatch.setattr(modeling.F, "linear", counting_linear)
+    monkeypatch.setattr(transformers_moe, "_grouped_mm", counting_grouped_mm)
+    for name in rows:
+        block.experts.config._experts_implementation = name
+        block(hidden_states, mask)
+    assert rows == {"eager": num_kept, "grouped_mm": num_kept}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_expert_has_a_gradient_even_without_tokens(name):
+    block = tiny_block()
+    block.experts.config._experts_implementation = name
+    hidden_states = torch.randn(1, 3, 16)
+    block(hidden_states, torch.zeros(1, 3)).sum().backward()  # all padding
+    for parameter in block.parameters():
+        assert parameter.grad is not None and (parameter.grad == 0).all()

@@ -1,0 +1,301 @@
+"""Saving and loading against their traps."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_clip_moe import inputs, tiny_model, tower_fields
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForZeroShotImageClassification,
+    CLIPModel,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    PreTrainedModel,
+)
+
+import modeling_clip_moe.modeling_clip_moe as modeling
+from modeling_clip_moe import (
+    CLIPMoEConfig,
+    CLIPMoEForImageClassification,
+    CLIPMoEModel,
+    CLIPMoETextModel,
+    CLIPMoETextModelWithProjection,
+    CLIPMoEVisionModel,
+    CLIPMoEVisionModelWithProjection,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("saved")
+    model = tiny_model(fusion_gate=True)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def assert_same_weights(actual, expected):
+    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+
+
+def test_loads_what_was_saved(saved):
+    model, folder = saved
+    loaded, info = CLIPMoEModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_weights(loaded, model)
+    batch = inputs()
+    torch.testing.assert_close(loaded(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
+    for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):
+        assert type(auto_class.from_pretrained(folder)) is CLIPMoEModel
+    assert type(AutoModelForImageClassification.from_pretrained(folder)) is CLIPMoEForImageClassification
+    assert CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_device_map(saved):
+    model, folder = saved
+    loaded = CLIPMoEModel.from_pretrained(folder, device_map="auto")
+    batch = inputs()
+    torch.testing.assert_close(loaded(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
+
+
+def test_logit_scale_is_a_scalar_on_disk(saved, tmp_path):
+    model, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    assert weights["logit_scale"].shape == () and model.logit_scale.shape == (1,)
+    loaded = CLIPMoEModel.from_pretrained(folder)
+    assert loaded.logit_scale.shape == (1,)
+    loaded.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["logit_scale"].shape == ()
+
+
+class MyVisionModel(CLIPMoEVisionModel):
+    """A user's subclass."""
+
+
+class MyModel(CLIPMoEModel):
+    """A user's subclass."""
+
+
+def test_towers_load_out_of_the_whole(saved, tmp_path):
+    model, folder = saved
+    for cls in (
+        CLIPMoETextModel,
+        CLIPMoETextModelWithProjection,
+        CLIPMoEVisionModel,
+        CLIPMoEVisionModelWithProjection,
+        MyVisionModel,
+    ):
+        tower, info = cls.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        whole = dict(model.state_dict())
+        prefix = "" if "Projection" in cls.__name__ else "text_model." if "Text" in cls.__name__ else "vision_model."
+        expected = {name: whole[prefix + name] for name in tower.state_dict()}
+        torch.testing.assert_close(dict(tower.state_dict()), expected, rtol=0, atol=0)
+
+        alone = tmp_path / cls.__name__
+        tower.save_pretrained(alone)
+        assert_same_weights(cls.from_pretrained(alone), tower)
+    assert_same_weights(MyModel.from_pretrained(folder), model)
+
+
+def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
+    """CLIP's own files may say 512 in the towers and something else above them, which is what counts."""
+    config = CLIPMoEConfig(
+        text_config={**tower_fields(), "vocab_size": 50, "projection_dim": 512},
+        vision_config={**tower_fields(), "image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+    model = CLIPMoEModel(config)
+    model.save_pretrained(tmp_path)
+    text = CLIPMoETextModelWithProjection.from_pretrained(tmp_path)
+    vision = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
+    assert torch.equal(text.text_projection.weight, model.text_projection.weight)
+    assert torch.equal(vision.visual_projection.weight, model.visual_projection.weight)
+
+
+def test_a_tower_built_alone_saves_and_loads(saved, tmp_path):
+    model, _ = saved
+    model.vision_model.save_pretrained(tmp_path)
+    assert "embeddings.class_embedding" in load_file(tmp_path / "model.safetensors")
+    tower = AutoModel.from_pretrained(tmp_path)
+    assert type(tower) is CLIPMoEVisionModel
+    assert_same_weights(tower, model.vision_model)
+
+
+def test_the_classifier_may_be_new_but_nothing_else(saved, tmp_path):
+    model, folder = saved
+    classifier, info = CLIPMoEForImageClassification.from_pretrained(folder, num_labels=7, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert_same_weights(classifier.vision_model, model.vision_model)
+    classifier.save_pretrained(tmp_path)
+    assert_same_weights(CLIPMoEForImageClassification.from_pretrained(tmp_path), classifier)
+    with pytest.raises(ValueError, match=r"Missing: .*text_model\."):
+        CLIPMoEModel.from_pretrained(tmp_path)
+
+
+def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
+    model, folder = saved
+    model.config.save_pretrained(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+
+    def write(change):
+        changed = dict(weights)
+        change(changed)
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    for name in (
+        "vision_model.encoder.layers.1.mlp.experts.up_proj",
+        "text_model.encoder.layers.2.mlp.router.weight",
+        "text_model.encoder.layers.2.mlp.fusion_gate.proj.bias",
+        "text_projection.weight",
+        "logit_scale",
+    ):
+        write(lambda changed, name=name: changed.pop(name))
+        with pytest.raises(ValueError, match=rf"CLIPMoEModel. Missing: {name}. Left over: none."):
+            CLIPMoEModel.from_pretrained(tmp_path)
+    write(lambda changed: changed.update({"blocks.0.gate": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"Missing: none. Left over: blocks.0.gate."):
+        CLIPMoEModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"CLIPMoEVisionModel. Missing: none. Left over: blocks.0.gate."):
+        CLIPMoEVisionModel.from_pretrained(tmp_path)
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"Missing: .* more\). Left over: weight."):
+        CLIPMoEModel.from_pretrained(tmp_path)
+
+    content = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="truncated or not safetensors"):
+        CLIPMoEModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "dense_class",
+    [CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModel, CLIPVisionModelWithProjection],
+)
+def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class):
+    model, folder = saved
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        dense_class.from_pretrained(folder)
+    if dense_class in (CLIPTextModel, CLIPVisionModel):
+        getattr(model, "text_model" if dense_class is CLIPTextModel else "vision_model").save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            dense_class.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("tower", [CLIPMoEVisionModel, CLIPMoETextModel])
+def test_marks_have_the_names_that_transformers_4_looks_for(saved, tmp_path, tower):
+    # Of the weights themselves, it finds none where a tower was never part of a whole file
+    model, folder = saved
+    prefix = tower._tower_prefix
+    towers = [getattr(model, prefix[:-1]), tower.from_pretrained(folder)]
+    towers[0].save_pretrained(tmp_path / "0")
+    towers.append(tower.from_pretrained(tmp_path / "0"))
+    for number, source in enumerate(towers):
+        source.save_pretrained(tmp_path / str(number))
+        weights = load_file(tmp_path / str(number) / "model.safetensors")
+        marks = {name for name, tensor in weights.items() if tensor.numel() == 0}
+        assert marks == {f"{prefix}encoder.layers.{layer}.mlp.fc1.weight" for layer in (1, 2)}
+        again = tower.from_pretrained(tmp_path / str(number))
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in towers[0].state_dict().items())
+
+
+def test_a_file_loads_into_a_model_that_is_there(saved):
+    model, folder = saved
+    other = CLIPMoEModel(model.config)
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_dense_ffn_beside_the_experts_is_refused(saved, tmp_path):
+    model, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    weights |= {f"vision_model.encoder.layers.1.mlp.fc1.{kind}": torch.ones(3) for kind in ("weight", "bias")}
+    model.config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="Left over: vision_model.encoder.layers.1.mlp.fc1.bias"):
+        CLIPMoEModel.from_pretrained(tmp_path)
+
+
+def test_a_model_out_of_a_pickle_saves_as_any_other(saved, tmp_path):
+    model, folder = saved
+    torch.save(model, tmp_path / "model.pt")
+    code = "import sys, torch; torch.load(sys.argv[1], weights_only=False).save_pretrained(sys.argv[2])"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt", tmp_path / "saved"], check=True)
+    expected, found = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "saved"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_checkpoints_without_what_makes_clip_refuse_them_load(saved, tmp_path):
+    model, folder = saved
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: tensor for name, tensor in weights.items() if tensor.numel() > 0}
+    model.config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = CLIPMoEModel.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_module_holds_what_diffusers_looks_up():
+    assert modeling.PreTrainedModel is PreTrainedModel
+    assert CLIPMoEModel._no_split_modules == ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
+
+
+ATTENTION_KEYS = [
+    f"self_attn.{projection}.{kind}"
+    for projection in ("k_proj", "v_proj", "q_proj", "out_proj")
+    for kind in ("weight", "bias")
+]
+NORM_KEYS = [f"layer_norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
+DENSE_KEYS = [f"mlp.{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
+SPARSE_KEYS = [
+    "mlp.fc1.weight",  # empty: CLIP's own classes refuse it
+    "mlp.router.weight",
+    "mlp.experts.up_proj",
+    "mlp.experts.up_proj_bias",
+    "mlp.experts.down_proj",
+    "mlp.experts.down_proj_bias",
+    "mlp.base.fc1.weight",
+    "mlp.base.fc1.bias",
+    "mlp.base.fc2.weight",
+    "mlp.base.fc2.bias",
+    "mlp.fusion_gate.proj.weight",
+    "mlp.fusion_gate.proj.bias",
+]
+
+
+def test_names_of_weights_are_a_file_format(saved):
+    _, folder = saved
+    expected = [
+        "logit_scale",
+        "text_projection.weight",
+        "visual_projection.weight",
+        "text_model.embeddings.token_embedding.weight",
+        "text_model.embeddings.position_embedding.weight",
+        "text_model.final_layer_norm.weight",
+        "text_model.final_layer_norm.bias",
+        "vision_model.embeddings.class_embedding",
+        "vision_model.embeddings.patch_embedding.weight",
+        "vision_model.embeddings.position_embedding.weight",
+        "vision_model.pre_layrnorm.weight",
+        "vision_model.pre_layrnorm.bias",
+        "vision_model.post_layernorm.weight",
+        "vision_model.post_layernorm.bias",
+    ]
+    for tower in ("text_model", "vision_model"):
+        for layer, mlp_keys in enumerate([DENSE_KEYS, SPARSE_KEYS, SPARSE_KEYS]):
+            expected += [f"{tower}.encoder.layers.{layer}.{key}" for key in ATTENTION_KEYS + NORM_KEYS + mlp_keys]
+    weights = load_file(folder / "model.safetensors")
+    assert sorted(weights) == sorted(expected)
+    layer = "text_model.encoder.layers.1.mlp"
+    shapes = {key: tuple(weights[f"{layer}.{key}"].shape) for key in ("router.weight", "experts.up_proj")}
+    assert shapes == {"router.weight": (4, 16), "experts.up_proj": (4, 24, 16)}
+    assert weights[f"{layer}.experts.up_proj_bias"].shape == (4, 24)
+    assert weights[f"{layer}.experts.down_proj"].shape == (4, 16, 24)
+    assert weights[f"{layer}.experts.down_proj_bias"].shape == (4, 16)

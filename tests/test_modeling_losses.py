@@ -1,0 +1,93 @@
+"""Losses of the router, each against an obvious computation."""
+
+import math
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from modeling_clip_moe import global_entropy_loss, load_balancing_loss, local_entropy_loss, router_z_loss
+
+# Probabilities of three tokens over two experts: 0.8 / 0.2, 0.6 / 0.4, 0.5+ / 0.5-
+TWO_EXPERTS = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9]]).log()
+
+
+def test_load_balancing_loss_by_hand():
+    # argmax: experts 0, 0, 1, so R = 2 * [2/3, 1/3]; P = [0.5, 0.5]
+    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=1), torch.tensor(1.0))
+    # of the first two tokens: R = 2 * [1, 0], P = [0.7, 0.3]
+    mask = torch.tensor([1, 1, 0])
+    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=1, mask=mask), torch.tensor(1.4))
+    # both choices count: R = [1, 1] whatever the router says
+    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=2, mask=mask), torch.tensor(1.0))
+
+
+def test_load_balancing_loss_over_layers_by_hand():
+    # First layer as above on two tokens: 1.4. Second layer: R = 2 * [0, 1], P = [0.2, 0.8]: 1.6
+    logits = (TWO_EXPERTS[:2], torch.tensor([[0.1, 0.9], [0.3, 0.7]]).log())
+    torch.testing.assert_close(load_balancing_loss(logits, top_k=1), torch.tensor((1.4 + 1.6) / 2))
+    # Four tokens together: R = 2 * [1/2, 1/2], P = [0.45, 0.55]
+    torch.testing.assert_close(load_balancing_loss((torch.cat(logits),), top_k=1), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_load_balancing_loss_is_1_at_balance_where_that_of_transformers_is_k(top_k):
+    # Each expert is once the first choice, once the second, ...
+    logits = torch.stack([torch.arange(4.0).roll(shift) for shift in range(4)])
+    torch.testing.assert_close(load_balancing_loss((logits, logits), top_k), torch.tensor(1.0))
+    theirs = load_balancing_loss_func((logits, logits), num_experts=4, top_k=top_k)
+    torch.testing.assert_close(theirs, torch.tensor(float(top_k)))
+
+
+def test_router_z_loss_by_hand():
+    logits = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0], [50.0, 50.0]])
+    mask = torch.tensor([True, True, False])
+    expected = (math.log(2) ** 2 + math.log(4) ** 2) / 2
+    torch.testing.assert_close(router_z_loss((logits,), mask), torch.tensor(expected))
+
+
+def test_entropy_losses_by_hand():
+    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+    logits, mask = (probabilities.log(),), torch.tensor([1, 1, 0])
+    torch.testing.assert_close(local_entropy_loss(logits, mask), torch.tensor(math.log(2) / 2))
+    # Mean of the first two: 1/4, 1/4, 0, 1/2, of entropy 1.5 log 2
+    torch.testing.assert_close(global_entropy_loss(logits, 4, mask), torch.tensor(0.5 * math.log(2)))
+    assert global_entropy_loss(logits, 2, mask) == 0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda *args, **kwargs: load_balancing_loss(*args, top_k=2, **kwargs),
+        lambda *args, **kwargs: load_balancing_loss(*args, top_k=1, **kwargs),
+        router_z_loss,
+        local_entropy_loss,
+        lambda *args, **kwargs: global_entropy_loss(*args, min_experts=4, **kwargs),
+    ],
+)
+def test_losses_of_two_processes_are_those_of_all_tokens(loss):
+    logits = torch.randn(2, 6, 5, 4, requires_grad=True)  # (layers, B, S, E)
+    mask = torch.rand(6, 5) > 0.3
+    whole = loss(tuple(logits), mask=mask)
+    whole.backward()
+
+    # Each "process" sees two or four sequences; `reduce` adds what the other one has
+    sums = {}
+    parts = {"first": slice(0, 2), "second": slice(2, 6)}
+
+    def collect(part):
+        def reduce(vector):
+            sums[part] = vector
+            return vector
+
+        return reduce
+
+    split = logits.detach().clone().requires_grad_()
+    for part, rows in parts.items():
+        loss(tuple(split[:, rows]), mask=mask[rows], reduce=collect(part))
+    for part, other in (("first", "second"), ("second", "first")):
+        rows = parts[part]
+        value = loss(tuple(split[:, rows]), mask=mask[rows], reduce=lambda vector, other=other: vector + sums[other])
+        torch.testing.assert_close(value, whole)
+    value.backward()
+    torch.testing.assert_close(split.grad, logits.grad)

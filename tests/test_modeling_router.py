@@ -1,0 +1,151 @@
+"""The router and its capacity, each against an obvious computation."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_clip_moe import assert_same_gradients, plain_block, tiny_block
+
+from modeling_clip_moe import CLIPMoEVisionConfig, expert_capacity_mask
+from modeling_clip_moe.modeling_clip_moe import CLIPMoERouter
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_router_by_hand(norm_topk_prob):
+    config = CLIPMoEVisionConfig(num_experts=3, hidden_size=2, num_attention_heads=1, norm_topk_prob=norm_topk_prob)
+    router = CLIPMoERouter(config)
+    router.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    logits, weights, ids = router(torch.tensor([[[1.0, 2.0]]]))
+    torch.testing.assert_close(logits, torch.tensor([[[1.0, 2.0, 3.0]]]))
+    total = math.exp(1) + math.exp(2) + math.exp(3)
+    expected = [math.exp(3) / total, math.exp(2) / total]
+    if norm_topk_prob:
+        expected = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]
+    assert ids.tolist() == [[[2, 1]]]
+    torch.testing.assert_close(weights, torch.tensor([[expected]]))
+
+
+def test_seeded_jitter_is_the_same_in_two_processes():
+    """Two halves of a batch, the second with shorter padding, route as the whole does; each group has its own noise."""
+    block = tiny_block(router_jitter_noise=0.5, capacity_group_size=2, max_position_embeddings=9).train()
+    torch.manual_seed(0)
+    hidden_states = torch.randn(8, 9, block.router.config.hidden_size)
+
+    def logits(rows, process_index=0):
+        block.router.noise_seed, block.router.process_index = 7, process_index
+        return block.router(rows)[0]
+
+    whole = logits(hidden_states)
+    torch.testing.assert_close(logits(hidden_states[:4]), whole[:4])
+    torch.testing.assert_close(logits(hidden_states[4:, :5], process_index=1), whole[4:, :5])
+    same = logits(hidden_states[:2].repeat(4, 1, 1))
+    assert not torch.equal(same[:2], same[2:4])
+    assert torch.equal(whole, logits(hidden_states))
+    block.router.noise_seed = 8
+    assert not torch.equal(whole, block.router(hidden_states)[0])
+    with pytest.raises(ValueError, match="capacity_group_size=2 does not divide the batch of 3 sequences"):
+        logits(hidden_states[:3], process_index=1)  # whose groups would not be those of one process
+
+
+def test_jitter_is_for_the_router_in_training_alone():
+    block = tiny_block(router_jitter_noise=0.5)
+    hidden_states = torch.randn(2, 5, 16)
+    before = hidden_states.clone()
+    clean = block.eval().router(hidden_states)[0]
+    torch.testing.assert_close(block.router(hidden_states)[0], clean)
+    noisy = block.train().router(hidden_states)[0]
+    assert (noisy - clean).abs().max() > 0.1
+    torch.testing.assert_close(hidden_states, before, rtol=0, atol=0)
+    torch.manual_seed(3)
+    first = block.router(hidden_states)[0]
+    torch.manual_seed(3)
+    torch.testing.assert_close(block.router(hidden_states)[0], first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_router_computes_in_float32(dtype):
+    block = tiny_block()
+    hidden_states = torch.randn(2, 5, 16).to(dtype)
+    expected = F.linear(hidden_states.float(), block.router.weight.to(dtype).float())
+    torch.testing.assert_close(block.to(dtype).router(hidden_states)[0], expected)
+    block.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, weights, _ = block.router(hidden_states)
+    assert logits.dtype == weights.dtype == torch.float32
+    torch.testing.assert_close(logits, F.linear(hidden_states.float(), block.router.weight))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(("capacity_factor", "group_size"), [(None, 6), (0.75, 6), (1.25, 2), (2, 3), (1.5, 1)])
+def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_prob, padded):
+    block = tiny_block(
+        norm_topk_prob=norm_topk_prob, capacity_factor=capacity_factor, capacity_group_size=group_size
+    ).train()
+    mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
+    hidden_states = torch.randn(6, 7, 16, requires_grad=True)
+    expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
+    assert (num_dropped > 0) == (capacity_factor is not None)
+    direction = torch.randn_like(expected)
+    (expected_gradient,) = torch.autograd.grad((expected * direction).sum(), hidden_states, retain_graph=True)
+    (expected * direction).sum().backward()
+    reference = copy.deepcopy(block)
+    for parameter, original in zip(reference.parameters(), block.parameters(), strict=True):
+        parameter.grad, original.grad = original.grad, None
+    hidden_states.grad = None
+
+    actual = block(hidden_states, mask if padded else None)
+    torch.testing.assert_close(actual, expected)
+    (actual * direction).sum().backward()
+    torch.testing.assert_close(hidden_states.grad, expected_gradient)
+    assert_same_gradients(block, reference)
+
+    _, weights, ids = block.router(hidden_states, mask)
+    assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
+    assert (weights[ids == 4] == 0).all()
+
+
+def test_capacity_serves_first_choices_before_second_ones():
+    # Expert 0 is the second choice of token 0 and the first of tokens 1 and 2; two fit
+    top_k_index = torch.tensor([[[1, 0], [0, 1], [0, 2]]])
+    kept = expert_capacity_mask(top_k_index, num_experts=3, capacity_factor=2)
+    assert kept.tolist() == [[[True, False], [True, True], [True, True]]]
+    # Without token 1, ceil(2 / 3 * 1) = 1 fits: its place is free for token 2, and it has none itself
+    mask = torch.tensor([[1, 0, 1]])
+    kept = expert_capacity_mask(top_k_index, num_experts=3, capacity_factor=1, mask=mask)
+    assert kept.tolist() == [[[True, False], [False, False], [True, True]]]
+
+
+def test_capacity_of_perfect_balance_drops_nothing():
+    top_k_index = torch.stack([torch.arange(8), torch.arange(8).roll(1)], dim=-1).repeat(3, 1, 1)
+    assert expert_capacity_mask(top_k_index, num_experts=8, capacity_factor=2.0).all()
+
+
+def test_capacity_is_for_training_and_its_evaluation_factor_for_evaluation():
+    hidden_states = torch.randn(4, 7, 16)
+    block = tiny_block(capacity_factor=0.5)
+    assert (block.train().router(hidden_states)[2] == 4).any()
+    assert not (block.eval().router(hidden_states)[2] == 4).any()
+    block = tiny_block(eval_capacity_factor=0.5)
+    assert not (block.train().router(hidden_states)[2] == 4).any()
+    assert (block.eval().router(hidden_states)[2] == 4).any()
+
+
+def test_groups_make_capacity_independent_of_the_batch():
+    block = tiny_block(capacity_factor=0.75, capacity_group_size=2).train()
+    hidden_states, mask = torch.randn(8, 7, 16), torch.rand(8, 7) > 0.3
+    whole = block(hidden_states, mask)
+    for size in (2, 4):
+        parts = [block(hidden_states[i : i + size], mask[i : i + size]) for i in range(0, 8, size)]
+        torch.testing.assert_close(torch.cat(parts), whole)
+    block.router.config.capacity_group_size = None
+    assert (block(hidden_states, mask) - whole).abs().max() > 1e-3
+
+
+def test_group_size_that_does_not_divide_the_batch_is_refused():
+    block = tiny_block(capacity_factor=1, capacity_group_size=3).train()
+    with pytest.raises(ValueError, match="capacity_group_size=3 does not divide the batch of 4"):
+        block(torch.randn(4, 7, 16))
+    block.eval()(torch.randn(4, 7, 16))  # no capacity, no groups

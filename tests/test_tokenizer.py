@@ -1,0 +1,163 @@
+"""A tokenizer learned from captions, and the stage that learns it."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
+from tiny_sources import saved_pairs
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPTokenizer,
+)
+
+from data import glyphs
+from data.tokenizer import learn_tokenizer, pieces_per_word
+from training.manifests import input_fingerprint
+from training.recipe import load_recipe
+from training.runner import wanted_stages
+
+
+@pytest.fixture
+def run(tmp_path):
+    return functools.partial(run_stages, tmp_path)
+
+
+def test_a_learned_tokenizer_is_clip_s(tmp_path):
+    tokenizer = learn_tokenizer(HARBOR_CAPTIONS, vocab_size=600, max_length=12)
+    tokenizer.save_pretrained(tmp_path)
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), CLIPTokenizer.from_pretrained(tmp_path)):
+        assert type(loaded) is CLIPTokenizer
+        assert loaded(HARBOR_CAPTIONS)["input_ids"] == tokenizer(HARBOR_CAPTIONS)["input_ids"]
+        assert loaded.model_max_length == 12
+        assert (loaded.bos_token_id, loaded.eos_token_id) == (len(loaded) - 2, len(loaded) - 1)
+        assert loaded.pad_token_id == loaded.eos_token_id
+    assert 514 < len(tokenizer) <= 600
+    # CLIP's own splitting and lower-casing, and any text whatever
+    assert tokenizer.tokenize("HARBOUR the bicycle's") == ["harbour</w>", "the</w>", "bicycle</w>", "'s</w>"]
+    for text in ("a café", "日本 🏄", "x%$§ 12"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).replace(" ", "") == (
+            text.replace(" ", "")
+        )
+    assert tokenizer("日本 🏄 ÿ", add_special_tokens=False)["input_ids"].count(tokenizer.unk_token_id) == 0
+
+
+def test_the_vocabulary_has_the_size_that_is_asked_for(tmp_path):
+    assert len(learn_tokenizer(HARBOR_CAPTIONS, vocab_size=540, max_length=12)) == 540
+    assert len(learn_tokenizer(HARBOR_CAPTIONS, vocab_size=514, max_length=12)) == 514
+
+
+def test_the_same_captions_give_the_same_bytes_in_every_process(tmp_path):
+    """Words made of random letters, with many pairs that are equally frequent."""
+    program = """
+import random, sys
+from data.tokenizer import learn_tokenizer
+random.seed(0)
+words = ["".join(random.choices("abcdefghijklmnop", k=random.randint(2, 7))) for _ in range(500)]
+captions = [" ".join(random.sample(words, 8)) for _ in range(200)]
+if sys.argv[2] == "backwards":
+    captions.reverse()
+learn_tokenizer(captions, 900, 77).save_pretrained(sys.argv[1])
+"""
+    for name in ("forwards", "backwards"):
+        subprocess.run([sys.executable, "-c", program, str(tmp_path / name), name], check=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "backwards" / file).read_bytes() == (tmp_path / "forwards" / file).read_bytes()
+
+
+def test_the_committed_glyph_tokenizer_stays_what_it_is(tmp_path):
+    glyphs.build_tokenizer(64).save_pretrained(tmp_path)
+    committed = Path(__file__).parents[1] / "training" / "glyph_clip" / "tokenizer.json"
+    assert (tmp_path / "tokenizer.json").read_bytes() == committed.read_bytes()
+
+
+def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
+    data = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
+    dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
+    recipe = [{**WORDS, "data": data}, dense, {**TUNED, "data": data}]
+    output = run(recipe)
+    processor, model = AutoProcessor.from_pretrained(output / "tuned"), AutoModel.from_pretrained(output / "tuned")
+    assert processor.tokenizer.tokenize("A harbour") == ["a</w>", "harbour</w>"]
+    assert model.config.text_config.vocab_size == len(processor.tokenizer)
+    assert model.config.text_config.eos_token_id == processor.tokenizer.eos_token_id
+    # CLIP's own image processor, at the model's size
+    images = processor.image_processor
+    expected = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    image = Image.effect_mandelbrot((60, 45), (-2, -1, 1, 1), 50).convert("RGB")
+    found, wanted = (p(image, return_tensors="pt")["pixel_values"] for p in (images, expected))
+    assert found.shape == (1, 3, 32, 32)
+    torch.testing.assert_close(found, wanted, atol=0.05, rtol=0)
+    assert "pieces" not in caplog.text  # the captions are its own
+    # The model knows its tokenizer: another one makes another model
+    manifest = json.loads((output / "dense" / "manifest.json").read_text())
+    assert manifest["inputs"] == {"words": input_fingerprint(str(output / "words"))}
+    assert run(recipe) == output
+    shutil.rmtree(output / "words")
+    with pytest.raises(ValueError, match="dense was made with other settings .*inputs.words"):
+        run(recipe, {"words.vocab_size": 530})
+
+
+def test_all_captions_of_an_image_are_learned_from(run, tmp_path):
+    data = saved_pairs(tmp_path / "pairs", [["", *HARBOR_CAPTIONS[:2]], ["", *HARBOR_CAPTIONS[2:]]])
+    output = run([{**WORDS, "data": data}])
+    one_each = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
+    assert AutoTokenizer.from_pretrained(output / "words").get_vocab() == one_each.get_vocab()
+
+
+def test_experts_bring_their_tokenizer(tmp_path):
+    """--experts runs the stages that an expert needs: of these, the tokenizer and the captions it is learned from."""
+    saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
+    data = {"source": "glyphs", "num_samples": 8}
+    dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
+    texts = {"name": "texts", "stage": "captions", "model": "glyph_dense", "data": data}
+    texts |= {"captions": [{"policy": "full", "column": "caption"}]}
+    recipe = [
+        {**DENSE, "name": "glyph_dense"},
+        texts,
+        {**WORDS, "data": {"source": "texts"}},
+        dense,
+        {"name": "features", "stage": "embed", "model": "dense", "data": data},
+        {"name": "parts", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+        {**TUNED, "stage": "train_experts", "expert": 1, "clusters": "parts", "data": data},
+        {**DENSE, "name": "other"},
+    ]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": recipe}))
+    loaded = load_recipe(path)
+    needed = {stage.name for stage in wanted_stages(loaded, None, [1])}
+    assert needed == {stage["name"] for stage in recipe} - {"other"}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"words.vocab_size": 513}, "words.vocab_size.*514"),
+        ({"words.max_length": 2}, "words.max_length"),
+        ({"words.data.streaming": True, "words.data.source": "somewhere"}, "words.*streaming"),
+        ({"dense.tokenizer": "tuned"}, "dense.tokenizer: tuned is a stage of type train, not tokenizer"),
+        ({"dense.tokenizer": None, "dense.processor": None}, "dense.*processor.*tokenizer"),
+    ],
+)
+def test_recipes_that_cannot_be(run, changes, message):
+    data = {"source": "glyphs", "num_samples": 8}
+    recipe = [{**WORDS, "data": data}, {**DENSE, "tokenizer": "words"}, {**TUNED, "data": data}]
+    with pytest.raises(ValueError, match=message):
+        run(recipe, changes)
+
+
+def test_pieces_per_word():
+    tokenizer = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
+    assert pieces_per_word(tokenizer, ["the bicycle", "A harbour, the harbour!"]) == 1
+    assert pieces_per_word(tokenizer, ["xyz"]) == 3
+    assert pieces_per_word(tokenizer, ["the xyz"]) == 2
+    assert pieces_per_word(tokenizer, ["harbour " * 100]) == 1  # longer than the tokenizer's length

@@ -1,0 +1,104 @@
+"""Sparse models of a few thousand parameters, and their computations one token at a time."""
+
+import math
+
+import torch
+from torch import nn
+
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionConfig
+from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
+
+EOS, PAD = 49, 0
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", "by_device")
+
+
+def tower_fields(**moe):
+    return {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, **moe}
+
+
+def tiny_config(moe_layers=(1, 2), *, text=None, vision=None, **moe):
+    moe = {"num_experts": 4, "moe_layers": list(moe_layers), **moe}
+    text_config = {
+        **tower_fields(**moe),
+        "vocab_size": 50,
+        "max_position_embeddings": 12,
+        "projection_dim": 8,
+        "pad_token_id": PAD,
+        "bos_token_id": 48,
+        "eos_token_id": EOS,
+        **(text or {}),
+    }
+    vision_config = {**tower_fields(**moe), "image_size": 16, "patch_size": 8, "projection_dim": 8, **(vision or {})}
+    return CLIPMoEConfig(text_config=text_config, vision_config=vision_config, projection_dim=8)
+
+
+def tiny_model(*args, std=0.3, **moe):
+    """A model with weights large enough for experts and routers to matter."""
+    model = CLIPMoEModel(tiny_config(*args, **moe))
+    for name, parameter in model.named_parameters():
+        if "mlp" in name:
+            nn.init.normal_(parameter, std=std)
+    return model.eval()
+
+
+def tiny_block(std=0.3, **fields):
+    config = CLIPMoEVisionConfig(**tower_fields(num_experts=4, **fields))
+    config.moe_layers = [1]
+    config._experts_implementation = "eager"
+    block = CLIPMoESparseMoeBlock(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=std)
+    return block
+
+
+def inputs(batch_size=4, padded=True):
+    """Captions of random lengths, padded to 10 tokens, and images."""
+    input_ids = torch.randint(1, 48, (batch_size, 10))
+    lengths = torch.randint(3, 11, (batch_size,)) if padded else torch.full((batch_size,), 10)
+    positions = torch.arange(10)
+    input_ids[positions == lengths[:, None] - 1] = EOS
+    input_ids[positions >= lengths[:, None]] = PAD
+    attention_mask = (positions < lengths[:, None]).long()
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "pixel_values": torch.randn(batch_size, 3, 16, 16),
+    }
+
+
+def gradients(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def assert_same_gradients(actual, expected, **tolerance):
+    actual, expected = gradients(actual), gradients(expected)
+    assert any(gradient is not None and gradient.abs().max() > 1e-4 for gradient in expected.values())
+    torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def plain_block(block, hidden_states, mask, capacity_factor, group_size):
+    """The sparse block as a loop over tokens, and its number of dropped choices."""
+    config, experts = block.router.config, block.experts
+    probabilities = (hidden_states @ block.router.weight.T).softmax(dim=-1)
+    output, num_dropped = torch.zeros_like(hidden_states), 0
+    for start in range(0, len(hidden_states), group_size):
+        tokens = [(b, s) for b in range(start, start + group_size) for s in range(mask.shape[1]) if mask[b, s]]
+        capacity = math.inf
+        if capacity_factor is not None:
+            capacity = math.ceil(len(tokens) * capacity_factor / config.num_experts)
+        load, kept = [0] * config.num_experts, {token: [] for token in tokens}
+        for choice in range(config.num_experts_per_tok):
+            for token in tokens:
+                expert = probabilities[token].argsort(descending=True)[choice].item()
+                if load[expert] < capacity:
+                    load[expert] += 1
+                    kept[token].append(expert)
+                else:
+                    num_dropped += 1
+        for token, chosen in kept.items():
+            total = sum(probabilities[token][expert] for expert in chosen) if config.norm_topk_prob else 1
+            for expert in chosen:
+                hidden = experts.up_proj[expert] @ hidden_states[token] + experts.up_proj_bias[expert]
+                hidden = experts.down_proj[expert] @ experts.act_fn(hidden) + experts.down_proj_bias[expert]
+                output[token] = output[token] + probabilities[token][expert] / total * hidden
+    return output, num_dropped

@@ -1,0 +1,80 @@
+"""Recipes on models of a few thousand parameters, and what their runs leave."""
+
+import copy
+import json
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from training.recipe import load_recipe
+from training.runner import run_recipe
+
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+DENSE = {
+    "name": "dense",
+    "stage": "initialize",
+    "processor": "glyphs",
+    "projection_dim": 16,
+    "text_config": {**TOWER, "max_position_embeddings": 16},
+    "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
+}
+SPARSE = {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 4}}
+TUNED = {
+    "name": "tuned",
+    "stage": "train",
+    "model": "dense",
+    "global_batch_size": 4,
+    "max_steps": 1,
+    "learning_rate": 1e-3,
+}
+WORDS = {"name": "words", "stage": "tokenizer", "vocab_size": 600, "max_length": 16}
+HARBOR_CAPTIONS = [
+    "A Surfboard leans on the harbour wall.",
+    "two surfboards, a harbour and the café's bicycle",
+    "The bicycle stands in the harbour at night",
+    "an old bicycle beside surfboards",
+]
+
+
+def recipe(**training):
+    """Initialize, upcycle, train."""
+    settings = {
+        "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
+        "global_batch_size": 8,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 2,
+    }
+    groups = {f"{tower}_config": {"capacity_group_size": 4} for tower in ("text", "vision")}
+    stages = [DENSE, SPARSE | groups, {"name": "tuned", "stage": "train", "model": "sparse"}]
+    return {"output_dir": "out", "defaults": {"train": settings | training}, "stages": copy.deepcopy(stages)}
+
+
+def run_stages(folder, stages, overrides=None):
+    """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages}))
+    return run_recipe(load_recipe(path, overrides))
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(first, second):
+    first, second = weights(first), weights(second)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def as_made_before(folder):
+    """A stage's folder whose manifest does not know its weights, as of earlier versions: it may be changed."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["weights"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
