@@ -36,7 +36,7 @@ from training import stages
 from training.manifests import input_fingerprint
 from training.recipe import STAGES, load_recipe
 from training.runner import run_recipe, wanted_stages
-from training.stages import InitializeStage, UpcycleStage
+from training.stages.models import InitializeStage, UpcycleStage
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
