@@ -407,7 +407,7 @@ def code_hash() -> str:
     """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "training" / "images.py"]:
+    for file in [*sorted((root / "modeling_clip_moe").glob("*.py")), Path(__file__), root / "data" / "images.py"]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from training.recipe import dump_recipe as dump
 from training.recipe import load_recipe
-from training.settings import dump
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from test_training import as_made_before
+from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import copy_processor, model_outputs, sample_inputs
@@ -27,7 +27,6 @@ from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
 from training.recipe import load_recipe
-from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -35,103 +34,9 @@ PAIRS = {"source": "captions", "in_memory": True}
 WEIGHTS = [0.1, 0.6, 0.3]
 
 
-def recipe():
-    return {
-        "output_dir": "out",
-        "defaults": {
-            "train": {
-                "data": PAIRS,
-                "caption_weights": WEIGHTS,
-                "hidden_states": "states",
-                "global_batch_size": 8,
-                "num_epochs": 2,
-                "learning_rate": 1e-2,
-                "logging_steps": 1,
-                "save_steps": 2,
-            },
-            "train_experts": {
-                "model": "fused",
-                "trainable": r"\.(experts|fusion_gate)\.",
-                "clusters": "sub_clusters",
-                "order": "round_robin",
-            },
-            "train_router": {
-                "trainable": r"\.(router|fusion_gate)\.",
-                "balance_top_k": None,
-                "balance_mean": "token",
-                "max_steps": 6,
-                "num_epochs": None,
-            },
-        },
-        "stages": [
-            {
-                "name": "dense",
-                "stage": "initialize",
-                "processor": "glyphs",
-                "projection_dim": 16,
-                "text_config": {**TOWER, "max_position_embeddings": 48},
-                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
-            },
-            {
-                "name": "captions",
-                "stage": "captions",
-                "model": "dense",
-                "data": {"source": "glyphs", "num_samples": 120},
-                "captions": [
-                    {"policy": "full", "column": "raw_caption"},
-                    {"policy": "packed", "column": "caption", "count": 2, "max_tokens": 30},
-                ],
-            },
-            {
-                "name": "fused",
-                "stage": "upcycle",
-                "model": "dense",
-                "preset": "clip_fmoe",
-                "changes": {"num_experts": 1, "num_experts_per_tok": 1},
-            },
-            {
-                "name": "states",
-                "stage": "hidden_states",
-                "model": "fused",
-                "data": PAIRS,
-                "caption_weights": WEIGHTS,
-                "batch_size": 3,
-            },
-            {"name": "features", "stage": "embed", "model": "dense", "data": PAIRS},
-            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-            {
-                "name": "sub_clusters",
-                "stage": "cluster",
-                "features": "features",
-                "previous": "clusters",
-                "within": True,
-                "num_image_clusters": 2,
-            },
-            {"name": "expert_1", "stage": "train_experts", "expert": 1, "cluster": 0},
-            {"name": "expert_2", "stage": "train_experts", "expert": 2, "cluster": 1},
-            {
-                "name": "unified",
-                "stage": "unify",
-                "model": "fused",
-                "preset": "clip_fmoe",
-                "experts": ["expert_1", "expert_2"],
-            },
-            {"name": "clip_fmoe", "stage": "train_router", "model": "unified"},
-        ],
-    }
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip_fmoe")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
-
-    def run(output, overrides=None, **parts):
-        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
-        return run_recipe(loaded, **parts)
-
-    run.folder = folder
-    return run
+    return tiny_run("clip_fmoe", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +241,7 @@ def test_size_is_announced_before_it_is_written(run, whole, capsys):
 
 def test_no_backward_below_the_first_trainable_layer(whole):
     model = AutoModel.from_pretrained(whole / "fused").train()
-    set_trainable(model, recipe()["defaults"]["train_experts"]["trainable"])
+    set_trainable(model, r"\.(experts|fusion_gate)\.")
     checkpoint_layers(model)
     inputs = []
     hooks = [

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from test_training import as_made_before
+from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor
 
 from data.identity import data_fingerprint
@@ -26,7 +26,6 @@ from training import runner
 from training.feature_clusters import load_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe
-from training.runner import run_recipe
 from training.stages import features
 
 ROOT = Path(__file__).parents[1]
@@ -35,57 +34,9 @@ NAMES = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 uni
 MODELS = ["dense", "expert_1", "expert_2", "unified", "clip_moe"]
 
 
-def recipe():
-    data = {"source": "glyphs", "num_samples": 90, "captions": "detailed", "in_memory": True}
-    training = {
-        "data": data,
-        "global_batch_size": 8,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_steps": 2,
-    }
-    clusters = {"num_image_clusters": 2, "num_text_clusters": 2}
-    return {
-        "output_dir": "out",
-        "defaults": {
-            "embed": {"data": data, "batch_size": 4},
-            "cluster": clusters,
-            "train": training,
-            "train_experts": {"small_clusters": "merge"},
-        },
-        "stages": [
-            {
-                "name": "dense",
-                "stage": "initialize",
-                "processor": "glyphs",
-                "projection_dim": 16,
-                "text_config": {**TOWER, "max_position_embeddings": 24},
-                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
-            },
-            {"name": "features_0", "stage": "embed", "model": "dense"},
-            {"name": "clusters_1", "stage": "cluster", "features": "features_0"},
-            {"name": "expert_1", "stage": "train_experts", "expert": 1, "model": "dense", "clusters": "clusters_1"},
-            {"name": "features_1", "stage": "embed", "model": "expert_1"},
-            {"name": "clusters_2", "stage": "cluster", "features": "features_1", "previous": "clusters_1"},
-            {"name": "expert_2", "stage": "train_experts", "expert": 2, "model": "expert_1", "clusters": "clusters_2"},
-            {"name": "unified", "stage": "unify", "model": "dense", "experts": ["expert_1", "expert_2"]},
-            {"name": "clip_moe", "stage": "train_router", "model": "unified"},
-        ],
-    }
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip_moe")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
-
-    def run(output, overrides=None, **parts):
-        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
-        return run_recipe(loaded, **parts)
-
-    run.folder = folder
-    return run
+    return tiny_run("clip_moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
+from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -29,7 +29,6 @@ from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
 from training.loader import PairLoader
 from training.recipe import load_recipe
-from training.runner import run_recipe
 from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
@@ -38,63 +37,9 @@ DATA = {"source": "glyphs", "num_samples": 160, "captions": "web", "in_memory": 
 TASKS = ["glyphs_digits", "glyphs_retrieval", "glyphs_pairs", "glyphs_linear_probe"]
 
 
-def recipe():
-    training = {"data": DATA, "model": "dense", "global_batch_size": 8, "num_epochs": 1, "learning_rate": 1e-2}
-    together = {"stage": "assemble", "experts": ["expert_1", "expert_2"]}
-    routed = {**together, "clusters": "coarse", "captions": "captions"}
-    return {
-        "output_dir": "out",
-        "defaults": {"embed_captions": {"data": DATA, "dim": 16}, "train": training},
-        "stages": [
-            {
-                "name": "dense",
-                "stage": "initialize",
-                "processor": "glyphs",
-                "projection_dim": 16,
-                "text_config": {**TOWER, "max_position_embeddings": 24},
-                "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
-            },
-            {"name": "captions", "stage": "embed_captions", "encoder": "tfidf"},
-            {"name": "fine", "stage": "cluster_fine", "captions": "captions", "num_centers": 8, "num_samples": 120},
-            {"name": "assigned", "stage": "assign", "captions": "captions", "centers": "fine"},
-            {"name": "coarse", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2},
-            {"name": "random", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2, "random": True},
-            {
-                "name": "selected",
-                "stage": "select",
-                "assignment": "assigned",
-                "captions": "captions",
-                "metadata": ["heart", "star"],
-            },
-            {"name": "expert_1", "stage": "train_data_expert", "expert": 1, "clusters": "coarse", "cluster": 0},
-            {"name": "expert_2", "stage": "train_data_expert", "expert": 2, "clusters": "coarse", "cluster": 1},
-            {"name": "retrieved", "stage": "train_data_expert", "expert": 3, "clusters": "selected", "cluster": 0},
-            {"name": "mode", **routed},
-            {"name": "by_coarse", **routed, "centers": "coarse"},
-            {"name": "equal", **together},
-            {"name": "first", **routed, "experts": ["expert_1"]},
-            {"name": "mean", "stage": "average", "models": ["expert_1", "expert_2"]},
-            {
-                "name": "evaluation",
-                "stage": "evaluate",
-                "models": {"mode": "mode", "one": "expert_1", "two": "expert_2", "equal": "equal", "mean": "mean"},
-                "oracles": {"best": ["one", "two"]},
-                "tasks": TASKS,
-            },
-        ],
-    }
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mode")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe()))
-
-    def run(output="out", overrides=None, **parts):
-        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
-        return run_recipe(loaded, **parts)
-
-    return run
+    return tiny_run("mode", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +337,7 @@ def test_what_cannot_be_is_refused(run, out, overrides, part, message):
     names = ["dense", "captions", "fine", "assigned", "coarse", "selected", "expert_1", "expert_2"]
     target = out.parent / "refused"
     shutil.rmtree(target, ignore_errors=True)
-    order = [stage["name"] for stage in recipe()["stages"]]
+    order = [stage.name for stage in load_recipe(run.folder / "recipe.yaml").stages]
     copy(out, "refused", *[name for name in names if order.index(name) < order.index(part)])
     with pytest.raises((ValueError, OSError), match=message):
         run("refused", overrides, only=[part])

@@ -138,10 +138,7 @@ def train(
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
     bar.close()
-    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
-    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
-    if "logit_scale" in state_dict:
-        state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
+    state_dict = _gather_weights(accelerator, task, shape_of_scale)
     require_finite(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
 
@@ -212,6 +209,15 @@ def _clip_gradient(
         # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
         _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", kept)
     return grad_norm
+
+
+def _gather_weights(accelerator: Accelerator, task: nn.Module, shape_of_scale: torch.Size) -> dict[str, torch.Tensor]:
+    """The state dict of the model in a task, with `logit_scale` as it was before training."""
+    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
+    if "logit_scale" in state_dict:
+        state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
+    return state_dict
 
 
 @torch.no_grad()
