@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conversion import publish
 from training import upcycle
-from training.recipe import dump_recipe, load_recipe
+from training.recipe import dump_recipe, load_recipe, stage_class
+from training.runner import wanted_stages
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
@@ -125,7 +126,9 @@ def test_the_second_run_skips_all(there, capsys):
 def test_a_changed_setting_is_refused(there):
     with pytest.raises(SystemExit) as exit:
         upcycle.main(["--config", RECIPE, "--expert_1.bias", "-9"])
-    assert "expert_1 was made with other settings (stage.bias: -10.0 -> -9.0). Delete it to make it anew" in str(exit.value)
+    assert "expert_1 was made with other settings (stage.bias: -10.0 -> -9.0). Delete it to make it anew" in str(
+        exit.value
+    )
 
 
 def test_changed_code_is_refused(there):
@@ -185,7 +188,10 @@ def worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     sys.path.insert(0, folder)
     share = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
-    torch.save(own_loss(lambda model: DistributedDataParallel(model, find_unused_parameters=True), share), f"{folder}/{rank}.pt")
+    torch.save(
+        own_loss(lambda model: DistributedDataParallel(model, find_unused_parameters=True), share),
+        f"{folder}/{rank}.pt",
+    )
     dist.destroy_process_group()
 
 
@@ -220,9 +226,130 @@ def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
     assert len({sample for batch in whole for sample in batch}) == 36
 
 
-def change(recipe, **stages):
-    """The page's recipe with other settings of stages."""
+WRONG = """
+from pydantic.dataclasses import dataclass
+from training.settings import STRICT
+from training.stages.base import Stage
+from training.stages.features import ClusterStage
+from training.stages.train import TrainRouterStage, TrainStage
+
+@dataclass(config=STRICT, kw_only=True)
+class NoRun(Stage):
+    size: int = 1
+
+class Bare(TrainRouterStage):
+    bias: float = 0.0
+
+@dataclass
+class Loose:
+    bias: float = 0.0
+
+@dataclass
+class Lax(Loose, TrainRouterStage):
+    pass
+
+@dataclass(config=STRICT, kw_only=True)
+class Untyped(TrainRouterStage):
+    trainable = "gate"
+
+@dataclass(config=STRICT, kw_only=True)
+class OtherLoss(TrainStage):
+    bias: float = 0.0
+
+@dataclass(config=STRICT, kw_only=True)
+class Diamond(OtherLoss, TrainRouterStage):
+    pass
+
+@dataclass(config=STRICT, kw_only=True)
+class Cluster(Stage):
+    kind = "cluster"
+    def run(self, inputs, context, directory):
+        pass
+"""
+DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
+        ("my_method.nowhere:Stage", "No module named 'my_method.nowhere'$"),
+        ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
+        ("my_method.stages:", "cannot be imported: "),
+        (":Stage", "cannot be imported: "),
+        (".stages:Stage", "cannot be imported: "),
+        ("training.losses:gather", "'training.losses:gather' is no stage: its class must be a subclass of"),
+        (
+            "my_method.stages:MixedBatchSampler",
+            "is no stage: its class must be a subclass of training.stages.base.Stage",
+        ),
+        ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
+        ("wrong.imports:Stage", r"No module named 'nothing_of_that_name' \(.*imports.py, line 2\)$"),
+        ("wrong.syntax:Stage", r"SyntaxError: .*syntax.py, line 1\)"),
+        ("training.stages.base:Stage", "has no method run"),
+        ("wrong.stages:NoRun", "has no method run"),
+        ("wrong.stages:Bare", DECORATED),
+        ("wrong.stages:Lax", DECORATED),
+        ("wrong.stages:Untyped", "sets trainable without a type, as in `trainable: str = ...`"),
+        (
+            "wrong.stages:Diamond",
+            "would not get its setting trainable from TrainRouterStage, but from a class before it",
+        ),
+    ],
+)
+def test_what_is_no_stage_ends_in_one_line(own, stage, message):
+    (own / "wrong").mkdir()
+    (own / "wrong/stages.py").write_text(WRONG)
+    (own / "wrong/raises.py").write_text("import os\n\nraise RuntimeError('no license')\n")
+    (own / "wrong/imports.py").write_text("import os\nimport nothing_of_that_name\n")
+    (own / "wrong/syntax.py").write_text("class Stage(:\n")
+    (own / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [{"name": "a", "stage": stage}]}))
+    with pytest.raises(SystemExit) as exit:
+        upcycle.main(["--config", "recipe.yaml"])
+    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
+    assert re.search(message, exit.value.code)
+    assert not (own / "out").exists()
+
+
+def loaded(recipe, **changes):
+    Path("changed.yaml").write_text(yaml.safe_dump(recipe | changes))
+    return {stage.name: stage for stage in load_recipe("changed.yaml").stages}
+
+
+def test_defaults_by_kind_and_by_class(own):
     recipe = yaml.safe_load(Path(RECIPE).read_text())
-    for stage in recipe["stages"]:
-        stage |= stages.get(stage["name"], {})
-    Path("changed.yaml").write_text(yaml.safe_dump(recipe))
+    recipe["defaults"] |= {"train_experts": {"order": "round_robin", "bias": -3.0}, EXPERTS: {"bias": -2.0}}
+    stages = loaded(recipe)
+    assert (stages["expert_1"].order, stages["expert_1"].bias, stages["routed"].bias) == ("round_robin", -2.0, -10.0)
+    assert stages["routed"].trainable == r"\.mlp\.router\."
+    recipe["defaults"]["my_method.stages:Other"] = {}
+    with pytest.raises(ValueError, match="stage types that the recipe does not use: my_method.stages:Other"):
+        loaded(recipe)
+
+
+def test_a_kind_of_ours_stays_ours(own):
+    (own / "wrong").mkdir()
+    (own / "wrong/stages.py").write_text(WRONG)
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    stages = loaded(recipe, stages=[{"name": "other", "stage": "wrong.stages:Cluster"}, *recipe["stages"]])
+    assert type(stages["clusters"]).__module__ == "training.stages.features"
+    assert type(stages["other"]).__module__ == "wrong.stages"
+
+
+def test_experts_are_chosen_by_number(own):
+    stages = wanted_stages(load_recipe(RECIPE), None, [2])
+    assert [stage.name for stage in stages] == ["features", "clusters", "expert_2"]
+
+
+def test_what_a_setting_names_is_checked(own):
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    recipe["stages"][5]["clusters"] = "features"
+    with pytest.raises(ValueError, match="routed.clusters: features is a stage of type embed, not cluster"):
+        loaded(recipe)
+
+
+def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
+    """`accelerate launch training/upcycle.py` puts training/ first, where there are `losses` and others."""
+    (own / "losses.py").write_text((own / "my_method/interpolate.py").read_text())
+    monkeypatch.setattr(sys, "path", [str(ROOT / "training"), *sys.path])
+    assert stage_class("losses:InterpolateStage").__module__ == "losses"
