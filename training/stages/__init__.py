@@ -21,6 +21,7 @@ AnyStage = (
     | train.TrainDataExpertStage
     | data_experts.AssembleStage
     | models.AverageStage
+    | models.DenseStage
     | models.UnifyStage
     | train.TrainRouterStage
     | evaluate.EvaluateStage
