@@ -11,7 +11,7 @@ WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
 TRANSFORMERS ?= 5.17.0
 OTHER := .venv-transformers-$(TRANSFORMERS)
 
-.PHONY: demo test test-integrations test-transformers check style bench
+.PHONY: demo test test-integrations test-transformers check style docs bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -51,6 +51,9 @@ check: $(STAMP)  ## read only: style, and which room imports which
 style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## docs/settings.md, from the comments of the settings
+	$(BIN)/python -m training.settings_page
 
 bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.experts

@@ -23,7 +23,8 @@ from accelerate import Accelerator
 from sklearn.metrics import pairwise_distances_argmin
 
 from evaluation.report import markdown_table
-from training.caption_clusters import nearest_centers, read_parts, write_parts
+from training.balanced_kmeans import nearest_centers
+from training.parts import PARTS, read_parts, write_parts
 
 PART_SIZE = 32_768
 PARTS_IN_MEMORY = 4
@@ -39,16 +40,23 @@ def assign(folder: Path, num_rows: int, size: int, num_centers: int) -> None:
     centers = torch.as_tensor(random_rows(10**9, 10**9 + num_centers, size).astype(np.float32))
     accelerator = Accelerator(cpu=True)
 
-    def compute(start: int, stop: int) -> np.ndarray:
-        return nearest_centers(next(read_parts(folder, "embeddings", stop, start))[1], centers)
+    def compute(start: int, stop: int) -> dict[str, np.ndarray]:
+        return {"labels": nearest_centers(next(read_parts(folder / PARTS, "embeddings", stop, start))[1], centers)}
 
     output = folder / f"labels_{num_rows}"
     output.mkdir()
     started = time.perf_counter()
-    write_parts(accelerator, output, "labels", num_rows, PART_SIZE, compute)
+    write_parts(accelerator, output / PARTS, "labels", num_rows, PART_SIZE, compute)
     seconds = time.perf_counter() - started
     # In kilobytes on Linux
     print(json.dumps({"seconds": seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def _write_rows(folder: Path, num_rows: int, size: int) -> None:
+    def compute(start: int, stop: int) -> dict[str, np.ndarray]:
+        return {"embeddings": random_rows(start, stop, size)}
+
+    write_parts(Accelerator(cpu=True), folder / PARTS, "embeddings", num_rows, PART_SIZE, compute)
 
 
 def main() -> None:
@@ -66,14 +74,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_parts(
-            Accelerator(cpu=True),
-            folder,
-            "embeddings",
-            args.rows,
-            PART_SIZE,
-            lambda start, stop: random_rows(start, stop, args.size),
-        )
+        _write_rows(folder, args.rows, args.size)
         parts = -(-args.rows // PART_SIZE)
         lines, rates = [], {}
         for num_rows in (parts // 2 * PART_SIZE, args.rows):
@@ -84,7 +85,10 @@ def main() -> None:
             rates["assign stage"] = num_rows / found["seconds"]
             lines.append(["assign stage, from disk", num_rows, rates["assign stage"], found["memory"] / 2**20])
         rows = [
-            part for _, part in zip(range(PARTS_IN_MEMORY), read_parts(folder, "embeddings", args.rows), strict=False)
+            part
+            for _, part in zip(
+                range(PARTS_IN_MEMORY), read_parts(folder / PARTS, "embeddings", args.rows), strict=False
+            )
         ]
         rows = np.concatenate([array for _, array in rows]).astype(np.float32)
         centers = random_rows(10**9, 10**9 + args.centers, args.size).astype(np.float32)

@@ -16,7 +16,7 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
 from evaluation.report import markdown_table
-from training.caption_clusters import balanced_kmeans
+from training.balanced_kmeans import balanced_kmeans
 
 SIZES = ((2_000, 16), (10_000, 64), (50_000, 256))
 # Rows times centers above which minimum-cost flow takes more than some minutes

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.models.clip.modeling_clip import CLIPMLP
 
+from conversion.files import write_text
 from modeling_clip_moe import CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None):
         print(table)
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(table + "\n", encoding="utf-8")
+            write_text(options.output, table)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
 

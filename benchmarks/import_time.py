@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from conversion.files import write_text
+
 OWN = "import modeling_clip_moe"
 CLIP = "from transformers import CLIPModel, CLIPProcessor"
 
@@ -53,7 +55,7 @@ def main() -> None:
     ]
     print("\n".join(table))
     if options.output:
-        options.output.write_text("\n".join(table) + "\n", encoding="utf-8")
+        write_text(options.output, "\n".join(table))
 
 
 if __name__ == "__main__":

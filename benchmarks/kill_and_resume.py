@@ -30,70 +30,66 @@ ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 PAIRS = {"source": "glyphs", "num_samples": 192, "in_memory": True}
 NOISE = {"router_jitter_noise": 0.1, "capacity_group_size": 4, "attention_dropout": 0.1}
+NOISY = {"text_config": NOISE, "vision_config": NOISE}
+SEVERAL = {"data": {"source": "captions"}, "caption_weights": [0.5, 0.5]}
+POLICIES = [{"policy": "full", "column": "raw_caption"}, {"policy": "first_sentence", "column": "caption"}]
+
+DENSE = [
+    {"name": "words", "stage": "tokenizer", "data": PAIRS, "vocab_size": 600, "max_length": 24},
+    {"name": "dense", "stage": "initialize", "processor": "glyphs", "tokenizer": "words", "projection_dim": 16}
+    | {"text_config": {**TOWER, "max_position_embeddings": 24, "attention_dropout": 0.1}}
+    | {"vision_config": {**TOWER, "image_size": 32, "patch_size": 16, "attention_dropout": 0.1}},
+    {"name": "longer", "stage": "long_context", "model": "dense", "length": 32},
+    {"name": "base", "stage": "train", "model": "longer"},
+]
+CLIP_UP = [
+    {"name": "upcycled", "stage": "upcycle", "model": "base", "preset": "clip_up", "changes": {"num_experts": 4}}
+    | NOISY,
+    {"name": "clip_up", "stage": "train", "model": "upcycled"},
+]
+CLIP_MOE = [
+    {"name": "features", "stage": "embed", "model": "base", "data": PAIRS, "batch_size": 4},
+    {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2, "num_text_clusters": 2},
+    {"name": "expert", "stage": "train_experts", "expert": 1, "model": "base", "clusters": "clusters"},
+    {"name": "unified", "stage": "unify", "model": "base", "experts": ["expert"]},
+    {"name": "clip_moe", "stage": "train_router", "model": "unified"},
+]
+CLIP_FMOE = [
+    {"name": "captions", "stage": "captions", "model": "base", "captions": POLICIES}
+    | {"data": {"source": "glyphs", "num_samples": 192}},
+    {"name": "fused", "stage": "upcycle", "model": "base", "preset": "clip_fmoe"}
+    | {"changes": {"num_experts": 1, "num_experts_per_tok": 1}}
+    | NOISY,
+    {"name": "states", "stage": "hidden_states", "model": "fused", "batch_size": 4} | SEVERAL,
+    {"name": "fused_expert", "stage": "train", "model": "fused", "hidden_states": "states"}
+    | {"trainable": r"\.(experts|fusion_gate)\."}
+    | SEVERAL,
+]
+MODE = [
+    {"name": "sentences", "stage": "embed_captions", "encoder": "tfidf", "dim": 8, "data": PAIRS, "batch_size": 4},
+    {"name": "fine", "stage": "cluster_fine", "captions": "sentences", "num_centers": 8},
+    {"name": "assigned", "stage": "assign", "captions": "sentences", "centers": "fine"},
+    {"name": "coarse", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2},
+    {"name": "selected", "stage": "select", "assignment": "assigned", "captions": "sentences", "metadata": ["star"]},
+    {"name": "data_expert_0", "stage": "train_data_expert", "expert": 2, "model": "base", "clusters": "coarse"}
+    | {"cluster": 0},
+    {"name": "data_expert_1", "stage": "train_data_expert", "expert": 3, "model": "base", "clusters": "coarse"}
+    | {"cluster": 1},
+    {"name": "mixture", "stage": "assemble", "experts": ["data_expert_0", "data_expert_1"], "clusters": "coarse"}
+    | {"captions": "sentences"},
+    {"name": "mean", "stage": "average", "models": ["data_expert_0", "data_expert_1"]},
+]
+EVALUATION = [
+    {"name": "evaluation", "stage": "evaluate", "tasks": ["glyphs_pairs"]}
+    | {"models": {"up": "clip_up", "moe": "clip_moe", "mixture": "mixture"}},
+    {"name": "experts", "stage": "analyze", "model": "clip_moe", "tasks": ["glyphs_pairs"]},
+]
 
 
 def recipe() -> dict:
     """All stages, each with little work."""
     train = {"data": PAIRS, "global_batch_size": 8, "max_steps": 40, "learning_rate": 1.0e-2, "save_steps": 4}
-    noisy = {"text_config": NOISE, "vision_config": NOISE}
-    several = {"data": {"source": "captions"}, "caption_weights": [0.5, 0.5]}
-    stages = [
-        {"name": "words", "stage": "tokenizer", "data": PAIRS, "vocab_size": 600, "max_length": 24},
-        {"name": "dense", "stage": "initialize", "processor": "glyphs", "tokenizer": "words", "projection_dim": 16}
-        | {"text_config": {**TOWER, "max_position_embeddings": 24, "attention_dropout": 0.1}}
-        | {"vision_config": {**TOWER, "image_size": 32, "patch_size": 16, "attention_dropout": 0.1}},
-        {"name": "longer", "stage": "long_context", "model": "dense", "length": 32},
-        {"name": "base", "stage": "train", "model": "longer"},
-        # CLIP-UP
-        {"name": "upcycled", "stage": "upcycle", "model": "base", "preset": "clip_up", "changes": {"num_experts": 4}}
-        | noisy,
-        {"name": "clip_up", "stage": "train", "model": "upcycled"},
-        # CLIP-MoE
-        {"name": "features", "stage": "embed", "model": "base", "data": PAIRS, "batch_size": 4},
-        {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2}
-        | {"num_text_clusters": 2},
-        {"name": "expert", "stage": "train_experts", "expert": 1, "model": "base", "clusters": "clusters"},
-        {"name": "unified", "stage": "unify", "model": "base", "experts": ["expert"]},
-        {"name": "clip_moe", "stage": "train_router", "model": "unified"},
-        # CLIP-FMoE
-        {"name": "captions", "stage": "captions", "model": "base", "data": {"source": "glyphs", "num_samples": 192}}
-        | {
-            "captions": [{"policy": "full", "column": "raw_caption"}, {"policy": "first_sentence", "column": "caption"}]
-        },
-        {"name": "fused", "stage": "upcycle", "model": "base", "preset": "clip_fmoe"}
-        | {"changes": {"num_experts": 1, "num_experts_per_tok": 1}}
-        | noisy,
-        {"name": "states", "stage": "hidden_states", "model": "fused", "batch_size": 4} | several,
-        {"name": "fused_expert", "stage": "train", "model": "fused", "hidden_states": "states"}
-        | {"trainable": r"\.(experts|fusion_gate)\."}
-        | several,
-        # MoDE
-        {"name": "sentences", "stage": "embed_captions", "encoder": "tfidf", "dim": 8, "data": PAIRS, "batch_size": 4},
-        {"name": "fine", "stage": "cluster_fine", "captions": "sentences", "num_centers": 8},
-        {"name": "assigned", "stage": "assign", "captions": "sentences", "centers": "fine"},
-        {"name": "coarse", "stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2},
-        {
-            "name": "selected",
-            "stage": "select",
-            "assignment": "assigned",
-            "captions": "sentences",
-            "metadata": ["star"],
-        },
-        {"name": "data_expert_0", "stage": "train_data_expert", "expert": 2, "model": "base", "clusters": "coarse"}
-        | {"cluster": 0},
-        {"name": "data_expert_1", "stage": "train_data_expert", "expert": 3, "model": "base", "clusters": "coarse"}
-        | {"cluster": 1},
-        {"name": "mixture", "stage": "assemble", "experts": ["data_expert_0", "data_expert_1"], "clusters": "coarse"}
-        | {"captions": "sentences"},
-        {"name": "mean", "stage": "average", "models": ["data_expert_0", "data_expert_1"]},
-        {
-            "name": "evaluation",
-            "stage": "evaluate",
-            "models": {"up": "clip_up", "moe": "clip_moe", "mixture": "mixture"},
-        }
-        | {"tasks": ["glyphs_pairs"]},
-        {"name": "experts", "stage": "analyze", "model": "clip_moe", "tasks": ["glyphs_pairs"]},
-    ]
+    stages = DENSE + CLIP_UP + CLIP_MOE + CLIP_FMOE + MODE + EVALUATION
     return {"output_dir": "set by the command line", "defaults": {"train": train}, "stages": stages}
 
 
@@ -160,17 +156,17 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest", type=float, default=2.0, help="seconds from the begin of a stage to the kill")
+    parser.add_argument("--longest", type=float, default=2.0, help="seconds from the beginning of a stage to the kill")
     parser.add_argument("--seed", type=int, default=None, help="of the moments (default: another one each time)")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        path, whole, killed = place / "recipe.yaml", place / "whole", place / "killed"
+        root = Path(folder)
+        path, whole, killed = root / "recipe.yaml", root / "whole", root / "killed"
         path.write_text(yaml.safe_dump(recipe(), sort_keys=False), encoding="utf-8")
         if start(path, whole).wait() != 0:
-            sys.exit((place / "whole.log").read_text()[-2000:])
+            sys.exit((root / "whole.log").read_text()[-2000:])
         names, stages = [stage["name"] for stage in recipe()["stages"]], Counter()
         for stage in sorted(chance.choices(names, k=args.kills), key=names.index):
             was_in = None
@@ -181,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
                     shutil.rmtree(killed)
             stages[was_in] += 1
         if start(path, killed).wait() != 0:
-            sys.exit((place / "killed.log").read_text()[-2000:])
+            sys.exit((root / "killed.log").read_text()[-2000:])
         _require_equal(whole, killed)
     print(f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed.")
     print("They came in " + ", ".join(f"{name} ({n})" for name, n in stages.items()) + ".")

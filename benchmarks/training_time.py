@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from conversion.files import write_text
 from evaluation.report import markdown_table
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -84,11 +85,11 @@ def main() -> None:
         f"# Training time\n\n{markdown_table([*header, 'total', 'experts at once'], rows)}\n\n"
         f"Seconds; {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}. In brackets: against CLIP-MoE in the same half of the table. Every stage "
-        "has three epochs of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.\n"
+        "has three epochs of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter."
     )
     print(text)
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        write_text(output, text)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from conversion.checkpoints import check_equal, copy_processor, load_clip, load_mixture, sample_inputs
+from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_inputs
 from conversion.files import new_folder, one_line_errors
+from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
 # Where the repository keeps the encoder of the metadata

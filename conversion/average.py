@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel
 
-from conversion.checkpoints import architecture, copy_processor, load_clip, load_model
+from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.files import new_folder, one_line_errors
+from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoEModel
 
 

@@ -13,7 +13,6 @@ they sum to in the mean, which `python -m evaluation.experts` measures and keeps
 """
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,15 +24,15 @@ from conversion.checkpoints import (
     TOLERANCE,
     architecture,
     check_equal,
-    copy_processor,
     load_model,
     model_outputs,
     sample_inputs,
 )
-from conversion.files import new_folder, one_line_errors
+from conversion.files import new_folder, one_line_errors, read_json
+from conversion.processors import copy_processor
 from conversion.provenance import weights_fingerprint
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import EXPERT_TENSORS, kept_rules, sparse_ffns
+from conversion.upcycle import FFN_TO_EXPERTS, kept_rules, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 BASE = "base"
@@ -93,7 +92,7 @@ def extraction_rules(config: CLIPMoEConfig, expert: int | str, scale: Scale | No
             rules.append(Rule(rf"{ffn}\.experts\..*", (), reason="the base FFN was chosen"))
             continue
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             factor = of_layer if name.startswith("fc2.") else 1.0
 
             def take(stack, factor=factor):
@@ -130,7 +129,7 @@ def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None)
 
 
 # Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts
-OPEN, CLOSED = 100.0, -100.0
+ONLY_BASE, ONLY_EXPERTS = 100.0, -100.0
 
 
 @torch.no_grad()
@@ -150,7 +149,7 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
         ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, source, dtype=torch.float32)
-    set_fusion_gates(sparse, OPEN if expert == BASE else CLOSED)
+    set_fusion_gates(sparse, ONLY_BASE if expert == BASE else ONLY_EXPERTS)
     inputs = sample_inputs(sparse.config)
     scales = list(layer_scales(sparse.config, expert, scale).values())
     with sparse.force_expert(0 if expert == BASE else expert, scales):
@@ -173,10 +172,10 @@ def read_scale(value: str, source: str | Path) -> Scale:
     except ValueError:
         pass  # a file
     try:
-        result = json.loads(Path(value).read_text(encoding="utf-8"))
+        result = read_json(Path(value))
         weights, towers = result["weights"], result["scales"]
         scales = {tower: {layer: float(number) for layer, number in layers.items()} for tower, layers in towers.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{value} holds no scales: make it again with `python -m evaluation.experts --model {source}` "
             f"({type(error).__name__}: {error})"

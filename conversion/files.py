@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, folders with one writer at a time, and commands that end in one line."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -16,9 +17,8 @@ from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from conversion.own_code import read_json
-
 NOTHING_LEFT = "nothing was written"
+MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
 
 
 @contextlib.contextmanager
@@ -199,6 +199,29 @@ def output_folder(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # not empty
             is_new and path.rmdir()
         raise
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds as JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or nested too deep.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        level = [
+            value
+            for part in level
+            for value in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
+        ]
+    if level:
+        raise ValueError(f"{path} is no JSON that can be read: it is nested in more than {MOST_LEVELS} levels")
+    return content
 
 
 def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:

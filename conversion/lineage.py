@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from conversion.files import read_record
+from conversion.files import read_json, read_record
 from conversion.local_names import is_hub_name, is_url, without_paths
-from conversion.own_code import read_json
+from conversion.messages import cut
 from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
 from conversion.recipe_yaml import read_yaml
-from conversion.rules import cut
 
 # Stages whose results tell something of a model
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
@@ -51,7 +50,7 @@ class Attempt(BaseModel):
 
 
 @dataclass(frozen=True)
-class Provenance:
+class Lineage:
     """What is known of how a model came to be. No name in it is one of this machine.
 
     Args:
@@ -80,7 +79,7 @@ class Provenance:
     pictures: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> "Provenance":
+    def of(cls, folder: Path) -> "Lineage":
         """What the folder of a model tells, and if it is a stage's the run around it, and the runs before that.
 
         Raises:
@@ -92,17 +91,17 @@ class Provenance:
         if not is_as_made(folder, read_record(folder / MANIFEST, dict)):
             print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
             return cls(unknown=[folder.name], **_measured(folder))
-        made = {place: read_record(place / MANIFEST, dict) for place in _stages_before(folder, _all_inputs)}
-        names = {place: _name(place, folder.parent) for place in made}
+        made = {origin: read_record(origin / MANIFEST, dict) for origin in _stages_before(folder, _all_inputs)}
+        names = {origin: _name(origin, folder.parent) for origin in made}
         bases, unknown = _bases(folder)
-        data = [source for place in made for source in _data(place)]
+        data = [source for origin in made for source in _data(origin)]
         recipe = _read_recipe(folder.parent / RECIPE)
-        inputs = [reference for place in made for reference, start, _ in _all_inputs(place) if start is not None]
+        inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
         local = {*inputs, str(recipe.get("output_dir"))}.union(*map(_local_data, made.values()))
         return cls(
             recipe=without_paths(recipe, local),
-            stages={names[place]: without_paths(manifest, local) for place, manifest in made.items()},
-            attempts={names[place]: _attempts(place / ATTEMPTS) for place in made if (place / ATTEMPTS).is_file()},
+            stages={names[origin]: without_paths(manifest, local) for origin, manifest in made.items()},
+            attempts={names[origin]: _attempts(origin / ATTEMPTS) for origin in made if (origin / ATTEMPTS).is_file()},
             bases=bases,
             unknown=unknown,
             data=sorted({text for _, text in data}),
@@ -152,16 +151,16 @@ def _is_stage(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
 
 
-def _name(place: Path, run: Path) -> str:
-    return place.name if place.parent == run else f"{place.parent.name}/{place.name}"
+def _name(origin: Path, run: Path) -> str:
+    return origin.name if origin.parent == run else f"{origin.parent.name}/{origin.name}"
 
 
 def _stages_before(folder: Path, inputs) -> dict[Path, None]:
     """A stage's folder after those of the stages that it goes back to, as far as they are what it was made of."""
     found: dict[Path, None] = {}
-    for _, place, is_known in inputs(folder):
+    for _, origin, is_known in inputs(folder):
         if is_known:
-            found |= _stages_before(place, inputs)
+            found |= _stages_before(origin, inputs)
     return found | {folder: None}
 
 
@@ -173,13 +172,13 @@ def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
     if not isinstance(inputs, dict) or not isinstance(manifest.get("stage"), dict):
         raise ValueError(f"{folder / MANIFEST} is damaged: it tells neither a stage nor its inputs")
     for reference, recorded in inputs.items():
-        if str(recorded).startswith(f"{reference}@"):  # see conversion.provenance.fingerprint
+        if str(recorded).startswith(f"{reference}@"):  # see conversion.provenance.model_fingerprint
             yield reference, None, False
             continue
-        place = folder.parent / reference
-        place = place if _is_stage(place) else Path(reference).absolute()
-        is_known = _is_stage(place) and manifest_fingerprint(place) == recorded
-        yield reference, place, is_known and is_as_made(place, read_record(place / MANIFEST, dict))
+        origin = folder.parent / reference
+        origin = origin if _is_stage(origin) else Path(reference).absolute()
+        is_known = _is_stage(origin) and manifest_fingerprint(origin) == recorded
+        yield reference, origin, is_known and is_as_made(origin, read_record(origin / MANIFEST, dict))
 
 
 def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
@@ -194,8 +193,8 @@ def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
 def _bases(folder: Path) -> tuple[list[str], list[str]]:
     """What the weights start from: names on the Hub, and folders of which no more is known."""
     hub, unknown = set(), set()
-    for place in _stages_before(folder, _inputs_of_weights):
-        for reference, start, is_known in _inputs_of_weights(place):
+    for origin in _stages_before(folder, _inputs_of_weights):
+        for reference, start, is_known in _inputs_of_weights(origin):
             if start is None:
                 hub.add(reference)
             elif not is_known:
@@ -229,8 +228,8 @@ def _local_data(manifest: dict[str, Any]) -> set[str]:
     data = manifest["stage"].get("data")
     if not isinstance(data, dict):
         return set()
-    places = [data.get("image_root"), data.get("source") if "files" in _identity(manifest) else None]
-    return {place for place in places if isinstance(place, str)}
+    paths = [data.get("image_root"), data.get("source") if "files" in _identity(manifest) else None]
+    return {path for path in paths if isinstance(path, str)}
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -281,18 +280,18 @@ def _results(folder: Path, weights: str) -> dict[str, Path]:
 
 def _pictures(folder: Path, weights: str, measured: set[Path]) -> dict[str, Path]:
     """Name -> file of the pictures beside results of a folder's weights, and beside their analyses."""
-    places = set(measured)
+    folders = set(measured)
     for path in sorted(folder.parent.glob("*/experts.json")):
         analysis = read_record(path, dict)
         if analysis.get("weights") == weights:
-            places.add(path.parent)
+            folders.add(path.parent)
         elif _is_of(analysis, folder):
             print(
                 f"warning: the pictures of {path.parent.name} are left out: they are of other weights, or do not say "
                 "of which; delete it and run it again",
                 file=sys.stderr,
             )
-    return {name: place / name for place in sorted(places) for name in PICTURES if (place / name).is_file()}
+    return {name: path / name for path in sorted(folders) for name in PICTURES if (path / name).is_file()}
 
 
 def _is_of(result: dict[str, Any], folder: Path) -> bool:

@@ -14,22 +14,13 @@ import argparse
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig
 
-from conversion.checkpoints import (
-    IMAGE_PROCESSOR_FILES,
-    WAY_OUT,
-    check_equal,
-    has_file,
-    load_config,
-    load_image_processor,
-    load_model,
-    load_processor,
-    load_weights,
-)
+from conversion.checkpoints import HINTS, check_equal, load_model, load_weights
 from conversion.files import new_folder, one_line_errors, save
+from conversion.folders import has_file, load_config
+from conversion.processors import IMAGE_PROCESSOR_FILES, load_image_processor, load_processor, require_fit
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 
@@ -41,8 +32,8 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
     """
     config = load_config(source)
     if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
-        way_out = WAY_OUT.get(config.model_type, "")
-        raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{way_out}")
+        hint = HINTS.get(config.model_type, "")
+        raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{hint}")
     return load_weights(CLIPMoEVisionModel, source, config, **kwargs)
 
 
@@ -118,16 +109,12 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
     Raises:
         ValueError: its images have not the size that the tower takes.
     """
-    processor, config = load_processor(source), load_config(folder).vision_config
-    if has_file(tower_source, *IMAGE_PROCESSOR_FILES):
+    processor, config = load_processor(source), load_config(folder)
+    of_tower = has_file(tower_source, *IMAGE_PROCESSOR_FILES)
+    if of_tower:
         processor.image_processor = load_image_processor(tower_source)
-    size = processor.image_processor(Image.new("RGB", (64, 64)), return_tensors="pt").pixel_values.shape[-1]
-    if size != config.image_size:
-        raise ValueError(
-            f"images are prepared with {size} pixels a side, but the tower takes {config.image_size}: save the image "
-            f"processor that belongs to the tower into {tower_source}"
-        )
-    processor.patch_size = config.patch_size
+    require_fit(config, tower_source if of_tower else source, image_processor=processor.image_processor)
+    processor.patch_size = config.vision_config.patch_size
     save(processor, folder)
 
 

@@ -16,27 +16,18 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
-from conversion.checkpoints import (
-    TOKENIZER_FILES,
-    check_equal,
-    copy_processor,
-    forget_last_use,
-    has_file,
-    load_clip,
-    load_config,
-    load_model,
-    load_tokenizer,
-    sample_inputs,
-)
-from conversion.files import new_folder, one_line_errors, save
+from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
+from conversion.files import new_folder, one_line_errors
+from conversion.folders import load_config
+from conversion.processors import copy_processor, set_text_length
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
-KEEP = 20
+KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"
-TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
+TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 
 
-def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
+def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) -> Tensor:
     """Interpolates the rows of a position table.
 
     Row i from `keep` on becomes r = (length - keep) / (rows - keep) rows: (1 - k/r) * row i + k/r * row i+1 for k from
@@ -71,13 +62,13 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEEP) -> Tensor:
 def load(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a CLIP or a text tower alone, dense or sparse, see `load_model`."""
     names = load_config(source).architectures or []
-    for tower in TOWERS:
+    for tower in TEXT_TOWERS:
         if tower.__name__ in names:
             return load_model(tower, source, **kwargs)
     return load_clip(source, **kwargs)
 
 
-def lengthen(model: PreTrainedModel, length: int, keep: int = KEEP) -> PreTrainedModel:
+def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) -> PreTrainedModel:
     """The same model with `length` text positions, in evaluation mode, of the same dtype and on the same device.
 
     Args:
@@ -98,13 +89,13 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEEP) -> PreTraine
 
 
 @torch.no_grad()
-def verify(source: str | Path, folder: Path, keep: int = KEEP) -> dict[str, float]:
+def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict[str, float]:
     """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32.
 
     Raises:
         ValueError: they differ.
     """
-    before, after = (load(place, dtype=torch.float32) for place in (source, folder))
+    before, after = (load(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
     inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
@@ -114,7 +105,7 @@ def verify(source: str | Path, folder: Path, keep: int = KEEP) -> dict[str, floa
     return check_equal({name: expected[name] for name in names}, {name: found[name] for name in names})
 
 
-def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> None:
+def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
     """Saves the lengthened model of `source` and its processor, whose texts are cut at the new length, into `folder`.
 
     Raises:
@@ -126,14 +117,6 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEEP) -> 
     verify(source, folder, keep)
 
 
-def set_text_length(folder: str | Path, length: int) -> None:
-    """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
-    if has_file(folder, *TOKENIZER_FILES):
-        tokenizer = load_tokenizer(folder, model_max_length=length)
-        forget_last_use(tokenizer)  # it may have been the old length
-        save(tokenizer, folder)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m conversion.long_context",
@@ -143,7 +126,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIP or its text tower")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the longer model")
     parser.add_argument("--length", type=int, required=True, help="text positions, such as 248 for a model of 77")
-    parser.add_argument("--keep", type=int, default=KEEP, help=f"first positions that stay (default: {KEEP})")
+    parser.add_argument(
+        "--keep", type=int, default=KEPT_POSITIONS, help=f"first positions that stay (default: {KEPT_POSITIONS})"
+    )
     args = parser.parse_args(argv)
     with one_line_errors(), new_folder(args.output) as folder:
         convert(args.source, folder, args.length, args.keep)

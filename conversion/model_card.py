@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers import PreTrainedConfig
 
-from conversion.lineage import PICTURES, TASK_TYPES, Provenance
+from conversion.lineage import PICTURES, TASK_TYPES, Lineage
 from conversion.markdown import code, escape, one_line
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
@@ -52,26 +52,26 @@ CITATIONS = {
 
 
 def render(
-    config: PreTrainedConfig, provenance: Provenance, repository: str, licence: str | None, base_model: str | None
+    config: PreTrainedConfig, lineage: Lineage, repository: str, license: str | None, base_model: str | None
 ) -> ModelCard:
     """The card of a model.
 
     Args:
         repository: its name on the Hub.
-        licence: of its weights, None: unknown.
+        license: of its weights, None: unknown.
         base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
             those are names on the Hub.
     """
-    results = list(provenance.results.values())
-    bases = [base_model] if base_model else provenance.bases
-    unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in provenance.unknown]
+    results = list(lineage.results.values())
+    bases = [base_model] if base_model else lineage.bases
+    unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     data = ModelCardData(
         model_name=repository.split("/")[-1],
-        license=licence and one_line(licence),
+        license=license and one_line(license),
         library_name="transformers",
         pipeline_tag="zero-shot-image-classification",
         base_model=bases[0] if len(bases) == 1 else bases or None,
-        datasets=provenance.datasets or None,
+        datasets=lineage.datasets or None,
         tags=["clip"] if config.model_type == "clip" else ["clip", "mixture-of-experts", "custom_code"],
         eval_results=[
             EvalResult(
@@ -94,37 +94,37 @@ def render(
         repository=repository,
         config=config,
         towers={name: getattr(config, f"{name}_config", None) for name in ("vision", "text")},
-        provenance=provenance,
+        lineage=lineage,
         results=results,
         measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
         scores=list(_scores(results)),
-        pictures={name: PICTURES[name] for name in provenance.pictures},
+        pictures={name: PICTURES[name] for name in lineage.pictures},
         base=", ".join([*bases, *unknown]),
         text=escape,
         code=code,
-        licence=licence,
-        citations=[CITATIONS[key] for key in dict.fromkeys([*_systems(config, provenance), "clip"])],
+        license=license,
+        citations=[CITATIONS[key] for key in dict.fromkeys([*_systems(config, lineage), "clip"])],
     )
 
 
-def _systems(config: PreTrainedConfig, provenance: Provenance) -> list[str]:
+def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
     """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
     if config.model_type != "clip_moe":
         return [config.model_type]
-    presets = [manifest["stage"].get("preset") for manifest in provenance.stages.values()]
+    presets = [manifest["stage"].get("preset") for manifest in lineage.stages.values()]
     return [key for key in sorted(CITATIONS) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
-def result_entries(provenance: Provenance) -> dict[str, str]:
+def result_entries(lineage: Lineage) -> dict[str, str]:
     """File name -> YAML of the Hub's newer format of results, one file a task."""
     files: dict[str, list[EvalResultEntry]] = {}
-    for file, result in provenance.results.items():
+    for file, result in lineage.results.items():
         entries = [
             EvalResultEntry(
                 dataset_id=one_line(result["task"]),
                 task_id=metric,
                 value=round(100 * result["metrics"][metric], 2),
-                date=provenance.dates[file].isoformat(),
+                date=lineage.dates[file].isoformat(),
                 notes=one_line(result["protocol"]),
             )
             for metric in result["primary"]

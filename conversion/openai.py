@@ -36,14 +36,15 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
 from conversion.checkpoints import (
     check_equal,
     check_weights,
-    copy_processor,
     load_model,
     load_pickle,
-    reading,
     sample_inputs,
 )
 from conversion.files import new_folder, one_line_errors
-from conversion.rules import Rule, apply_rules, cut
+from conversion.folders import loading
+from conversion.messages import cut
+from conversion.processors import copy_processor
+from conversion.rules import Rule, apply_rules
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {
@@ -119,7 +120,7 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
             f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
             f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
         )
-    with reading(archive):
+    with loading(archive):
         if ".safetensors" in archive.suffixes:  # more may follow while it is written
             content = load_file(archive)
         elif torchscript:
@@ -133,7 +134,7 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     ):
         raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
     state = {key.removeprefix("module."): value for key, value in content.items()}
-    with reading(archive):
+    with loading(archive):
         check_weights((key, tensor) for key, tensor in state.items() if key not in ("attn_mask", *SETTINGS))
     return state
 

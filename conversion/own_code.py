@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
+from conversion.files import read_json
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
@@ -26,7 +27,6 @@ CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.mod
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
-MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
 
 
 @contextlib.contextmanager
@@ -38,8 +38,8 @@ def own_code_only(source: Path) -> Iterator[Path]:
     Raises:
         ValueError: a configuration is no JSON, or names code without which the model is another one.
     """
-    with tempfile.TemporaryDirectory() as place:
-        copy = Path(place) / "copy"
+    with tempfile.TemporaryDirectory() as parent:
+        copy = Path(parent) / "copy"
         for path in settings_files(source):
             settings, left_out = _without_foreign_code(read_json(path), path)
             for entry in left_out:
@@ -89,24 +89,6 @@ def named_code(settings: Any) -> list[str]:
     """The files that settings without foreign code name."""
     auto_map = settings.get("auto_map", {}) if isinstance(settings, dict) else {}
     return sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
-
-
-def read_json(path: Path) -> Any:
-    """Raises ValueError for what is no JSON, or too deep."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
-        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
-    level = [content]
-    for _ in range(MOST_LEVELS):
-        level = [
-            value
-            for part in level
-            for value in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
-        ]
-    if level:
-        raise ValueError(f"{path} is no JSON that can be read: it is nested in more than {MOST_LEVELS} levels")
-    return content
 
 
 def kernels(settings: Any) -> list[str]:

@@ -1,14 +1,13 @@
-"""How a model came to be: the files that tell it, what identifies a model, and what it was computed with."""
+"""What a run records: the names of its files, what identifies a model, and what it was computed with.
+
+Imports nothing heavy: commands that only read records start at once.
+"""
 
 import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-import torch
-from transformers import AutoConfig
 
 # In the folder of a stage, and of a run
 MANIFEST, ATTEMPTS, RECIPE, ENVIRONMENT = "manifest.json", "attempts.json", "recipe.yaml", "environment.json"
@@ -20,7 +19,7 @@ WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
 
 
-def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
+def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
     """What a model is: the hash of its files for a folder, the commit for a hub repository.
 
     Args:
@@ -31,6 +30,8 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
     """
     path = Path(model)
     if not path.is_dir():
+        from transformers import AutoConfig
+
         try:
             return f"{model}@{AutoConfig.from_pretrained(model, trust_remote_code=False)._commit_hash}"
         except (OSError, ValueError) as error:
@@ -46,11 +47,11 @@ def fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
 
 
 def weights_fingerprint(model: str) -> str:
-    """What a model computes with, by which scores know the model that they were measured of: see `fingerprint`.
+    """What a model computes with, by which scores know the model that they were measured of: see `model_fingerprint`.
 
     The processor counts, and of a mixture all experts and the encoder of metadata.
     """
-    return fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
+    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
 
 
 def manifest_fingerprint(folder: Path) -> str:
@@ -66,6 +67,8 @@ def is_as_made(folder: Path, manifest: dict) -> bool:
 def environment() -> dict:
     """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
     import accelerate
+    import numpy
+    import torch
     import transformers
 
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
@@ -78,6 +81,6 @@ def environment() -> dict:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
-        "numpy": np.__version__,
+        "numpy": numpy.__version__,
     }
     return {"commit": commit, "versions": versions}

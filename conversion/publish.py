@@ -26,20 +26,14 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import (
-    forget_last_use,
-    has_file,
-    load_clip,
-    load_config,
-    load_mixture,
-    load_processor,
-    sample_inputs,
-)
-from conversion.files import new_folder, one_line_errors, save, write_text, writing
-from conversion.lineage import Provenance
+from conversion.checkpoints import load_clip, load_mixture, sample_inputs
+from conversion.files import new_folder, one_line_errors, read_json, save, write_text, writing
+from conversion.folders import has_file, load_config
+from conversion.lineage import Lineage
 from conversion.local_names import is_hub_name
 from conversion.model_card import render, result_entries
-from conversion.own_code import CODE, named_code, own_code_only, read_json, require_own_code, settings_files
+from conversion.own_code import CODE, named_code, own_code_only, require_own_code, settings_files
+from conversion.processors import forget_last_call, load_processor, require_fit_to_folder
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
 # Of configurations: where they were loaded from on this machine, and files there
@@ -66,7 +60,7 @@ save_file({"images": images.contiguous(), "texts": texts.contiguous()}, outputs)
 
 
 def build(
-    source: str | Path, folder: Path, repository: str, licence: str | None = None, base_model: str | None = None
+    source: str | Path, folder: Path, repository: str, license: str | None = None, base_model: str | None = None
 ) -> None:
     """Write what is published of a model into a folder, and verify it.
 
@@ -74,7 +68,7 @@ def build(
         source: folder of a `CLIPMoEModel`, `CLIPMoDEModel` or dense `CLIPModel` with its processor; of a recipe's
             stage, for a card that tells how it was made.
         repository: its name on the Hub, which the card's examples load.
-        licence: of the weights, as the Hub names it. None: unknown, which the card says.
+        license: of the weights, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
 
     Raises:
@@ -98,23 +92,23 @@ def build(
     left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
     if left_out:
         print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
-    provenance = Provenance.of(Path(source))
-    if not provenance.results:
+    lineage = Lineage.of(Path(source))
+    if not lineage.results:
         print(f"warning: no scores of {source} are published; the card says so", file=sys.stderr)
-    for name, picture in provenance.pictures.items():
+    for name, picture in lineage.pictures.items():
         shutil.copy(picture, folder / name)
-    if provenance.results:
+    if lineage.results:
         (folder / "results").mkdir()
-        for name, result in provenance.results.items():
+        for name, result in lineage.results.items():
             write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
         (folder / ".eval_results").mkdir()
-        for name, text in result_entries(provenance).items():
+        for name, text in result_entries(lineage).items():
             write_text(folder / ".eval_results" / f"{name}.yaml", text)
-    if provenance.recipe is not None:
-        write_text(folder / "recipe.yaml", yaml.safe_dump(provenance.recipe, sort_keys=False))
+    if lineage.recipe is not None:
+        write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
-    render(model.config, provenance, repository, licence, base_model).save(folder / "README.md")
+    render(model.config, lineage, repository, license, base_model).save(folder / "README.md")
     verify(model, folder)
 
 
@@ -139,9 +133,11 @@ def write_processor(source: Path, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: it does not fit the model that is in `folder` already.
     """
     processor = load_processor(source)
-    forget_last_use(processor.tokenizer)
+    require_fit_to_folder(folder, source, processor.tokenizer, processor.image_processor)
+    forget_last_call(processor.tokenizer)
     save(processor, folder)
     save(processor.image_processor, folder)  # preprocessor_config.json
     with writing(folder):
@@ -191,17 +187,17 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
             "images": model.get_image_features(inputs["pixel_values"]).pooler_output,
             "texts": model.get_text_features(inputs["input_ids"]).pooler_output,
         }
-    with tempfile.TemporaryDirectory() as place:
-        save_file(inputs, f"{place}/inputs")
+    with tempfile.TemporaryDirectory() as parent:
+        save_file(inputs, f"{parent}/inputs")
         # Another folder for the code, so that none is used that was loaded before
-        environment = {**os.environ, "HF_MODULES_CACHE": f"{place}/modules", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{place}/inputs", f"{place}/outputs"]
-        # In another place, since Python imports from the one that it is started in
-        result = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True)
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{parent}/inputs", f"{parent}/outputs"]
+        # In another folder, since Python imports from the one that it is started in
+        result = subprocess.run(command, env=environment, cwd=parent, capture_output=True, text=True)
         if result.returncode != 0:
             reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             raise ValueError(f"the folder does not load without this package: {reason[-1]}")
-        found = load_file(f"{place}/outputs")
+        found = load_file(f"{parent}/outputs")
     for name, tensor in expected.items():
         difference, largest = (found[name] - tensor).abs().max().item(), tensor.abs().max().item()
         print(f"largest difference in features of {name}: {difference:.3g} (largest value {largest:.3g})")
@@ -246,13 +242,13 @@ def upload(
     return info.pr_url or info.commit_url
 
 
-def publish(source: str | Path, repository: str, licence: str | None = None, base_model: str | None = None, **options):
+def publish(source: str | Path, repository: str, license: str | None = None, base_model: str | None = None, **options):
     """Build, verify and upload a model; see `build` and `upload`. Returns the address."""
     validate_repo_id(repository)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / repository.split("/")[-1]
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()
-        build(source, folder, repository, licence, base_model)
+        build(source, folder, repository, license, base_model)
         return upload(folder, repository, **options)
 
 

@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, sample_inputs
+from conversion.checkpoints import architecture, check_equal, load_model, sample_inputs
 from conversion.files import locked, new_file, new_folder, one_line_errors, writing
-from conversion.long_context import KEEP, set_text_length
+from conversion.long_context import KEPT_POSITIONS
+from conversion.messages import cut
 from conversion.openai import (
     HEAD_WIDTH,
     RULES,
@@ -36,14 +37,15 @@ from conversion.openai import (
     original_outputs,
     read_state_dict,
 )
-from conversion.rules import Rule, apply_rules, cut
-from conversion.upcycle import PRESETS
+from conversion.presets import PRESETS
+from conversion.processors import copy_processor, set_text_length
+from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
-TOWERS = {"": "text_model", "visual.": "vision_model"}
+TOWER_OF_PREFIX = {"": "text_model", "visual.": "vision_model"}
 EXPERT = re.compile(r"((?:visual\.)?transformer\.resblocks\.(\d+)\.)experts\.(\d+)\.(c_fc|c_proj)\.(weight|bias)")
 # The stacked tensors of our experts, and the names of one expert's in a checkpoint
-EXPERT_TENSORS = {
+EXPERTS_TO_RELEASED = {
     "up_proj": "c_fc.weight",
     "up_proj_bias": "c_fc.bias",
     "down_proj": "c_proj.weight",
@@ -53,7 +55,7 @@ EXPERT_TENSORS = {
 
 def position_table(first: Tensor, later: Tensor | None = None) -> Tensor:
     """The text positions: the first 20 rows of one tensor and the others of the second, or all of the only one."""
-    return first if later is None else torch.cat([first[:KEEP], later[KEEP:]])
+    return first if later is None else torch.cat([first[:KEPT_POSITIONS], later[KEPT_POSITIONS:]])
 
 
 def loading_rules() -> list[Rule]:
@@ -68,11 +70,11 @@ def loading_rules() -> list[Rule]:
             merges=True,
         ),
     ]
-    for prefix, tower in TOWERS.items():
+    for prefix, tower in TOWER_OF_PREFIX.items():
         block = rf"{re.escape(prefix)}transformer\.resblocks\.(\d+)\."
         ffn = rf"{tower}.encoder.layers.\1.mlp."
         rules.append(Rule(block + r"gate\.weight", ffn + "router.weight"))
-        for ours, theirs in EXPERT_TENSORS.items():
+        for ours, theirs in EXPERTS_TO_RELEASED.items():
             source = block + r"experts\.\d+\." + re.escape(theirs)
             rules.append(Rule(source, ffn + f"experts.{ours}", lambda *tensors: torch.stack(tensors), merges=True))
     return rules
@@ -97,7 +99,7 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
         Rule(r"vision_model\.post_layernorm\.(weight|bias)", r"visual.ln_post.\1"),
         Rule(r"visual_projection\.weight", "visual.proj", lambda weight: weight.T),
     ]
-    for prefix, tower in TOWERS.items():
+    for prefix, tower in TOWER_OF_PREFIX.items():
         layer, block = rf"{tower}\.encoder\.layers\.(\d+)\.", rf"{prefix}transformer.resblocks.\1."
         rules += [
             Rule(
@@ -113,13 +115,13 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
             Rule(layer + r"mlp\.router\.weight", block + "gate.weight"),
         ]
         num_experts = getattr(config, tower.replace("model", "config")).num_experts
-        for ours, theirs in EXPERT_TENSORS.items():
+        for ours, theirs in EXPERTS_TO_RELEASED.items():
             targets = tuple(block + f"experts.{number}.{theirs}" for number in range(num_experts))
             rules.append(Rule(layer + rf"mlp\.experts\.{ours}", targets, lambda stack: stack.unbind()))
     return rules
 
 
-def normalise(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with experts and gate directly in their block, wherever the checkpoint has them.
 
     Raises:
@@ -134,14 +136,14 @@ def normalise(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEConfig:
-    """The config of a normalised checkpoint, from its tensors.
+    """The config of a normalized checkpoint, from its tensors.
 
     Raises:
         ValueError: no sparse block, experts whose numbers have gaps, blocks of one tower with different numbers of
             experts, a gate that does not have as many rows or is missing, position tensors of different shapes, or see
             `conversion.openai.infer_config`.
     """
-    experts: dict[str, dict[int, set[int]]] = {prefix: {} for prefix in TOWERS}
+    experts: dict[str, dict[int, set[int]]] = {prefix: {} for prefix in TOWER_OF_PREFIX}
     for key in state:
         if match := EXPERT.fullmatch(key):
             prefix = "visual." if key.startswith("visual.") else ""
@@ -204,9 +206,9 @@ def convert(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMo
     """Builds the float32 model of a checkpoint in the authors' layout.
 
     Raises:
-        ValueError: see `normalise` and `infer_sparse_config`; or tensors are missing, left over or of the wrong shape.
+        ValueError: see `normalize` and `infer_sparse_config`; or tensors are missing, left over or of the wrong shape.
     """
-    state = {key: tensor.float() for key, tensor in normalise(state).items()}
+    state = {key: tensor.float() for key, tensor in normalize(state).items()}
     model = CLIPMoEModel(infer_sparse_config(state, num_experts_per_tok))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules(state, shapes, loading_rules()))
@@ -243,7 +245,7 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
 def released_outputs(
     state: Mapping[str, Tensor], config: CLIPMoEConfig, pixel_values: Tensor, input_ids: Tensor
 ) -> dict[str, Tensor]:
-    """The released architecture in plain functions, on the normalised float32 tensors of a checkpoint.
+    """The released architecture in plain functions, on the normalized float32 tensors of a checkpoint.
 
     Args: see `conversion.openai.original_outputs`.
     """
@@ -269,7 +271,7 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]
     Raises:
         ValueError: they do not compute the same.
     """
-    state = {key: tensor.float() for key, tensor in normalise(state).items()}
+    state = {key: tensor.float() for key, tensor in normalize(state).items()}
     inputs = sample_inputs(model.config)
     with torch.no_grad():
         outputs = model(**inputs)

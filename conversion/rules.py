@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from conversion.messages import NAMES_PER_ERROR, cut
 
-NAMES_PER_ERROR = 8
+logger = logging.getLogger(__name__)
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -119,10 +119,3 @@ def apply_rules(
 def numerical_order(key: str) -> list[str | int]:
     """Sort key under which `experts.10` comes after `experts.2`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
-
-
-def cut(names: Iterable[str]) -> str:
-    """Joins names for an error message, the first few in full."""
-    names = list(names)
-    more = f" and {len(names) - NAMES_PER_ERROR} more" if len(names) > NAMES_PER_ERROR else ""
-    return ", ".join(names[:NAMES_PER_ERROR]) + more

@@ -23,12 +23,18 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel, PreTrainedModel
 
-from conversion.checkpoints import check_equal, copy_processor, load_clip, load_model, model_outputs, sample_inputs
-from conversion.dense import CLOSED, set_fusion_gates
+from conversion.checkpoints import check_equal, load_clip, load_model, model_outputs, sample_inputs
+from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
-from conversion.rules import Rule, cut
-from conversion.upcycle import EXPERT_TENSORS, PRESETS, TOWERS, Preset, build_sparse, sparse_config, sparse_ffns
+from conversion.messages import cut
+from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
+from conversion.processors import copy_processor
+from conversion.rules import Rule
+from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+
+# Of a sparse FFN with one expert, what stage 1 of CLIP-FMoE may train: a regular expression
+TRAINED_PARTS = "(?:experts|fusion_gate|router)"
 
 
 def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
@@ -44,7 +50,7 @@ def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
     ]
     experts = r"\d+" if base_expert else r"[1-9]\d*"
     for ffn, tower_config in sparse_ffns(config).items():
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             target = rf"\1.experts.{expert_tensor}"
             rules.append(Rule(rf"{experts}\.({ffn})\.{name}", target, lambda *ffns: torch.stack(ffns), merges=True))
         if tower_config.fusion_gate:
@@ -81,7 +87,7 @@ def unify(
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
     base_expert = base_expert and not preset.fusion_gate
-    config = sparse_config(base, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
+    config = sparse_config(base.config, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
     source = _gather(base, experts, "|".join(sparse_ffns(config)))
     return build_sparse(config, source, unifying_rules(config, base_expert), _dtype(base, experts), seed)
 
@@ -131,10 +137,22 @@ def unify_sparse(
             settings[tower]["num_experts"] = base_expert + len(experts)
             settings[tower]["num_experts_per_tok"] = num_experts_per_tok
             settings[tower]["fusion_gate"] = gated or fusion_gate
-    config = CLIPMoEConfig.from_dict(settings)
     ffn = f"(?:{'|'.join(ffns)})"
-    trained = rf"{ffn}\.(?:experts|fusion_gate|router)"
-    source = _gather(base, experts, trained)
+    source = _gather(base, experts, rf"{ffn}\.{TRAINED_PARTS}")
+    rules = stacking_rules(ffn, base_expert, new_gates=fusion_gate and not gated)
+    new_parts = ("router",) if gated else ("router", "fusion_gate")
+    return build_sparse(CLIPMoEConfig.from_dict(settings), source, rules, _dtype(base, experts), seed, new_parts)
+
+
+def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
+    """Rules from sparse models of one expert each, tensors named I.NAME for model I, to one model of all experts.
+
+    Args:
+        ffn: regular expression of the names of the sparse FFNs.
+        base_expert: whether the expert of model 0 is stacked with the others.
+        new_gates: whether that expert becomes the base FFN instead, beside gates that no model has yet.
+    """
+    trained = rf"{ffn}\.{TRAINED_PARTS}"
     stacked = r"\d+" if base_expert else r"[1-9]\d*"
     rules = [
         Rule(rf"0\.(?!{trained}\.)(.*)", r"\1"),
@@ -144,13 +162,12 @@ def unify_sparse(
         Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="what the gates started from"),
         Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda *g: torch.stack(g).mean(0), merges=True),
     ]
-    if fusion_gate and not gated:
-        for name, expert_tensor in EXPERT_TENSORS.items():
+    if new_gates:
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda one: one[0]))
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
-    new_parts = ("router",) if gated else ("router", "fusion_gate")
-    return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
+    return rules
 
 
 def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.dtype:
@@ -199,7 +216,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
         ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, folder, dtype=torch.float32)
-    set_fusion_gates(sparse, CLOSED)
+    set_fusion_gates(sparse, ONLY_EXPERTS)
     num_experts = max(config.num_experts for config in sparse_ffns(sparse.config).values())
     sources = [base, *experts] if num_experts > len(experts) else experts
     inputs = sample_inputs(sparse.config)
@@ -207,7 +224,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
     for number, source in enumerate(sources):
         model = load_clip(source, dtype=torch.float32)
         if isinstance(model, CLIPMoEModel):
-            set_fusion_gates(model, CLOSED)
+            set_fusion_gates(model, ONLY_EXPERTS)
         outputs = model_outputs(model, inputs)
         with sparse.force_expert(number, scale=1.0):
             forced = model_outputs(sparse, inputs)
@@ -257,11 +274,21 @@ def main(argv: list[str] | None = None) -> None:
         default=TOWERS,
         help="towers to make sparse (default: both); of dense models only",
     )
+    parser.add_argument(
+        "--sparse-layers",
+        nargs="+",
+        metavar="LAYERS",
+        default=["all"],
+        help=f"{', '.join(LAYERS)} (default: all), or layers from 0 such as 1,3; of each tower as in text=1,3 "
+        "vision=5,7; of dense models only",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
     args = parser.parse_args(argv)
-    preset = dataclasses.replace(PRESETS["clip_moe"], num_experts_per_tok=args.num_experts_per_tok)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.base, args.experts, folder, preset, args.towers, args.seed)
+    with one_line_errors():
+        layers = read_sparse_layers(args.sparse_layers)
+        changes = {"num_experts_per_tok": args.num_experts_per_tok, "sparse_layers": layers}
+        with new_folder(args.output) as folder:
+            convert(args.base, args.experts, folder, changed_preset("clip_moe", changes), args.towers, args.seed)
     print(f"wrote {args.output}")
 
 

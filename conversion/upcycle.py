@@ -6,7 +6,7 @@ SOURCE is a folder or hub name of a `CLIPModel`. Experts are copies of the dense
 https://arxiv.org/abs/2212.05055), routers and fusion gates are new, all else is kept. Before OUTPUT appears, the saved
 model is loaded again and compared with the source in float32: where routing weights sum to 1, equal experts compute
 the dense FFN, so the two agree up to rounding. Where they do not (`--no-norm-topk-prob`, as in the preset clip_up),
-the comparison alone is made with renormalised weights.
+the comparison alone is made with renormalized weights.
 
 CLIP-FMoE's baseline of five experts without fusion gate:
     --preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate
@@ -14,8 +14,7 @@ CLIP-FMoE's baseline of five experts without fusion gate:
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,26 @@ import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CLIPModel, CLIPTextConfig
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
 
-from conversion.checkpoints import architecture, check_equal, copy_processor, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import architecture, check_equal, load_model, model_outputs, sample_inputs
 from conversion.files import new_folder, one_line_errors
+from conversion.presets import (
+    LAYERS,
+    PRESETS,
+    TOWERS,
+    Preset,
+    changed_preset,
+    read_sparse_layers,
+    require_towers,
+    sparse_layers,
+)
+from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
-TOWERS = ("text", "vision")
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
-EXPERT_TENSORS = {
+FFN_TO_EXPERTS = {
     "fc1.weight": "up_proj",
     "fc1.bias": "up_proj_bias",
     "fc2.weight": "down_proj",
@@ -46,54 +55,14 @@ ROUTING_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETextConfig)}
 } | {"attention_dropout"}
 
 
-def all_layers(num_layers: int) -> list[int]:
-    return list(range(num_layers))
-
-
-def every_second_layer(num_layers: int) -> list[int]:
-    return list(range(1, num_layers, 2))
-
-
-def every_second_layer_of_second_half(num_layers: int) -> list[int]:
-    return [layer for layer in range(num_layers // 2, num_layers) if layer % 2]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One paper's architecture; `sparse_layers` maps a tower's number of layers to its sparse ones, from 0."""
-
-    sparse_layers: Callable[[int], list[int]]
-    num_experts: int
-    norm_topk_prob: bool
-    num_experts_per_tok: int = 2
-    capacity_factor: float | None = None
-    fusion_gate: bool = False
-    router_aux_loss_coef: float = 0.01
-    router_z_loss_coef: float = 0.0
-
-
-PRESETS = {
-    # CLIP-UP (https://arxiv.org/abs/2502.00965). z-loss: 0.001 in the text, 0.0001 in its Table 3.
-    "clip_up": Preset(
-        every_second_layer, num_experts=8, norm_topk_prob=False, capacity_factor=2.0, router_z_loss_coef=0.001
-    ),
-    # CLIP-MoE, Diversified Multiplet Upcycling (https://arxiv.org/abs/2409.19291)
-    "clip_moe": Preset(all_layers, num_experts=4, norm_topk_prob=True),
-    # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12. Its balance loss (eq. 3) is K at perfect balance as
-    # printed and 1 here, so the same 0.01 weighs a K-th.
-    "clip_fmoe": Preset(every_second_layer_of_second_half, num_experts=4, norm_topk_prob=True, fusion_gate=True),
-}
-
-
-def sparse_config(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
+def sparse_config(dense: CLIPConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
     """The config of the upcycled model; a tower not in `towers` stays dense.
 
     Raises:
-        ValueError: an unknown tower, or one too shallow for the preset.
+        ValueError: an unknown tower, or layers that a tower does not have.
         huggingface_hub.errors.StrictDataclassError: contradictory numbers, such as K > E.
     """
-    if not towers or not set(towers) <= set(TOWERS):
-        raise ValueError(f"towers must be some of {', '.join(TOWERS)}, not {', '.join(towers) or 'none'}")
+    require_towers(preset.sparse_layers, towers)
     routing = {
         "num_experts": preset.num_experts,
         "num_experts_per_tok": preset.num_experts_per_tok,
@@ -103,28 +72,48 @@ def sparse_config(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWE
     }
     configs = {}
     for tower, config, config_class in (
-        ("text", dense.config.text_config, CLIPMoETextConfig),
-        ("vision", dense.config.vision_config, CLIPMoEVisionConfig),
+        ("text", dense.text_config, CLIPMoETextConfig),
+        ("vision", dense.vision_config, CLIPMoEVisionConfig),
     ):
-        if tower not in towers:
-            configs[tower] = config_class(**architecture(config, config_class))
-            continue
-        moe_layers = preset.sparse_layers(config.num_hidden_layers)
-        if not moe_layers:
-            raise ValueError(
-                f"the {tower} tower has {config.num_hidden_layers} layers, too few for any sparse one: "
-                "choose another preset, or leave the tower out with --towers"
-            )
-        configs[tower] = config_class(**architecture(config, config_class) | routing | {"moe_layers": moe_layers})
+        settings = architecture(config, config_class)
+        if tower in towers:
+            settings |= routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, config.num_hidden_layers)}
+        configs[tower] = config_class(**settings)
     return CLIPMoEConfig(
         text_config=configs["text"],
         vision_config=configs["vision"],
-        projection_dim=dense.config.projection_dim,
-        logit_scale_init_value=dense.config.logit_scale_init_value,
-        initializer_factor=dense.config.initializer_factor,
+        projection_dim=dense.projection_dim,
+        logit_scale_init_value=dense.logit_scale_init_value,
+        initializer_factor=dense.initializer_factor,
         router_aux_loss_coef=preset.router_aux_loss_coef,
         router_z_loss_coef=preset.router_z_loss_coef,
     )
+
+
+def preset_faults(preset: Preset, num_layers: Mapping[str, int], towers: Sequence[str] = TOWERS) -> list[str]:
+    """What of a preset fits no model whose towers have so many layers; nothing where it can be built.
+
+    Args:
+        num_layers: tower -> how many layers it has.
+        towers: those that become sparse.
+    """
+    dense = CLIPConfig(**{f"{tower}_config": {"num_hidden_layers": number} for tower, number in num_layers.items()})
+    chosen, faults = preset.sparse_layers, []
+    checks = [
+        (require_towers, chosen, towers),
+        *(
+            (sparse_layers, chosen, tower, number)
+            for tower, number in num_layers.items()
+            if tower in (chosen if isinstance(chosen, Mapping) else towers)
+        ),
+        (sparse_config, dense, dataclasses.replace(preset, sparse_layers="all"), towers),
+    ]
+    for check, *arguments in checks:
+        try:
+            check(*arguments)
+        except (ValueError, StrictDataclassError) as error:
+            faults.append(" ".join(str(error).split()))
+    return list(dict.fromkeys(faults))
 
 
 def sparse_ffns(config: CLIPMoEConfig) -> dict[str, CLIPMoETextConfig | CLIPMoEVisionConfig]:
@@ -150,7 +139,7 @@ def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
     rules = kept_rules(config, (1,))
     for ffn, tower_config in sparse_ffns(config).items():
-        for name, expert_tensor in EXPERT_TENSORS.items():
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
             source, experts = rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}"
 
             def tile(tensor, num_experts=tower_config.num_experts):
@@ -235,7 +224,7 @@ def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, se
     Raises:
         ValueError: see `sparse_config`.
     """
-    config = sparse_config(dense, preset, towers)
+    config = sparse_config(dense.config, preset, towers)
     return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
 
 
@@ -277,7 +266,7 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
         if not tower_config.norm_topk_prob:
             print(
                 f"{tower_config.base_config_key}: routing weights do not sum to 1, so the model starts below the dense "
-                "one; for the comparison alone they are renormalised"
+                "one; for the comparison alone they are renormalized"
             )
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)
@@ -298,6 +287,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of routers and fusion gates (default: 0)")
     changes = parser.add_argument_group("changes to the preset")
+    changes.add_argument(
+        "--sparse-layers",
+        nargs="+",
+        metavar="LAYERS",
+        help=f"{', '.join(LAYERS)}, or layers from 0 such as 1,3; of each tower as in text=1,3 vision=5,7",
+    )
     changes.add_argument("--num-experts", type=int, help="experts per sparse layer, E")
     changes.add_argument("--num-experts-per-tok", type=int, help="experts that compute each token, K")
     changes.add_argument(
@@ -312,12 +307,17 @@ def main(argv: list[str] | None = None) -> None:
         "--capacity-factor", type=float, help="C: an expert takes at most T / E * C tokens in training"
     )
     args = parser.parse_args(argv)
-    given = {field.name: vars(args).get(field.name) for field in dataclasses.fields(Preset)}
-    preset = dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in given.items() if v is not None})
-    with one_line_errors(), new_folder(args.output) as folder:
-        upcycle(load_model(CLIPModel, args.source), preset, args.towers, args.seed).save_pretrained(folder)
-        copy_processor(args.source, folder)
-        verify(args.source, folder)
+    given = {
+        field.name: value for field in dataclasses.fields(Preset) if (value := vars(args).get(field.name)) is not None
+    }
+    with one_line_errors():
+        if args.sparse_layers is not None:
+            given["sparse_layers"] = read_sparse_layers(args.sparse_layers)
+        preset = changed_preset(args.preset, given)
+        with new_folder(args.output) as folder:
+            upcycle(load_model(CLIPModel, args.source), preset, args.towers, args.seed).save_pretrained(folder)
+            copy_processor(args.source, folder)
+            verify(args.source, folder)
     print(f"wrote {args.output}")
 
 

@@ -31,7 +31,9 @@ class CaptionPolicy:
     # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
     # none cut, no two alike.
     policy: Literal["full", "first_sentence", "packed"]
+    # The column of the text.
     column: str
+    # How many packed captions an image gets.
     count: int = Field(default=1, gt=0)
     # With the first and the last token; None: the tokenizer's `model_max_length`.
     max_tokens: int | None = Field(default=None, gt=2)

@@ -1,8 +1,8 @@
 """The glyph world: captioned images that need no download.
 
 An image shows one glyph on a background: a handwritten digit (real pen strokes, from scikit-learn's `load_digits`, the
-UCI "Optical Recognition of Handwritten Digits") or a drawn shape, with an ink colour, a size, a position, a background
-colour and a texture. `web` captions are short, partial and now and then wrong; `detailed` ones are several sentences
+UCI "Optical Recognition of Handwritten Digits") or a drawn shape, with an ink color, a size, a position, a background
+color and a texture. `web` captions are short, partial and now and then wrong; `detailed` ones are several sentences
 that name every attribute. Everything follows from the arguments of `load` and `load_minimal_pairs`, to the bit.
 
     python -m data.glyphs --contact-sheet glyphs.png

@@ -48,6 +48,7 @@ class DataArguments:
     # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
     # not known; a .json has "train".
     split: str = "train"
+    # Images, or paths of images.
     image_column: str = "image"
     # Texts, or lists of texts, of which each epoch draws one.
     caption_column: str = "caption"
@@ -61,13 +62,16 @@ class DataArguments:
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
     in_memory: bool = False
+    # Processes that read; 0: the one that trains.
     num_workers: int = Field(default=0, ge=0)
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
     # Of the glyphs only.
     captions: Literal["web", "detailed"] = "web"
+    # Of the glyphs only: which of them are drawn.
     kinds: Literal[tuple(glyphs.KIND_SETS)] = "all"
+    # Of the glyphs only: of how they are drawn.
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

@@ -28,9 +28,11 @@ from tqdm.auto import tqdm
 from transformers import CLIPModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import load_clip, load_config, load_mixture, load_processor, reading
+from conversion.checkpoints import load_clip, load_mixture
 from conversion.files import new_file, one_line_errors, output_folder
-from conversion.provenance import PROCESSOR, WEIGHTS, environment, fingerprint, weights_fingerprint
+from conversion.folders import load_config, loading
+from conversion.processors import load_processor
+from conversion.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint, weights_fingerprint
 from data.images import decode_image
 from data.pairs import present_captions
 from data.sources import DataArguments
@@ -80,13 +82,13 @@ class Embedder:
         processor = processor or model
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.fingerprint = fingerprint(str(model))
+        self.fingerprint = model_fingerprint(str(model))
         self.processor = load_processor(processor)
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
         versions = environment()["versions"]
-        files = [fingerprint(str(model), WEIGHTS), fingerprint(str(processor), PROCESSOR)]
+        files = [model_fingerprint(str(model), WEIGHTS), model_fingerprint(str(processor), PROCESSOR)]
         self.key = json.dumps([*files, code_hash(), versions, str(dtype), device.type, batch_size])
 
     @cached_property
@@ -184,10 +186,10 @@ class Ensemble:
         dtype: torch.dtype = torch.float32,
     ):
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
-        self.folder, self.device, self.fingerprint = folder, device, fingerprint(str(folder))
+        self.folder, self.device, self.fingerprint = folder, device, model_fingerprint(str(folder))
         self.options = (cache_dir, batch_size, device, dtype)
         self.router = load_mixture(folder, max_loaded_experts=1)
-        with reading(folder):
+        with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
         self._known: dict[str, np.ndarray] = {}

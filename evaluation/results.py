@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from conversion.files import write_text
-from conversion.own_code import read_json
+from conversion.files import read_json, write_text
 
 # A name that does not fit into the name of a file is cut to so many characters.
 LONGEST_SLUG = 60

@@ -18,17 +18,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
 from transformers import AutoModel, CLIPConfig, PreTrainedModel
 
-from conversion.checkpoints import (
-    check_json,
-    check_weights,
-    has_file,
-    load_clip,
-    load_config,
-    load_tokenizer,
-    reading,
-    stored_weights,
-)
+from conversion.checkpoints import check_weights, load_clip, stored_weights
 from conversion.files import save, writing
+from conversion.folders import check_json, has_file, load_config, loading
+from conversion.processors import load_tokenizer
 from modeling_clip_moe import CLIPMoEConfig
 
 FILE, WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -99,7 +92,7 @@ class SentenceTransformerEncoder:
             )
         self.source, self.name = source, name or _name(source)
         check_json(source)
-        with reading(source):
+        with loading(source):
             self.model = sentence_transformers.SentenceTransformer(source, device=str(device), trust_remote_code=False)
             check_weights(self.model.state_dict().items())
 
@@ -205,7 +198,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             f"{folder} holds no sentence encoder. An embed_captions stage has it in encoder/, a mixture in "
             "metadata_encoder/: copy the one that the cluster centers were made with"
         )
-    with reading(folder):
+    with loading(folder):
         settings = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if settings["kind"] == "tfidf":
             arrays = load_file(folder / WEIGHTS)
@@ -236,7 +229,7 @@ def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarra
 
 
 def _load_text_model(source: str) -> PreTrainedModel:
-    with reading(source):
+    with loading(source):
         check_weights(stored_weights(source))
         return AutoModel.from_pretrained(source, trust_remote_code=False)
 

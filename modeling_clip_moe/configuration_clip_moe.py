@@ -78,16 +78,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
     """
 
     _auto_class = "AutoConfig"
-    # What transformers' `DistributedConfig` splits over processes: the heads of the attention and the width of dense
-    # FFNs (TP; not of experts, for whose stacked biases it has no style), the experts (EP), or every layer (FSDP2)
-    base_model_tp_plan = {
-        **{f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"},
-        f"{_LAYERS}.self_attn.out_proj": "rowwise",
-        f"{_LAYERS}.mlp.fc1": "colwise",
-        f"{_LAYERS}.mlp.fc2": "rowwise",
-        f"{_LAYERS}.mlp.base.fc1": "colwise",
-        f"{_LAYERS}.mlp.base.fc2": "rowwise",
-    }
+    # What transformers' `DistributedConfig` splits over processes: the experts (EP) or every layer (FSDP2); heads and
+    # dense FFNs (TP) by `base_model_tp_plan`
     base_model_ep_plan = {
         f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
         f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
@@ -111,6 +103,20 @@ class CLIPMoETowerConfig(PreTrainedConfig):
         kwargs.pop("model_type", None)  # the dictionary of a dense CLIP tower carries another one
         super().__post_init__(**kwargs)
         self.validate_moe()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """
+        Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense
+        FFNs, alone or beside experts. Experts are not split, for whose stacked biases transformers has no style.
+        """
+        plan = {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
+        plan[f"{_LAYERS}.self_attn.out_proj"] = "rowwise"
+        has_dense_layers, has_base = len(self.moe_layers) < self.num_hidden_layers, self.fusion_gate
+        for ffn, is_there in (("mlp", has_dense_layers), ("mlp.base", has_base)):
+            if is_there:
+                plan |= {f"{_LAYERS}.{ffn}.fc1": "colwise", f"{_LAYERS}.{ffn}.fc2": "rowwise"}
+        return plan
 
     def validate_moe(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""

@@ -162,7 +162,7 @@ class CLIPMoDEModel(PreTrainedModel):
         super().__init__(config)
         self.experts = nn.ModuleDict()
         # Where experts that are loaded later go
-        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.register_buffer("placement", torch.empty(0), persistent=False)
         self.centers: torch.Tensor | None = None
         self.expert_of_center: torch.Tensor | None = None
         self.task_weights: torch.Tensor | None = None
@@ -199,7 +199,7 @@ class CLIPMoDEModel(PreTrainedModel):
             model.add_expert(expert)
         if centers is not None:
             model.set_centers(centers, expert_of_center, metadata_encoder)
-        model.place = model.place.to(experts[0].device, experts[0].dtype)
+        model.placement = model.placement.to(experts[0].device, experts[0].dtype)
         return model
 
     @classmethod
@@ -233,7 +233,7 @@ class CLIPMoDEModel(PreTrainedModel):
         model = cls(config)
         dtype = kwargs.get("dtype", "auto")
         dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
-        model.place = model.place.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        model.placement = model.placement.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         if config.num_centers:
             path = cached_file(source, ROUTING_FILE, subfolder=folder, **hub)
             try:
@@ -252,7 +252,7 @@ class CLIPMoDEModel(PreTrainedModel):
             for number in range(len(config.experts)):
                 model.expert(number)
             if config.experts:
-                model.place = model.place.to(model.device, model.dtype)
+                model.placement = model.placement.to(model.device, model.dtype)
         model.eval()
         # Every expert raises for itself
         info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -301,7 +301,7 @@ class CLIPMoDEModel(PreTrainedModel):
             save_file({"centers": self.centers, "expert_of_center": self.expert_of_center}, partial)
             os.replace(partial, directory / ROUTING_FILE)
         self.config.architectures = [type(self).__name__]
-        self.config.dtype = str(self.place.dtype).removeprefix("torch.")
+        self.config.dtype = str(self.placement.dtype).removeprefix("torch.")
         custom_object_save(self, directory, config=self.config)
         self.config.save_pretrained(directory)
         if push_to_hub:
@@ -309,11 +309,11 @@ class CLIPMoDEModel(PreTrainedModel):
 
     @property
     def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters()), self.place.device)
+        return next((parameter.device for parameter in self.parameters()), self.placement.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        return next((parameter.dtype for parameter in self.parameters()), self.place.dtype)
+        return next((parameter.dtype for parameter in self.parameters()), self.placement.dtype)
 
     @property
     def num_experts(self) -> int:
@@ -597,7 +597,7 @@ class CLIPMoDEModel(PreTrainedModel):
         self._sources[name] = (source, folder, {key: kwargs[key] for key in kwargs if key != "force_download"})
         self._require_fit(expert, name)
         if not {"device_map", "quantization_config"} & set(kwargs):
-            expert.to(self.place.device, self.place.dtype)
+            expert.to(self.placement.device, self.placement.dtype)
         return expert.train(self.training)
 
     def _require_fit(self, expert: PreTrainedModel, name: str) -> None:

@@ -59,7 +59,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 # In files, every sparse layer has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
 # would take a random one and at most warn if there was nothing; this is an error
-MARK = "mlp.fc1.weight"
+SPARSE_LAYER_MARK = "mlp.fc1.weight"
 
 
 def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -83,7 +83,6 @@ def load_balancing_loss(
     router_logits: tuple[torch.Tensor, ...],
     top_k: int,
     mask: torch.Tensor | None = None,
-    pool_layers: bool = False,
     reduce: Reduce | None = None,
 ) -> torch.Tensor:
     """
@@ -94,11 +93,10 @@ def load_balancing_loss(
     are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
 
     Args:
-        router_logits: one tensor (B, S, E) or (T, E) a layer.
+        router_logits: one tensor (B, S, E) or (T, E) a layer. The loss is the mean of the layers' (CLIP-UP, CLIP-MoE);
+            for the loss of all layers' tokens together (CLIP-FMoE), give those as one layer.
         top_k: how many choices of a token count: K (CLIP-UP, CLIP-FMoE), or 1 for the argmax alone (CLIP-MoE eq. 7).
         mask: (B, S) or (T,), 1 for a token and 0 for padding.
-        pool_layers: whether R and P are those of all layers' tokens together (CLIP-FMoE), instead of one loss a layer
-            and the mean of those (CLIP-UP, CLIP-MoE).
         reduce: maps a vector of this process's sums (choices, probabilities, number of tokens) to the sums over all
             processes, differentiably. None: the loss of this process's tokens.
 
@@ -109,8 +107,6 @@ def load_balancing_loss(
     num_experts = probabilities.shape[-1]
     choices = F.one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
     means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
-    if pool_layers:
-        means = means.mean(dim=0, keepdim=True)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
 
@@ -571,7 +567,7 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         super().post_init()
         # Not those of its towers, which transformers adds: each ignores the other one
         ignored = type(self)._keys_to_ignore_on_load_unexpected or []
-        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{re.escape(MARK)}$"}
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{re.escape(SPARSE_LAYER_MARK)}$"}
 
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
@@ -623,12 +619,12 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             prefix = "" if added else self._tower_prefix
             for name, module in model_to_save.named_modules():
                 if isinstance(module, CLIPMoEEncoderLayer) and module.is_sparse:
-                    state_dict[f"{prefix}{name}.{MARK}"] = torch.empty(0, dtype=self.dtype)
+                    state_dict[f"{prefix}{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
         return state_dict
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # transformers' Trainer loads the files of its checkpoints as they are
-        for name in [name for name in state_dict if name.endswith(MARK) and state_dict[name].numel() == 0]:
+        for name in [name for name in state_dict if name.endswith(SPARSE_LAYER_MARK) and state_dict[name].numel() == 0]:
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

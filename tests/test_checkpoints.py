@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from test_upcycle import WORDS
 from transformers import CLIPModel
 
-from conversion.checkpoints import load_clip, load_config, load_mixture, load_model, load_processor
+from conversion.checkpoints import load_clip, load_mixture, load_model
+from conversion.folders import load_config
+from conversion.processors import load_processor
 from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
@@ -231,7 +233,10 @@ def test_tokens_that_the_model_does_not_know(copy, tmp_path):
     change_json(copy / "dense" / "tokenizer.json", lambda content: content["model"]["vocab"].update(new=40))
     for command in ("upcycle", "average", "assemble", "unify", "long_context", "openai", "released_clip_moe"):
         error = run(command, copy, tmp_path / "out")
-        assert f"the tokenizer of {copy / 'dense'} has token ids up to 40, but the model 40 tokens alone" in error
+        assert (
+            f"the tokenizer of {copy / 'dense'} has 41 tokens, but vocab_size is 40: take the tokenizer that belongs to"
+            in error
+        )
 
 
 @pytest.mark.parametrize(

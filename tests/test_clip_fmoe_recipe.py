@@ -19,10 +19,12 @@ from test_training import as_made_before
 from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.checkpoints import copy_processor, model_outputs, sample_inputs
-from conversion.upcycle import PRESETS, upcycle
+from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.presets import PRESETS
+from conversion.processors import copy_processor
+from conversion.upcycle import upcycle
 from training.engine import checkpoint_layers
-from training.feature_clusters import Clusters
+from training.feature_clusters import FeatureClusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
@@ -83,7 +85,7 @@ def test_every_expert_has_its_own_cluster(whole):
     assert arrays["tuples"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     for number, name in enumerate(("expert_1", "expert_2")):
         stage = next(s for s in load_recipe(whole / "recipe.yaml").stages if s.name == name)
-        clusters = Clusters(**arrays)
+        clusters = FeatureClusters(**arrays)
         labels = stage.labels(clusters, 8, SimpleNamespace(print=print))
         assert ((labels >= 0) == (first_level == number)).all()
     steps = [len(losses(whole / name)) for name in ("expert_1", "expert_2")]

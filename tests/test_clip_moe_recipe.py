@@ -23,10 +23,9 @@ from transformers import AutoModel, AutoProcessor
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from training import runner
-from training.feature_clusters import load_clusters
+from training.feature_clusters import load_feature_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe
-from training.stages import features
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -128,8 +127,8 @@ def test_features_and_labels(whole, run):
             outputs = model(**inputs)
         np.testing.assert_allclose(features["image"][index], outputs.image_embeds[0], atol=1e-5)
         np.testing.assert_allclose(features["text"][index], outputs.text_embeds[0], atol=1e-5)
-    first = load_clusters(whole / "clusters_1", data_fingerprint(rows))
-    second = load_clusters(whole / "clusters_2", data_fingerprint(rows))
+    first = load_feature_clusters(whole / "clusters_1", data_fingerprint(rows))
+    second = load_feature_clusters(whole / "clusters_2", data_fingerprint(rows))
     assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
     assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
 
@@ -321,7 +320,11 @@ def test_two_processes_end_in_the_same_model(run, whole):
         ({"unified.experts": ["expert_1", "clip_moe"]}, "unified", "a model of type 'clip' is needed"),
         ({"unified.changes": {"experts": 2}}, "unified", "a preset has no experts"),
         ({"unified.changes": {"num_experts": 2}}, "unified", "a preset has no num_experts to change"),
-        ({"unified.changes": {"sparse_layers": "all"}}, "unified", "a preset has no sparse_layers to change"),
+        (
+            {"unified.changes": {"sparse_layers": [9]}},
+            "unified",
+            "sparse_layers of the text tower has 9, but that tower has",
+        ),
         (
             {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 8}
             | {"expert_1.global_batch_size": 80},
@@ -350,20 +353,6 @@ def test_an_expert_of_another_base_is_refused(run, whole, tmp_path):
     as_made_before(tmp_path / "out" / "expert_2")
     with pytest.raises(ValueError, match=f"expert 2 was not trained from this base.*{re.escape(name)}"):
         run("x", {"output_dir": str(tmp_path / "out")}, only=["unified"])
-
-
-def test_a_part_of_the_features_that_is_gone(run, whole, tmp_path, monkeypatch):
-    shutil.copytree(whole, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "features_0")
-    original = features.join_parts
-
-    def lose(directory, *rest):
-        (directory / "parts" / "000000000032.safetensors").unlink()
-        original(directory, *rest)
-
-    monkeypatch.setattr(features, "join_parts", lose)
-    with pytest.raises(ValueError, match="features of the first 32 of 90 pairs only: do all processes see this folder"):
-        run("x", {"output_dir": str(tmp_path / "out")}, only=["features_0"])
 
 
 def test_a_base_in_half_precision(run, whole, tmp_path):

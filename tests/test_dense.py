@@ -11,8 +11,9 @@ from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.dense import extract, main, verify
+from conversion.presets import PRESETS
 from conversion.provenance import weights_fingerprint
-from conversion.upcycle import PRESETS, upcycle
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 CHOICES = [(name, expert) for name, preset in PRESETS.items() for expert in range(preset.num_experts)]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from conversion.upcycle import PRESETS, sparse_config
+from conversion.presets import PRESETS, sparse_layers
+from conversion.upcycle import sparse_config
 from evaluation.efficiency import count_multiply_adds, count_parameters, meta_model
 
 # OpenAI's: vision width, layers, heads, patch; text width, layers, heads; projection.
@@ -43,13 +44,8 @@ def dense_config(size):
 
 
 def build(size, system):
-    preset = SYSTEMS[system]
-    config = dense_config(size)
-    if preset is None:
-        return meta_model(config)
-    with torch.device("meta"):
-        dense = CLIPModel(config)
-    return meta_model(sparse_config(dense, preset))
+    preset, config = SYSTEMS[system], dense_config(size)
+    return meta_model(config if preset is None else sparse_config(config, preset))
 
 
 def arithmetic(size, system):
@@ -60,7 +56,7 @@ def arithmetic(size, system):
     patches = (224 // patch) ** 2
     for width, layers, tokens in ((vision, vision_layers, patches + 1), (text, text_layers, 77)):
         ffn = 8 * width**2 + 5 * width
-        sparse = 0 if preset is None else len(preset.sparse_layers(layers))
+        sparse = 0 if preset is None else len(sparse_layers(preset.sparse_layers, "text", layers))
         parameters += layers * (4 * width**2 + 4 * width + 4 * width) + (layers - sparse) * ffn
         products += tokens * (layers * 4 * width**2 + (layers - sparse) * 8 * width**2)
         scores += layers * 2 * tokens**2 * width
@@ -131,7 +127,9 @@ def test_trainable_parameters():
     fused = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1)
     with torch.device("meta"):
         dense = CLIPModel(dense_config("L/14"))
-    stage_1 = count_parameters(meta_model(sparse_config(dense, fused)), r"\.(experts|fusion_gate)\.")["trainable"]
+    stage_1 = count_parameters(meta_model(sparse_config(dense.config, fused)), r"\.(experts|fusion_gate)\.")[
+        "trainable"
+    ]
     assert stage_1 == experts / 4 + gates
     baseline = count_parameters(build("L/14", "5 experts top-3"), r"\.(router|experts)\.")["trainable"]
     assert baseline / 1e6 == pytest.approx(322.69, abs=0.01)

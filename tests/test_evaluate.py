@@ -16,8 +16,9 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
 
-from conversion.provenance import fingerprint
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.provenance import model_fingerprint
+from conversion.upcycle import upcycle
 from data import glyphs
 from data.sources import DataArguments
 from evaluation import datasets as benchmarks
@@ -125,7 +126,7 @@ def test_weights_of_the_old_format_are_part_of_the_fingerprint(dense, tmp_path):
         weights = CLIPModel(CLIPConfig.from_pretrained(dense)).state_dict()
         (folder / "model.safetensors").unlink()
         torch.save(weights, folder / "pytorch_model.bin")
-    assert fingerprint(str(tmp_path / "1")) != fingerprint(str(tmp_path / "2"))
+    assert model_fingerprint(str(tmp_path / "1")) != model_fingerprint(str(tmp_path / "2"))
 
 
 def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from transformers import CLIPModel
 
 from conversion.dense import extract
 from conversion.dense import main as dense_main
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import glyphs
 from evaluation.datasets import Benchmark
 from evaluation.evaluate import Embedder, measure

@@ -16,8 +16,8 @@ from converters import COMMANDS, make_sources, run
 from safetensors.torch import save_file
 from test_upcycle import processor, tiny_clip
 
-from conversion.checkpoints import copy_processor
 from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask
+from conversion.processors import copy_processor
 from conversion.publish import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
 

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
 from conversion import publish
-from conversion.lineage import Provenance
+from conversion.lineage import Lineage
 from conversion.model_card import render, result_entries
 from conversion.provenance import weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
@@ -69,9 +69,9 @@ def write_result(run, weights, stage="evaluation", name="glyphs_pairs--a.json", 
     return result
 
 
-def card_of(provenance, **options):
-    options = {"licence": None, "base_model": None} | options
-    card = render(CLIPMoEConfig(), provenance, "user/clip", **options)
+def card_of(lineage, **options):
+    options = {"license": None, "base_model": None} | options
+    card = render(CLIPMoEConfig(), lineage, "user/clip", **options)
     return ModelCard(str(card))  # as it is read
 
 
@@ -88,15 +88,15 @@ def test_scores_are_those_of_the_weights(run, capsys):
     write_result(run, "0" * 64, name="glyphs_pairs--alike.json", source="elsewhere/sparse")
     write_result(run, None, name="glyphs_pairs--old.json")
     write_result(run, "1" * 64, name="glyphs_pairs--dense.json", source=str(BASE))
-    provenance = Provenance.of(run / "sparse")
-    assert list(provenance.results) == ["glyphs_pairs--a.json"] and list(provenance.pictures) == ["report.png"]
+    lineage = Lineage.of(run / "sparse")
+    assert list(lineage.results) == ["glyphs_pairs--a.json"] and list(lineage.pictures) == ["report.png"]
     warning = capsys.readouterr().err
     assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
     assert "evaluation/glyphs_pairs--alike.json, evaluation/glyphs_pairs--old.json" in warning
-    (score,) = card_of(provenance).data.eval_results
+    (score,) = card_of(lineage).data.eval_results
     assert score.metric_value == 100 * SCORE
     change_weights(run / "sparse")
-    later = Provenance.of(run / "sparse")
+    later = Lineage.of(run / "sparse")
     assert later.results == {} and later.pictures == {} and card_of(later).data.eval_results is None
     assert "3 results of sparse are left out" in capsys.readouterr().err
 
@@ -104,19 +104,19 @@ def test_scores_are_those_of_the_weights(run, capsys):
 @pytest.mark.parametrize("name", ["processor_config.json", "tokenizer_config.json"])
 def test_scores_are_those_of_the_processor(run, capsys, name):
     write_result(run, weights_fingerprint(str(run / "sparse")))
-    assert len(Provenance.of(run / "sparse").results) == 1
+    assert len(Lineage.of(run / "sparse").results) == 1
     path = run / "sparse" / name
     path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [5.0, 5.0, 5.0]}))
-    assert Provenance.of(run / "sparse").results == {}
+    assert Lineage.of(run / "sparse").results == {}
     assert "1 results of sparse are left out: they are of other weights" in capsys.readouterr().err
 
 
 def test_a_stage_that_was_changed_is_not_told_as_it_was_made(run, capsys):
-    before = Provenance.of(run / "sparse")
+    before = Lineage.of(run / "sparse")
     assert before.recipe is not None and list(before.stages)[-1] == "sparse"
     change_weights(run / "sparse")
     write_result(run, weights_fingerprint(str(run / "sparse")))
-    later = Provenance.of(run / "sparse")
+    later = Lineage.of(run / "sparse")
     assert (later.recipe, later.stages, later.bases, later.unknown) == (None, {}, [], ["sparse"])
     assert len(later.results) == 1
     assert "sparse was changed after its stage had finished" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_a_stage_that_was_changed_is_not_told_as_it_was_made(run, capsys):
 def test_a_result_counts_whatever_it_is_called(run):
     sparse = weights_fingerprint(str(run / "sparse"))
     write_result(run, sparse, source="moved/another", model="another")
-    assert len(Provenance.of(run / "sparse").results) == 1
+    assert len(Lineage.of(run / "sparse").results) == 1
 
 
 def test_of_two_measurements_the_later_one_counts(run):
@@ -134,10 +134,10 @@ def test_of_two_measurements_the_later_one_counts(run):
     write_result(run, sparse, "earlier")
     write_result(run, sparse, "other", protocol="all pairs", metrics={"group": 0.25})
     os.utime(run / "earlier" / "glyphs_pairs--a.json", (0, 0))
-    provenance = Provenance.of(run / "sparse")
-    assert [result["metrics"]["group"] for result in provenance.results.values()] == [0.5, 0.25]
-    assert list(provenance.results) == ["glyphs_pairs--a.json", "other--glyphs_pairs--a.json"]
-    entries = yaml.safe_load(result_entries(provenance)["glyphs_pairs"])
+    lineage = Lineage.of(run / "sparse")
+    assert [result["metrics"]["group"] for result in lineage.results.values()] == [0.5, 0.25]
+    assert list(lineage.results) == ["glyphs_pairs--a.json", "other--glyphs_pairs--a.json"]
+    entries = yaml.safe_load(result_entries(lineage)["glyphs_pairs"])
     assert [entry["value"] for entry in entries] == [50, 25]
 
 
@@ -147,7 +147,7 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
     for weights, expected in ((weights_fingerprint(str(run / "sparse")), ["routing.png"]), ("0" * 64, [])):
         analysis = {"source": str(run / "sparse"), "weights": weights}
         (run / "experts" / "experts.json").write_text(json.dumps(analysis))
-        assert list(Provenance.of(run / "sparse").pictures) == expected
+        assert list(Lineage.of(run / "sparse").pictures) == expected
     assert "the pictures of experts are left out: they are of other weights" in capsys.readouterr().err
 
 
@@ -169,7 +169,7 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
 def test_what_is_no_score_is_refused(run, changes, message):
     write_result(run, weights_fingerprint(str(run / "sparse")), **changes)
     with pytest.raises(ValueError, match=message):
-        Provenance.of(run / "sparse")
+        Lineage.of(run / "sparse")
 
 
 DEEP = "[" * 900 + "]" * 900
@@ -204,18 +204,18 @@ def test_damaged_files_of_a_run_are_named(run, file, content, message):
     (run / file).parent.mkdir(exist_ok=True)
     (run / file).write_text(content)
     with pytest.raises(ValueError, match=message):
-        Provenance.of(run / "sparse")
+        Lineage.of(run / "sparse")
 
 
 def test_lineage_goes_on_in_other_runs(run):
-    provenance = Provenance.of(run / "sparse")
-    assert list(provenance.stages) == ["first/mean", "sparse"] and list(provenance.attempts) == list(provenance.stages)
-    assert (provenance.bases, provenance.unknown) == ([], ["glyph_clip"])
-    card = card_of(provenance)
+    lineage = Lineage.of(run / "sparse")
+    assert list(lineage.stages) == ["first/mean", "sparse"] and list(lineage.attempts) == list(lineage.stages)
+    assert (lineage.bases, lineage.unknown) == ([], ["glyph_clip"])
+    card = card_of(lineage)
     assert card.data.base_model is None
     assert "From glyph_clip, a local folder of unknown lineage, by the stages of" in card.text
     assert "after those of another run: first:" in card.text and "| first/mean | average |" in card.text
-    card = card_of(provenance, base_model="user/dense", licence="mit")
+    card = card_of(lineage, base_model="user/dense", license="mit")
     assert card.data.base_model == "user/dense" and "From user/dense, by the stages" in card.text
 
 
@@ -224,8 +224,8 @@ def test_lineage_ends_where_a_stage_was_made_anew(run):
     manifest = json.loads(path.read_text())
     manifest["inputs"] = dict.fromkeys(manifest["inputs"], "0" * 64)
     path.write_text(json.dumps(manifest))
-    provenance = Provenance.of(run / "sparse")
-    assert list(provenance.stages) == ["sparse"] and (provenance.bases, provenance.unknown) == ([], ["mean"])
+    lineage = Lineage.of(run / "sparse")
+    assert list(lineage.stages) == ["sparse"] and (lineage.bases, lineage.unknown) == ([], ["mean"])
 
 
 @pytest.mark.parametrize("reference", ["runs/gone", "mean"])
@@ -234,8 +234,8 @@ def test_a_folder_that_is_gone_is_no_base_model(run, reference):
     (recorded,) = manifest["inputs"].values()
     manifest["stage"]["model"], manifest["inputs"] = reference, {reference: recorded}
     (run / "sparse" / "manifest.json").write_text(json.dumps(manifest))
-    provenance = Provenance.of(run / "sparse")
-    card = card_of(provenance)
+    lineage = Lineage.of(run / "sparse")
+    card = card_of(lineage)
     assert card.data.base_model is None and f"From {Path(reference).name}, a local folder of unknown" in card.text
     assert "runs/gone" not in str(card)
 
@@ -258,7 +258,7 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
     for source, (datasets, text) in sources.items():
         manifest["stage"]["data"] = {"source": source}
         path.write_text(json.dumps(manifest))
-        card = card_of(Provenance.of(run / "sparse"))
+        card = card_of(Lineage.of(run / "sparse"))
         assert (card.data.base_model, card.data.datasets) == ("openai/clip", datasets)
         assert f"Data: {text}." in card.text and "From openai/clip, by the stages" in card.text
 
@@ -279,12 +279,12 @@ def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, identity, data
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["stages"][0]["data"] = manifest["stage"]["data"]
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    provenance = Provenance.of(run / "sparse")
-    card = card_of(provenance)
+    lineage = Lineage.of(run / "sparse")
+    card = card_of(lineage)
     assert card.data.datasets == datasets
     assert f"Data: {published}{'' if datasets else ' (local)'}." in card.text
-    assert provenance.recipe["stages"][0]["data"] == {"source": published, "image_root": "images"}
-    assert provenance.stages["sparse"]["stage"]["data"]["source"] == published
+    assert lineage.recipe["stages"][0]["data"] == {"source": published, "image_root": "images"}
+    assert lineage.stages["sparse"]["stage"]["data"]["source"] == published
 
 
 def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_path, monkeypatch):
@@ -294,7 +294,7 @@ def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_pat
     manifest = json.loads(path.read_text())
     manifest["stage"]["data"] = {"source": "user/pairs"}
     path.write_text(json.dumps(manifest | {"data": {"commit": "a" * 40}}))
-    assert card_of(Provenance.of(run / "sparse")).data.datasets == ["user/pairs"]
+    assert card_of(Lineage.of(run / "sparse")).data.datasets == ["user/pairs"]
 
 
 @pytest.mark.parametrize("name", ["runs/demo/clip_up", "no name", "training"])
@@ -366,8 +366,8 @@ def test_any_text_is_shown_as_it_is(run, text):
     settings = json.loads(manifest.read_text())
     settings["stage"] |= {"preset": text, "stage": text, "data": {"source": text}}
     manifest.write_text(json.dumps(settings))
-    provenance = Provenance.of(run / "sparse")
-    card = card_of(provenance, licence=text)
+    lineage = Lineage.of(run / "sparse")
+    card = card_of(lineage, license=text)
     shown = " ".join(text.split())
     (score,) = card.data.eval_results
     assert (score.dataset_name, score.metric_name, card.data.license) == (shown, shown, shown)
@@ -380,12 +380,12 @@ def test_any_text_is_shown_as_it_is(run, text):
     parts = [part for token in tokens for part in token.children or ()]
     assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
     assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics
-    assert len(result_entries(provenance)) == 1 and "/" not in next(iter(result_entries(provenance)))
+    assert len(result_entries(lineage)) == 1 and "/" not in next(iter(result_entries(lineage)))
 
 
 def test_ordinary_names_look_as_before(run):
     write_result(run, weights_fingerprint(str(run / "sparse")), title="zero-shot, unseen kinds")
-    text = card_of(Provenance.of(run / "sparse"), licence="apache-2.0").text
+    text = card_of(Lineage.of(run / "sparse"), license="apache-2.0").text
     assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
     assert "| sparse | upcycle | preset clip_moe, model mean |" in text
 
@@ -395,4 +395,4 @@ def test_a_preset_and_an_output_folder_that_are_lists(run):
     manifest = json.loads((run / "sparse" / "manifest.json").read_text())
     manifest["stage"]["preset"] = ["clip_moe"]
     (run / "sparse" / "manifest.json").write_text(json.dumps(manifest))
-    assert "tranclipfmoe" in str(card_of(Provenance.of(run / "sparse")))  # no system is known: all are cited
+    assert "tranclipfmoe" in str(card_of(Lineage.of(run / "sparse")))  # no system is known: all are cited

@@ -11,8 +11,9 @@ import torch
 from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.long_context import POSITIONS, TOWERS, lengthen, main, stretch_positions
-from conversion.upcycle import PRESETS, upcycle
+from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, main, stretch_positions
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 
 
 def plain_stretch(table, keep, ratio):
@@ -100,7 +101,7 @@ def test_command(sparse, tmp_path, capsys):
     torch.testing.assert_close(*short)
 
 
-@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("tower", TEXT_TOWERS)
 def test_a_text_tower_alone(tower, tmp_path, capsys):
     """A folder of an image generator's text encoder: it says which of the classes it is, and stays of that class."""
     upcycle(tiny_clip(), PRESETS["clip_moe"]).save_pretrained(tmp_path / "sparse")

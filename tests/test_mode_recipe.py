@@ -16,7 +16,8 @@ from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -26,8 +27,9 @@ from evaluation.report import best_of
 from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
-from training.caption_clusters import load_data_clusters, load_data_labels, read_parts
+from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.loader import PairLoader
+from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.stages import data_experts
 
@@ -61,34 +63,34 @@ def copy(out, name, *names):
 
 
 def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
-    embeds = np.concatenate([part for _, part in read_parts(out / "captions", "embeddings", 160)])
+    embeds = np.concatenate([part for _, part in read_parts(out / "captions" / PARTS, "embeddings", 160)])
     encoder = load_encoder(out / "captions" / "encoder")
     np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    labels = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
+    labels = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
     distances = ((embeds[:, None] - centers) ** 2).sum(axis=2)
     assert centers.shape == (8, 16) and np.array_equal(labels, distances.argmin(axis=1))
 
 
 def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
-    fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
-    clusters, metadata = load_data_clusters(out / "coarse")
-    labels = load_data_labels(out / "coarse", data_fingerprint(rows))
+    fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
+    clusters, metadata = load_caption_clusters(out / "coarse")
+    labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows))
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
-    random = load_data_labels(out / "random", data_fingerprint(rows))
+    random = load_expert_of_pair(out / "random", data_fingerprint(rows))
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
     assert (out / "coarse" / "clusters.png").stat().st_size > 10_000
 
 
 def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
-    labels = load_data_labels(out / "selected", data_fingerprint(rows))
+    labels = load_expert_of_pair(out / "selected", data_fingerprint(rows))
     encoder = load_encoder(out / "captions" / "encoder")
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     metadata = encoder.encode(["heart", "star"])
     nearest = {int(((embed - centers) ** 2).sum(axis=1).argmin()) for embed in metadata}
-    fine = np.concatenate([part for _, part in read_parts(out / "assigned", "labels", 160)])
+    fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
     assert np.array_equal(labels == 0, np.isin(fine, list(nearest)))
     assert 8 <= (labels == 0).sum() < 160 and (labels[labels != 0] == -1).all()
 
@@ -105,7 +107,7 @@ def test_an_expert_sees_its_own_pairs_alone(run, out, rows, monkeypatch):
     monkeypatch.setattr(PairLoader, "_collate", record)
     target = copy(out, "alone", "dense", "coarse", "assigned", "fine", "captions")
     run("alone", only=["expert_2"])
-    mine = load_data_labels(out / "coarse", data_fingerprint(rows)) == 1
+    mine = load_expert_of_pair(out / "coarse", data_fingerprint(rows)) == 1
     captions = np.array(rows["caption"])
     assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
     assert len(seen) == mine.sum() // 8 * 8
@@ -127,7 +129,7 @@ def test_assembled_models(out):
     mode, coarse, equal, first = (
         CLIPMoDEModel.from_pretrained(out / name) for name in ("mode", "by_coarse", "equal", "first")
     )
-    clusters, _ = load_data_clusters(out / "coarse")
+    clusters, _ = load_caption_clusters(out / "coarse")
     assert np.array_equal(mode.centers.numpy(), clusters.centers)
     assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
     assert np.array_equal(coarse.centers.numpy(), clusters.coarse_centers) and equal.centers is None
@@ -283,7 +285,7 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     assert len(calls) == at + 2  # of the second run: the second part alone
     name = {"captions": "embeddings", "assigned": "labels"}[stage]
     found, expected = (
-        np.concatenate([part for _, part in read_parts(folder / stage, name, 160)]) for folder in (target, out)
+        np.concatenate([part for _, part in read_parts(folder / stage / PARTS, name, 160)]) for folder in (target, out)
     )
     np.testing.assert_array_equal(found, expected)
 
@@ -295,9 +297,9 @@ def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    labels = np.concatenate([part for _, part in read_parts(target / "assigned", "labels", 300)])
+    labels = np.concatenate([part for _, part in read_parts(target / "assigned" / PARTS, "labels", 300)])
     assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
-    assert len(load_data_labels(target / "coarse", data_fingerprint(rows))) == 300
+    assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows))) == 300
     with pytest.raises(ValueError, match="belong to another dataset"):
         run("others", {"assigned.data": more}, only=["expert_1"])
 

@@ -142,7 +142,7 @@ def test_load_balancing_loss_over_layers_by_hand():
     logits = (TWO_EXPERTS[:2], torch.tensor([[0.1, 0.9], [0.3, 0.7]]).log())
     torch.testing.assert_close(load_balancing_loss(logits, top_k=1), torch.tensor((1.4 + 1.6) / 2))
     # Four tokens together: R = 2 * [1/2, 1/2], P = [0.45, 0.55]
-    torch.testing.assert_close(load_balancing_loss(logits, top_k=1, pool_layers=True), torch.tensor(1.0))
+    torch.testing.assert_close(load_balancing_loss((torch.cat(logits),), top_k=1), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -174,7 +174,7 @@ def test_entropy_losses_by_hand():
     "loss",
     [
         lambda *args, **kwargs: load_balancing_loss(*args, top_k=2, **kwargs),
-        lambda *args, **kwargs: load_balancing_loss(*args, top_k=1, pool_layers=True, **kwargs),
+        lambda *args, **kwargs: load_balancing_loss(*args, top_k=1, **kwargs),
         router_z_loss,
         local_entropy_loss,
         lambda *args, **kwargs: global_entropy_loss(*args, min_experts=4, **kwargs),

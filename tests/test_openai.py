@@ -274,7 +274,7 @@ def test_verification_notices_a_wrong_model(state, tmp_path, monkeypatch):
 
 
 def test_processor_is_copied_on_request(state, tmp_path):
-    processor().save_pretrained(tmp_path / "processor")
+    processor(image_size=48).save_pretrained(tmp_path / "processor")
     torch.save(state, tmp_path / "archive.pt")
     archive = str(tmp_path / "archive.pt")
     openai.main([archive, str(tmp_path / "out"), "--processor", str(tmp_path / "processor")])

@@ -11,7 +11,8 @@ from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 
 from conversion import publish
 from conversion.own_code import own_code_only, require_own_code
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
 

@@ -10,8 +10,9 @@ from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion import released_clip_moe
+from conversion.presets import PRESETS
 from conversion.released_clip_moe import convert, export, main
-from conversion.upcycle import PRESETS, upcycle
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 WIDTH, HEADS, VOCABULARY, POSITIONS, GRID, PATCH, EMBEDDING = 128, 2, 40, 248, 2, 4, 24
@@ -292,7 +293,7 @@ def test_what_the_layout_cannot_express():
 
 def test_commands_there_and_back(tmp_path, capsys):
     torch.save({key: tensor.half() for key, tensor in checkpoint().items()}, tmp_path / "released.pt")
-    processor().save_pretrained(tmp_path / "processor")
+    processor(image_size=8).save_pretrained(tmp_path / "processor")
     arguments = [str(tmp_path / "released.pt"), str(tmp_path / "model"), "--processor", str(tmp_path / "processor")]
     main(arguments)
     assert capsys.readouterr().out.count("largest difference") == 3

@@ -28,7 +28,7 @@ from transformers import (
 
 from conversion import assemble
 from conversion.checkpoints import require_loadable
-from conversion.lineage import Provenance
+from conversion.lineage import Lineage
 from conversion.upcycle import ROUTING_FIELDS
 from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word
@@ -100,7 +100,7 @@ def pairs(folder, captions):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .* takes 3 x 48 x 48"),
+        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size the model takes 3 x 48 x 48"),
         ({"vision_config.num_channels": 1}, r"3 x 32 x 32, but .*1 x 32 x 32"),
         ({"text_config.vocab_size": 700}, r"723 tokens.*vocab_size is 700.*leave"),
         ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
@@ -153,8 +153,8 @@ def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder,
     inputs = json.loads((output / "dense" / "manifest.json").read_text())["inputs"]
     assert set(inputs) == {str(tmp_path / "half"), str(tmp_path / "words")}
     # A model card names what weights start from: neither
-    provenance = Provenance.of(output / "dense")
-    assert (provenance.bases, provenance.unknown) == ([], [])
+    lineage = Lineage.of(output / "dense")
+    assert (lineage.bases, lineage.unknown) == ([], [])
 
 
 @pytest.mark.parametrize("setting, file", [("processor", "processor_config.json"), ("tokenizer", "tokenizer.json")])

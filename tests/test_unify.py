@@ -8,9 +8,10 @@ from test_upcycle import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import model_outputs, sample_inputs
-from conversion.dense import CLOSED, extract, set_fusion_gates
+from conversion.dense import ONLY_EXPERTS, extract, set_fusion_gates
+from conversion.presets import PRESETS
 from conversion.unify import convert, main, unify, unify_sparse, verify
-from conversion.upcycle import PRESETS, upcycle
+from conversion.upcycle import upcycle
 
 
 def trained(seed, pattern=".mlp."):
@@ -156,7 +157,7 @@ def test_new_gates_and_none():
     assert torch.equal(with_base.state_dict()[f"{ffn}.experts.up_proj"][0], dense[f"{ffn}.fc1.weight"])
     assert not any(".base." in name or ".fusion_gate." in name for name in plain.state_dict())
     for model, number in ((gated, 0), (plain, 0), (with_base, 1)):
-        set_fusion_gates(model, CLOSED)
+        set_fusion_gates(model, ONLY_EXPERTS)
         inputs = sample_inputs(model.config)
         with model.force_expert(number):
             found = model_outputs(model, inputs)
@@ -165,9 +166,7 @@ def test_new_gates_and_none():
 
 
 def other_layers():
-    preset = dataclasses.replace(
-        PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, sparse_layers=lambda number: [1]
-    )
+    preset = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1, sparse_layers=[1])
     return upcycle(tiny_clip(), preset)
 
 

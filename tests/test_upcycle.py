@@ -25,7 +25,8 @@ from transformers import (
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
 from conversion.files import new_folder
-from conversion.upcycle import PRESETS, main, sparse_config, upcycle, verify
+from conversion.presets import PRESETS
+from conversion.upcycle import main, upcycle, verify
 from modeling_clip_moe import CLIPMoEModel
 
 WORDS = ("a", "red", "round", "cat")
@@ -56,12 +57,12 @@ def tiny_clip(text_layers=4, vision_layers=4):
     return model.eval()
 
 
-def processor():
+def processor(image_size=16):
     letters = sorted(set("".join(WORDS)))
     tokens = [*letters, *(letter + "</w>" for letter in letters)]
     vocab = {token: index for index, token in enumerate(tokens)} | {"<|startoftext|>": 38, "<|endoftext|>": 39}
     tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12)
-    return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16), tokenizer)
+    return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=image_size), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def error_of(capsys, *argv):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_renormalised_equals_dense(dense, name):
+def test_renormalized_equals_dense(dense, name):
     sparse = upcycle(dense, dataclasses.replace(PRESETS[name], norm_topk_prob=True))
     num_sparse_layers = sum(key.endswith("experts.up_proj") for key in sparse.state_dict())
     assert num_sparse_layers == {"clip_up": 4, "clip_moe": 8, "clip_fmoe": 2}[name]
@@ -120,35 +121,6 @@ def test_equality_depends_on_every_part(dense):
             sparse.get_parameter(f"vision_model.encoder.layers.3.mlp.{tensor}").mul_(1.01)
         with pytest.raises(ValueError, match="does not compute what the source does"):
             check_equal(expected, model_outputs(sparse, inputs))
-
-
-def test_presets_on_the_depths_of_vit_l14():
-    with torch.device("meta"):
-        dense = tiny_clip_of_depth(text_layers=12, vision_layers=24)
-    table = {
-        "clip_up": (list(range(1, 12, 2)), list(range(1, 24, 2)), 8, False, 2.0, False, 0.001),
-        "clip_moe": (list(range(12)), list(range(24)), 4, True, None, False, 0.0),
-        "clip_fmoe": ([7, 9, 11], [13, 15, 17, 19, 21, 23], 4, True, None, True, 0.0),
-    }
-    for name, (text_layers, vision_layers, experts, renormalised, capacity, gate, z_loss) in table.items():
-        config = sparse_config(dense, PRESETS[name])
-        assert config.text_config.moe_layers == text_layers and config.vision_config.moe_layers == vision_layers
-        for tower in (config.text_config, config.vision_config):
-            assert (tower.num_experts, tower.num_experts_per_tok) == (experts, 2)
-            assert (tower.norm_topk_prob, tower.capacity_factor, tower.fusion_gate) == (renormalised, capacity, gate)
-            assert tower.eval_capacity_factor is None
-        assert (config.router_aux_loss_coef, config.router_z_loss_coef) == (0.01, z_loss)
-
-
-def tiny_clip_of_depth(text_layers, vision_layers):
-    tower = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
-    text = {"vocab_size": 8, "max_position_embeddings": 4, "bos_token_id": 6, "eos_token_id": 7}
-    return CLIPModel(
-        CLIPConfig(
-            text_config=tower | text | {"num_hidden_layers": text_layers},
-            vision_config=tower | {"num_hidden_layers": vision_layers, "image_size": 8, "patch_size": 8},
-        )
-    )
 
 
 @pytest.mark.parametrize("tower", ["text", "vision"])
@@ -210,6 +182,29 @@ def test_flags_reach_the_baseline_of_clip_fmoe(source, tmp_path):
     assert (
         vision["moe_layers"] == [3] and vision["capacity_factor"] == 4.0 and config["text_config"]["moe_layers"] == []
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "vision"),
+    [
+        (["all"], [0, 1, 2, 3], [0, 1, 2, 3]),
+        (["3,1"], [1, 3], [1, 3]),
+        (["text=0", "vision=every_second"], [0], [1, 3]),
+        (["vision=2,3", "--towers", "vision"], [], [2, 3]),
+    ],
+)
+def test_sparse_layers_of_the_command(source, tmp_path, words, text, vision):
+    main([str(source), str(tmp_path / "out"), "--preset", "clip_fmoe", "--sparse-layers", *words])
+    config = CLIPMoEModel.from_pretrained(tmp_path / "out").config
+    assert (config.text_config.moe_layers, config.vision_config.moe_layers) == (text, vision)
+
+
+def test_sparse_layers_that_are_not_there(source, tmp_path, capsys):
+    flags = "--preset clip_up --sparse-layers text=1 vision=3,4"
+    message = error_of(capsys, source, tmp_path / "out", *flags.split())
+    assert "sparse_layers of the vision tower has 4, but that tower has the layers 0 to 3" in message
+    message = error_of(capsys, source, tmp_path / "out", "--preset", "clip_up", "--sparse-layers", "al")
+    assert "(did you mean 'all'?)" in message and not (tmp_path / "out").exists()
 
 
 def test_old_config_files_are_read_and_cleaned(source, tmp_path):

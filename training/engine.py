@@ -21,7 +21,7 @@ from training.training_state import (
     finished_steps,
     latest_checkpoint,
     load_checkpoint,
-    require_finite,
+    require_finite_weights,
     require_support,
     save_checkpoint,
 )
@@ -139,7 +139,7 @@ def train(
             latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
     bar.close()
     state_dict = _gather_weights(accelerator, task, shape_of_scale)
-    require_finite(state_dict, f"stage {settings.name}, step {step}")
+    require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
 
 

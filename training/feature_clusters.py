@@ -1,31 +1,23 @@
-"""Clusters of a dataset's images and captions, and what a person needs to judge them."""
+"""Clusters of the features of images and captions, by which the experts of CLIP-MoE and CLIP-FMoE are told apart."""
 
-import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
-from safetensors.numpy import save_file
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
-from conversion.files import new_file
 from data.identity import OTHER_DATA
-from data.images import decode_image
-from data.pairs import first_caption
-from training.embedding import open_arrays
+from training.arrays import open_arrays, save_arrays
 
-FILE = "clusters.safetensors"
-# Of a contact sheet
-MAX_LINES = 32
+FEATURE_CLUSTERS = "clusters.safetensors"
 
 
 @dataclass(frozen=True)
-class Clusters:
+class FeatureClusters:
     """The accumulated clusters of a dataset: every sample has a tuple of labels, one label a stage so far.
 
     Args:
@@ -95,21 +87,23 @@ def split(
     labels = {name: np.zeros(num_samples, int) for name, number in num_clusters.items() if number > 1}
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
-        place = f" of cluster {group}" if groups.any() else ""
+        of_group = f" of cluster {group}" if groups.any() else ""
         for name in labels:
             number = num_clusters[name]
             if name == "random":
                 if len(members) < number:
-                    raise ValueError(f"{len(members)} samples{place} cannot make {number} random clusters")
+                    raise ValueError(f"{len(members)} samples{of_group} cannot make {number} random clusters")
                 labels[name][np.random.default_rng([seed, group]).permutation(members)] = (
                     np.arange(len(members)) % number
                 )
             else:
-                labels[name][members] = kmeans(features[name][members], number, seed, f"{name} features{place}", n_init)
+                labels[name][members] = kmeans(
+                    features[name][members], number, seed, f"{name} features{of_group}", n_init
+                )
     return labels
 
 
-def accumulate(labels: np.ndarray, features: np.ndarray, previous: Clusters | None = None) -> Clusters:
+def accumulate(labels: np.ndarray, features: np.ndarray, previous: FeatureClusters | None = None) -> FeatureClusters:
     """The clusters of samples that agree in this stage's label and in those of all stages before (CLIP-MoE section 3).
 
     Args:
@@ -128,15 +122,14 @@ def accumulate(labels: np.ndarray, features: np.ndarray, previous: Clusters | No
     tuples, accumulated = np.unique(columns, axis=0, return_inverse=True)
     accumulated = accumulated.reshape(-1)
     centers = np.stack([features[accumulated == cluster].mean(axis=0) for cluster in range(len(tuples))])
-    return Clusters(accumulated, tuples, centers)
+    return FeatureClusters(accumulated, tuples, centers)
 
 
-def save_clusters(directory: Path, clusters: Clusters, dataset_fingerprint: str) -> None:
-    with new_file(directory / FILE) as partial:
-        save_file(asdict(clusters), partial, {"dataset_fingerprint": dataset_fingerprint})
+def save_feature_clusters(directory: Path, clusters: FeatureClusters, dataset_fingerprint: str) -> None:
+    save_arrays(directory / FEATURE_CLUSTERS, asdict(clusters), {"dataset_fingerprint": dataset_fingerprint})
 
 
-def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
+def load_feature_clusters(directory: Path, dataset_fingerprint: str) -> FeatureClusters:
     """The clusters of a cluster stage.
 
     Args:
@@ -146,7 +139,7 @@ def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
         FileNotFoundError: the folder has no clusters.
         ValueError: the file is damaged, or the labels are of other samples or of the same in another order.
     """
-    with open_arrays(directory / FILE, "a cluster stage") as file:
+    with open_arrays(directory / FEATURE_CLUSTERS, "a cluster stage") as file:
         found = file.metadata()["dataset_fingerprint"]
         arrays = {name: file.get_tensor(name) for name in ("labels", "tuples", "centers")}
     if found != dataset_fingerprint:
@@ -155,41 +148,4 @@ def load_clusters(directory: Path, dataset_fingerprint: str) -> Clusters:
             f"{found[:12]}, not {dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and "
             "cluster these data"
         )
-    return Clusters(**arrays)
-
-
-def contact_sheet(
-    path: Path, rows: datasets.Dataset, labels: np.ndarray, image_root: str | None, seed: int, columns: int = 8
-) -> None:
-    """Draw some images of each cluster with their captions, a cluster a line, for a person to judge.
-
-    Args:
-        rows: with the columns `image` and `caption`.
-        labels: (samples,), the cluster of each row. Of more than 32 clusters, the 32 largest are drawn.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    clusters, sizes = np.unique(labels, return_counts=True)
-    if len(clusters) > MAX_LINES:
-        drawn = np.sort(np.argsort(-sizes, kind="stable")[:MAX_LINES])
-        clusters, sizes = clusters[drawn], sizes[drawn]
-    rng = np.random.default_rng(seed)
-    figure, axes = plt.subplots(
-        len(clusters), columns, figsize=(2 * columns, 2.5 * len(clusters)), squeeze=False, layout="constrained"
-    )
-    for line, cluster, size in zip(axes, clusters, sizes, strict=True):
-        for axis in line:
-            axis.axis("off")
-        chosen = rng.permutation(np.flatnonzero(labels == cluster))[:columns]
-        for axis, index in zip(line, chosen, strict=False):
-            row = rows[int(index)]
-            axis.imshow(decode_image(row["image"], image_root))
-            caption = row["caption"] if isinstance(row["caption"], str) else first_caption(row["caption"])
-            title = textwrap.fill(textwrap.shorten(caption, 110), 26)
-            axis.set_title(title, fontsize=7, parse_math=False)  # a caption may hold dollar signs
-        line[0].text(-0.1, 0.5, f"{cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center")
-    figure.savefig(path, dpi=70)
-    plt.close(figure)
+    return FeatureClusters(**arrays)

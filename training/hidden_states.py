@@ -13,20 +13,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
-from conversion.files import new_file, read_record
+from conversion.files import read_record
 from data.identity import OTHER_DATA
 from modeling_clip_moe import CLIPMoEModel
 from training.loader import PairLoader
+from training.parts import INDEX, part_file, write_parts
 
-INDEX = "index.json"
 BATCHES_PER_PART = 8
 
 
-def frozen_weights(model: CLIPMoEModel) -> str:
+def frozen_weights_hash(model: CLIPMoEModel) -> str:
     """The hash of all weights below the first sparse layer of each tower.
 
     Raises:
@@ -63,7 +61,7 @@ def captions_of_image(rows: datasets.Dataset, caption_weights: Sequence[float] |
 
 
 def announce_size(
-    accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, place: Path
+    accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, directory: Path
 ) -> None:
     """Say how much disk the hidden states of a loader's pairs take.
 
@@ -78,36 +76,34 @@ def announce_size(
     size = dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
     print(
         f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e6:,.2f} MB "
-        f"in {place}"
+        f"in {directory}"
     )
-    needed = size - sum(path.stat().st_size for path in place.glob("*.safetensors"))
-    free = shutil.disk_usage(place).free
+    needed = size - sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    free = shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(
-            f"the hidden states take {needed / 1e6:,.2f} MB more, but only {free / 1e6:,.2f} MB are free in {place}"
+            f"the hidden states take {needed / 1e6:,.2f} MB more, but only {free / 1e6:,.2f} MB are free in {directory}"
         )
 
 
 def keep_hidden_states(
     accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, directory: Path
 ) -> int:
-    """Write the hidden states of all pairs; every process computes its share, and parts that are there are kept.
+    """Write the hidden states of all pairs, see `write_parts`.
 
     Returns:
         The number of pairs in a part.
+
+    Raises:
+        ValueError: a part is damaged, missing or of another size.
     """
     model = model.to(accelerator.device).eval()
     first = {tower: min(getattr(model, tower).config.moe_layers) for tower in ("text_model", "vision_model")}
-    num_pairs, part_size = len(loader.pairs), loader.batch_size * BATCHES_PER_PART
-    starts = range(0, num_pairs, part_size)[accelerator.process_index :: accelerator.num_processes]
-    for start in tqdm(
-        starts, desc=f"hidden states of {num_pairs} pairs", disable=not accelerator.is_local_main_process
-    ):
-        path = directory / f"{start:012d}.safetensors"
-        if path.exists():
-            continue
+    part_size = loader.batch_size * BATCHES_PER_PART
+
+    def compute(start: int, stop: int) -> dict[str, torch.Tensor]:
         images, texts, lengths = [], [], []
-        for batch in loader.in_order(start, min(start + part_size, num_pairs)):
+        for batch in loader.in_order(start, stop):
             mask = batch.pop("caption_mask", None)
             with torch.no_grad(), accelerator.autocast():
                 outputs = model(**send_to_device(batch, accelerator.device), output_hidden_states=True)
@@ -120,23 +116,10 @@ def keep_hidden_states(
             lengths.append(torch.zeros(mask.shape, dtype=torch.long).masked_scatter(mask, of_texts))
         lengths = torch.cat(lengths)
         ends = lengths.flatten().cumsum(0).view(lengths.shape)
-        arrays = {"vision": torch.cat(images), "text": torch.cat(texts), "starts": ends - lengths, "ends": ends}
-        with new_file(path) as partial:
-            save_file(arrays, partial)
+        return {"vision": torch.cat(images), "text": torch.cat(texts), "starts": ends - lengths, "ends": ends}
+
+    write_parts(accelerator, directory, "hidden states", len(loader.pairs), part_size, compute)
     return part_size
-
-
-def require_all_parts(directory: Path, num_pairs: int, part_size: int) -> None:
-    """Raises:
-    ValueError: not exactly the parts of so many pairs are there.
-    """
-    expected = [f"{start:012d}.safetensors" for start in range(0, num_pairs, part_size)]
-    found = sorted(path.name for path in directory.glob("*.safetensors"))
-    if found != expected:
-        raise ValueError(
-            f"{directory} has {len(found)} of {len(expected)} parts, or others: do all processes see this folder? "
-            "Delete it to begin anew"
-        )
 
 
 class HiddenStates:
@@ -146,7 +129,7 @@ class HiddenStates:
         directory: of a hidden_states stage.
         model: the one that is to be trained on them.
         dataset_fingerprint: of the pairs, see `data.identity.data_fingerprint`.
-        captions: of an image.
+        num_captions: of an image.
 
     Raises:
         FileNotFoundError: the folder holds none.
@@ -154,15 +137,17 @@ class HiddenStates:
             the first sparse layer. A changed processor or configuration is not noticed.
     """
 
-    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, captions: int):
+    def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
         index = read_record(directory / INDEX, dict, ("part_size", "captions", "dataset_fingerprint", "weights"))
         if index["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(f"the hidden states in {directory} are of {OTHER_DATA}")
-        if index["captions"] != captions:
-            raise ValueError(f"the hidden states in {directory} are of {index['captions']} captions, not of {captions}")
-        if index["weights"] != frozen_weights(model):
+        if index["captions"] != num_captions:
+            raise ValueError(
+                f"the hidden states in {directory} are of {index['captions']} captions, not of {num_captions}"
+            )
+        if index["weights"] != frozen_weights_hash(model):
             raise ValueError(
                 f"the hidden states in {directory} are of a model with other weights below the sparse layers"
             )
@@ -187,7 +172,7 @@ class HiddenStates:
 
     def _open(self, start: int) -> safe_open:
         if start not in self.files:
-            path = self.directory / f"{start:012d}.safetensors"
+            path = part_file(self.directory, start)
             try:
                 self.files[start] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

@@ -18,14 +18,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conversion.checkpoints import (
+from conversion.folders import has_file, require_source
+from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
-    forget_last_use,
-    has_file,
+    forget_last_call,
     load_image_processor,
     load_tokenizer,
-    require_source,
+    require_context_length,
+    require_fit,
 )
 from data import glyphs
 
@@ -48,7 +49,7 @@ def random_clip(
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
-    with _reason():
+    with _as_value_errors():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
     if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
@@ -60,20 +61,22 @@ def random_clip(
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
     width = {"projection_dim": projection_dim}
-    with _reason():
+    with _as_value_errors():
         config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
-        _require_tokens_fit(processor.tokenizer, config.text_config, source)
-        _require_images_fit(processor.image_processor, config.vision_config, given)
+        require_fit(config, source, processor.tokenizer)
+        require_context_length(config.text_config, source, processor.tokenizer)
+        _require_end_token(processor.tokenizer, config.text_config, source)
+        require_fit(config, given or "CLIP", image_processor=processor.image_processor)
         model = CLIPModel(config)
         with torch.no_grad():
-            model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
-    forget_last_use(processor.tokenizer)
+            model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
+    forget_last_call(processor.tokenizer)
     return model, processor
 
 
 @contextlib.contextmanager
-def _reason() -> Iterator[None]:
-    """What the library raises while it builds a model of settings that make none becomes a `ValueError`."""
+def _as_value_errors() -> Iterator[None]:
+    """What transformers raises where settings make no model becomes a `ValueError`."""
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
@@ -128,44 +131,11 @@ def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> 
     return {"vocab_size": max(tokenizer.get_vocab().values()) + 1, **numbers}
 
 
-def _require_tokens_fit(tokenizer: PreTrainedTokenizerBase, config: CLIPTextConfig, source: str) -> None:
-    last = max(tokenizer.get_vocab().values())
-    if last >= config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {source} has {last + 1} tokens, but text_config.vocab_size is {config.vocab_size}: "
-            f"leave vocab_size out, which makes it {last + 1}"
-        )
-    if not 2 < tokenizer.model_max_length <= config.max_position_embeddings:
-        raise ValueError(
-            f"the tokenizer of {source} cuts captions at its model_max_length, but model_max_length is "
-            f"{tokenizer.model_max_length} and text_config.max_position_embeddings is {config.max_position_embeddings}:"
-            " model_max_length, in tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
-        )
+def _require_end_token(tokenizer: PreTrainedTokenizerBase, config: CLIPTextConfig, source: str) -> None:
     # By the number 2, as OpenAI's configuration has it, transformers knows that the end token is the highest of a text
-    end = last if config.eos_token_id == 2 else config.eos_token_id
+    end = max(tokenizer.get_vocab().values()) if config.eos_token_id == 2 else config.eos_token_id
     if end != tokenizer.eos_token_id:
         raise ValueError(
             f"text_config.eos_token_id is {config.eos_token_id}, where CLIP takes the features of a text, but the "
             f"tokenizer of {source} ends texts with {tokenizer.eos_token_id}: leave eos_token_id out"
         )
-
-
-def _require_images_fit(image_processor: Any, config: CLIPVisionConfig, source: str | None) -> None:
-    """Looks at what it makes of an image that is not square, which no rule tells for all image processors."""
-    image = _image(2 * config.image_size + 1, config.image_size + 1)
-    made = tuple(image_processor(image, return_tensors="pt")["pixel_values"].shape[1:])
-    taken = (config.num_channels, config.image_size, config.image_size)
-    if made != taken:
-        raise ValueError(
-            f"{source or 'CLIP'}'s image processor makes images of {_size(made)}, but by vision_config's num_channels "
-            f"and image_size the model takes {_size(taken)}: change these, or give tokenizer and no processor, which "
-            "scales images to the model's size"
-        )
-
-
-def _image(width: int, height: int) -> PIL.Image.Image:
-    return PIL.Image.new("RGB", (width, height))
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

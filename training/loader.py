@@ -168,7 +168,7 @@ class PairLoader:
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:
-            batch["caption_mask"] = torch.tensor(_there(captions))
+            batch["caption_mask"] = torch.tensor(_are_present(captions))
         return batch
 
 
@@ -279,8 +279,8 @@ def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str
     return captions[rng.integers(len(captions))]
 
 
-def _there(captions: Sequence[Sequence[str | None]]) -> list[list[bool]]:
-    """Which captions are not missing."""
+def _are_present(captions: Sequence[Sequence[str | None]]) -> list[list[bool]]:
+    """(B, L) which captions are not missing."""
     return [[bool(present_captions(caption)) for caption in of_image] for of_image in captions]
 
 
@@ -293,9 +293,9 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
             raise ValueError(
                 f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
             )
-        (there,) = _there([captions])
-        missing = [count + (not is_there) for count, is_there in zip(missing, there, strict=True)]
-        if not any(weight > 0 and is_there for weight, is_there in zip(caption_weights, there, strict=True)):
+        (present,) = _are_present([captions])
+        missing = [count + (not is_present) for count, is_present in zip(missing, present, strict=True)]
+        if not any(weight > 0 and is_present for weight, is_present in zip(caption_weights, present, strict=True)):
             raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
     if any(missing):
         logger.warning(

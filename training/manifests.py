@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.files import read_record
-from conversion.provenance import ATTEMPTS, MANIFEST, fingerprint, is_as_made, manifest_fingerprint
+from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint, model_fingerprint
 from data.identity import newest_file
 from data.sources import DataArguments
 
@@ -27,8 +27,8 @@ def stage_fingerprint(folder: Path) -> str:
 
 
 def input_fingerprint(model: str) -> str:
-    """What a stage reads: its manifest's hash for a stage's folder, else see `conversion.provenance.fingerprint`."""
-    return stage_fingerprint(Path(model)) if (Path(model) / MANIFEST).is_file() else fingerprint(model)
+    """What a stage reads: the hash of the manifest in the folder of a stage, else see `model_fingerprint`."""
+    return stage_fingerprint(Path(model)) if (Path(model) / MANIFEST).is_file() else model_fingerprint(model)
 
 
 def has_work(partial: Path) -> bool:

@@ -26,9 +26,11 @@ STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnySta
 class Recipe:
     """A run: its stages, in order."""
 
+    # The folder in which each stage has a folder.
     output_dir: str = Field(min_length=1)
     # Of all kinds, or classes of your own: `package.module:Class`.
     stages: list[SkipValidation[Stage]] = Field(min_length=1)
+    # Of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
     # None: what `accelerate launch` or its configuration says.
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None

@@ -65,7 +65,7 @@ def save_checkpoint(
     kept = ((f"{name}.{key}", state[key]) for name, state in states.items() for key in MOMENTS)
     tensors[OPTIMIZER] = dict(_whole(accelerator, kept))
     for of_file in tensors.values():
-        require_finite(of_file, f"step {step}")
+        require_finite_weights(of_file, f"step {step}")
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -175,15 +175,18 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return finished[-1] if finished else None
 
 
-def require_finite(tensors: dict[str, torch.Tensor], place: str) -> None:
+def require_finite_weights(tensors: dict[str, torch.Tensor], after: str) -> None:
     """
+    Args:
+        after: the step that they are of, for the error.
+
     Raises:
         FloatingPointError: a tensor holds a number that is not finite.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise FloatingPointError(
-                f"{place}: {name} is not finite after the step. Lower the learning rate, or look at the data before it"
+                f"{after}: {name} is not finite after the step. Lower the learning rate, or look at the data before it"
             )
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoProcessor, CLIPModel
 
 from conversion import publish
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 BASE = Path(__file__).parents[2] / "training" / "glyph_clip"

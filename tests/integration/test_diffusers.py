@@ -12,11 +12,13 @@ from diffusers import (
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from tiny_models import SHORT, sdxl, stable_diffusion, tokenizer, with_77_positions
+from stand_ins import SHORT, with_77_positions
+from tiny_models import sdxl, stable_diffusion, tokenizer
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from conversion import long_context
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 BASE = "training/glyph_clip"

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, CLIPModel
 from transformers.distributed import DistributedConfig
 
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 from modeling_clip_moe import modeling_clip_moe as modeling
@@ -36,7 +37,7 @@ PRESET = {
     "clip_up": replace(PRESETS["clip_up"], num_experts=4, capacity_factor=1.0),
 }
 NEW = [int(part) for part in transformers.__version__.split(".")[:2]] >= [5, 23]
-# Preset, class, what is split over the two processes. What versions before 5.23 split wrong is in the README
+# Preset, class, what is split over the two processes. What versions before 5.23 split wrong is in docs/limits.md
 CASES = {"tp": ("clip_fmoe", CLIPMoEModel, {"tp_size": 2})}
 if NEW:
     CASES |= {

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-from conversion.upcycle import PRESETS, upcycle
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 
@@ -101,7 +102,7 @@ def check_onnx(model, batch, part, folder):
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_training_has_the_same_gradients(fused, batch, backend):
     if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 23]:
-        pytest.skip("the backward of grouped_mm in transformers 5.17 has data-dependent sizes: see the README")
+        pytest.skip("the backward of grouped_mm in transformers 5.17 has data-dependent sizes: see docs/limits.md")
     fused.set_experts_implementation("by_device")
     torch.compiler.reset()
     compiled = torch.compile(fused, fullgraph=True, backend=backend)

@@ -1,9 +1,10 @@
-"""What the README says cannot work: each of these tests fails on the day when it can."""
+"""What docs/limits.md says cannot work: each of these tests fails on the day when it can."""
 
 import pytest
 import torch
 from clip_benchmark.metrics.zeroshot_classification import accuracy
-from tiny_models import stable_diffusion, with_77_positions
+from stand_ins import with_77_positions
+from tiny_models import stable_diffusion
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 from transformers import CLIPModel, CLIPTextModel, CLIPVisionModelWithProjection, TorchAoConfig
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter

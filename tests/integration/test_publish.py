@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import publish
-from conversion.lineage import Provenance
-from conversion.upcycle import PRESETS, upcycle
+from conversion.lineage import Lineage
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoDEModel
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -141,10 +142,10 @@ def test_the_card_validates(published, hub, tmp_path):
 
 
 def test_how_long_it_took_is_recorded(run):
-    provenance = Provenance.of(run / "clip_up")
-    assert list(provenance.stages) == ["upcycled", "clip_up"] and provenance.unknown == ["glyph_clip"]
-    assert provenance.hours > 0 and provenance.interruptions == 0 and len(provenance.commits) == 1
-    assert provenance.hardware[0].startswith("1 x ")
+    lineage = Lineage.of(run / "clip_up")
+    assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["glyph_clip"]
+    assert lineage.hours > 0 and lineage.interruptions == 0 and len(lineage.commits) == 1
+    assert lineage.hardware[0].startswith("1 x ")
 
 
 def test_published_and_loaded_by_name(run, hub, tmp_path):

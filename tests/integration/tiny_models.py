@@ -8,6 +8,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from stand_ins import SHORT
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -18,11 +19,9 @@ from transformers import (
     LlavaProcessor,
 )
 
-from conversion.long_context import POSITIONS
 from data import glyphs
 
 BASE = "training/glyph_clip"
-SHORT = 77
 IMAGE_TOKEN = "<image>"
 
 
@@ -32,17 +31,6 @@ def glyph_inputs(processor, split, number):
         text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
     )
     return dict(inputs)
-
-
-def with_77_positions(model):
-    """The glyph CLIP has 64: repeats the last ones."""
-    state = model.state_dict()
-    table = state[POSITIONS]
-    state[POSITIONS] = torch.cat([table, table[len(table) - SHORT :]])
-    model.config.text_config.max_position_embeddings = SHORT
-    longer = type(model)(model.config)
-    longer.load_state_dict(state)
-    return longer
 
 
 def tiny_llava(vision_config, vocab_size, image_token, **fields):

@@ -17,25 +17,21 @@ from data.identity import data_fingerprint
 from data.pairs import first_caption
 from data.sources import DataArguments
 from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
-    DataClusters,
-    balanced_kmeans,
+    CaptionClusters,
     group_centers,
+    load_caption_clusters,
     load_centers,
-    load_data_clusters,
     load_index,
-    nearest_centers,
-    read_parts,
-    sample_rows,
+    save_caption_clusters,
     save_centers,
-    save_data_clusters,
     save_index,
-    squared_distances,
-    write_parts,
 )
+from training.contact_sheet import contact_sheet
 from training.context import Context
-from training.feature_clusters import contact_sheet
+from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Data, Model, Stage
 
@@ -54,6 +50,7 @@ class EmbedCaptionsStage(Stage):
     # A folder or hub name of sentence-transformers, of a text model of transformers, or of a CLIP, whose text tower is
     # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
+    # The pairs whose captions are embedded.
     data: Data
     # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
     # pooler on the first one (supervised SimCSE).
@@ -62,6 +59,7 @@ class EmbedCaptionsStage(Stage):
     dim: int = Field(default=64, gt=0)
     # Captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
+    # In which precision embeddings are kept.
     dtype: Literal["float32", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -77,15 +75,12 @@ class EmbedCaptionsStage(Stage):
         accelerator.wait_for_everyone()
         encoder = load_encoder(folder, accelerator.device)
 
-        def compute(start: int, stop: int) -> np.ndarray:
-            return encoder.encode(_texts(rows, start, stop), self.batch_size).astype(self.dtype)
+        def compute(start: int, stop: int) -> dict[str, np.ndarray]:
+            return {"embeddings": encoder.encode(_texts(rows, start, stop), self.batch_size).astype(self.dtype)}
 
         index = _index(rows, self, encoder.name)
-        write_parts(accelerator, directory, "embeddings", len(rows), index["part_size"], compute)
-        accelerator.wait_for_everyone()
+        write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
         if accelerator.is_main_process:
-            for _ in read_parts(directory, "embeddings", len(rows)):
-                pass  # raises where one is missing
             save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, self.data.image_root)})
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
@@ -109,16 +104,18 @@ class ClusterFineStage(Stage):
 
     # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]
+    # How many fine-grained clusters there are.
     num_centers: int = Field(gt=0)
     # Embeddings that the centers are learned from, drawn at random; None: all. They are in memory at once.
     num_samples: int | None = Field(default=None, gt=0)
+    # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         captions, device = Path(inputs.captions), context.accelerator.device
         index = load_index(captions, "an embed_captions stage")
         num_rows = index["num_rows"]
-        parts = read_parts(captions, "embeddings", num_rows)
+        parts = read_parts(captions / PARTS, "embeddings", num_rows)
         sample = sample_rows(parts, num_rows, self.num_samples or num_rows, context.seed).astype(np.float32)
         centers = balanced_kmeans(sample, self.num_centers, context.seed, self.iterations, device)[0]
         save_centers(directory, centers, index["encoder"])
@@ -135,8 +132,9 @@ class AssignStage(Stage):
 
     kind: ClassVar[str] = "assign"
 
-    # An embed_captions stage, and a cluster_fine stage of the same encoder.
+    # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]
+    # A cluster_fine stage of the same encoder.
     centers: Annotated[str, Reads("cluster_fine")]
     # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
     data: Data | None = None
@@ -161,7 +159,7 @@ class AssignStage(Stage):
         if self.data is None:
 
             def features(start: int, stop: int) -> np.ndarray:
-                return next(read_parts(captions, "embeddings", stop, start))[1]
+                return next(read_parts(captions / PARTS, "embeddings", stop, start))[1]
 
         else:
             rows, encoder = context.pairs(inputs.data), load_encoder(captions / ENCODER, accelerator.device)
@@ -171,15 +169,14 @@ class AssignStage(Stage):
             def features(start: int, stop: int) -> np.ndarray:
                 return encoder.encode(_texts(rows, start, stop), self.batch_size)
 
-        def compute(start: int, stop: int) -> np.ndarray:
-            return nearest_centers(features(start, stop), on_device)
+        def compute(start: int, stop: int) -> dict[str, np.ndarray]:
+            return {"labels": nearest_centers(features(start, stop), on_device)}
 
-        write_parts(accelerator, directory, "labels", index["num_rows"], index["part_size"], compute)
-        accelerator.wait_for_everyone()
+        write_parts(accelerator, directory / PARTS, "labels", index["num_rows"], index["part_size"], compute)
         if not accelerator.is_main_process:
             return
         sizes = np.zeros(len(centers), int)
-        for _, labels in read_parts(directory, "labels", index["num_rows"]):
+        for _, labels in read_parts(directory / PARTS, "labels", index["num_rows"]):
             sizes += np.bincount(labels, minlength=len(centers))
         save_centers(directory, centers, encoder_name)
         save_index(directory, index)
@@ -198,6 +195,7 @@ class ClusterCoarseStage(Stage):
 
     # An assign stage.
     assignment: Annotated[str, Reads("assign")]
+    # How many data experts there are.
     num_experts: int = Field(gt=0)
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
@@ -207,7 +205,7 @@ class ClusterCoarseStage(Stage):
         if len(centers) < self.num_experts:
             raise ValueError(f"{self.name}: {len(centers)} centers cannot be shared by {self.num_experts} experts")
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
-        clusters = DataClusters(centers, expert_of_center, coarse_centers)
+        clusters = CaptionClusters(centers, expert_of_center, coarse_centers)
         _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
 
 
@@ -219,12 +217,13 @@ class SelectStage(Stage):
     kind: ClassVar[str] = "select"
     main_process_only: ClassVar[bool] = True
 
-    # An assign stage, and an embed_captions stage of its encoder.
+    # An assign stage.
     assignment: Annotated[str, Reads("assign")]
+    # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")]
     # Class names, queries or captions.
     metadata: list[str] = Field(min_length=1)
-    # Centers that each retrieves.
+    # How many centers each of them selects.
     num_nearest: int = Field(default=1, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -240,7 +239,7 @@ class SelectStage(Stage):
         distances = squared_distances(metadata, torch.as_tensor(centers))
         nearest = distances.topk(self.num_nearest, largest=False).indices.unique().numpy()
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
-        clusters = DataClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
+        clusters = CaptionClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
         _save_experts(self, Path(inputs.assignment), context, directory, clusters)
 
 
@@ -257,6 +256,7 @@ class AssembleStage(Stage):
     experts: list[Model] = Field(min_length=1)
     # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
     clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
+    # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")] | None = None
     # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
     # coarse center for each expert.
@@ -275,7 +275,7 @@ class AssembleStage(Stage):
         if self.clusters is None:
             assemble.convert(experts, directory)
             return
-        clusters, metadata = load_data_clusters(Path(inputs.clusters))
+        clusters, metadata = load_caption_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
         encoder_name = load_encoder(folder).name
         if encoder_name != metadata["encoder"]:
@@ -313,7 +313,7 @@ def _save_experts(
     assignment: Path,
     context: Context,
     directory: Path,
-    clusters: DataClusters,
+    clusters: CaptionClusters,
     at_random: bool = False,
 ) -> None:
     """Keep the clusters and the expert of every pair, and draw some pairs of each.
@@ -329,13 +329,15 @@ def _save_experts(
     rows, root = context.pairs(DataArguments(**index["data"])), index["data"]["image_root"]
     if data_fingerprint(rows, root) != index["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
-    parts = read_parts(assignment, "labels", index["num_rows"])
+    parts = read_parts(assignment / PARTS, "labels", index["num_rows"])
     labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():
         raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
-    save_data_clusters(directory, clusters, labels, {name: index[name] for name in ("encoder", "dataset_fingerprint")})
+    save_caption_clusters(
+        directory, clusters, labels, {name: index[name] for name in ("encoder", "dataset_fingerprint")}
+    )
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
     drawn = np.sort(drawn)
     titles = np.array([f"expert {label}" for label in labels[drawn]])

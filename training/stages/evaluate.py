@@ -27,10 +27,11 @@ class EvaluateStage(Stage):
     models: dict[str, Model] = Field(min_length=1)
     # Names in evaluation.datasets.
     tasks: list[str] = Field(min_length=1)
+    # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
     # The row that the others are compared with.
     baseline: str | None = None
-    # Row title -> rows, of which it shows the best score of each task, as one could only choose who knows the answers.
+    # Row title -> rows: for each task it shows the best score of these rows. One could choose so only by the answers.
     oracles: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -62,11 +63,13 @@ class AnalyzeStage(Stage):
     kind: ClassVar[str] = "analyze"
     main_process_only: ClassVar[bool] = True
 
+    # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
     # Names in evaluation.datasets.
     tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
+    # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -10,22 +10,29 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.checkpoints import load_clip, load_model, load_processor
+from conversion.checkpoints import load_clip, load_model
 from conversion.files import write_text
+from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from modeling_clip_moe import CLIPMoEModel
+from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
-from training.feature_clusters import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
+from training.feature_clusters import (
+    FeatureClusters,
+    accumulate,
+    load_feature_clusters,
+    save_feature_clusters,
+    split,
+)
 from training.hidden_states import (
     INDEX,
     announce_size,
     captions_of_image,
-    frozen_weights,
+    frozen_weights_hash,
     keep_hidden_states,
-    require_all_parts,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
@@ -44,7 +51,9 @@ class CaptionsStage(Stage):
 
     # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
     model: Model
+    # The images, with a column for each text that captions are made of.
     data: Data
+    # How the captions of an image are made, one policy after the other.
     captions: list[CaptionPolicy] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -75,8 +84,9 @@ class EmbedStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # The pairs to embed.
     data: Data
-    # Of one process.
+    # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
@@ -90,7 +100,6 @@ class EmbedStage(Stage):
         rows = context.pairs(inputs.data)
         loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)))
         embed_pairs(context.accelerator, load_clip(inputs.model, dtype=torch.float32), loader, len(rows), directory)
-        context.accelerator.wait_for_everyone()
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
 
@@ -106,11 +115,13 @@ class HiddenStatesStage(Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
+    # The pairs whose hidden states are kept.
     data: Data
-    # Of one process.
+    # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
-    # Whether images have several captions, of which all are kept: as the stages that use them.
+    # The same as in the stages that use them, which need all captions of an image.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # In which precision they are kept; 16 bits take half the disk.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     @model_validator(mode="after")
@@ -129,14 +140,12 @@ class HiddenStatesStage(Stage):
         index = {
             "captions": captions_of_image(rows, self.caption_weights),
             "dataset_fingerprint": context.fingerprint(rows, self.data),
-            "weights": frozen_weights(model),
+            "weights": frozen_weights_hash(model),
         }
         announce_size(accelerator, model, loader, dtype, directory)
         accelerator.wait_for_everyone()
         part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
-        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            require_all_parts(directory, len(rows), part_size)
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
 
@@ -157,8 +166,9 @@ class ClusterStage(Stage):
     previous: Annotated[str, Reads("cluster")] | None = None
     # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
     within: bool = False
-    # One cluster is none: the modality does not count.
+    # Clusters of the image features. With 1, images do not count.
     num_image_clusters: int = Field(default=1, gt=0)
+    # The same for text features.
     num_text_clusters: int = Field(default=1, gt=0)
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
@@ -181,9 +191,9 @@ class ClusterStage(Stage):
             raise ValueError(
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
-        previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)
+        previous = None if inputs.previous is None else load_feature_clusters(Path(inputs.previous), fingerprint)
         columns, clusters = self._cluster(load_features(source), previous, context.seed)
-        save_clusters(directory, clusters, fingerprint)
+        save_feature_clusters(directory, clusters, fingerprint)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
@@ -199,8 +209,8 @@ class ClusterStage(Stage):
         )
 
     def _cluster(
-        self, features: dict[str, np.ndarray], previous: Clusters | None, seed: int
-    ) -> tuple[dict[str, np.ndarray], Clusters]:
+        self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int
+    ) -> tuple[dict[str, np.ndarray], FeatureClusters]:
         """The labels by each modality, and the clusters that they make together with the previous ones."""
         numbers = {
             "image": self.num_image_clusters,

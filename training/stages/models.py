@@ -1,7 +1,7 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,10 +11,13 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
-from conversion.checkpoints import copy_processor, load_config, load_model
+from conversion.checkpoints import load_model
 from conversion.files import save
-from conversion.provenance import PROCESSOR, fingerprint
-from conversion.upcycle import PRESETS, Preset, change_routing, require_routing, upcycle
+from conversion.folders import load_config
+from conversion.presets import PRESETS, Preset, changed_preset
+from conversion.processors import copy_processor
+from conversion.provenance import PROCESSOR, model_fingerprint
+from conversion.upcycle import change_routing, require_routing, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
@@ -34,7 +37,9 @@ class InitializeStage(Stage):
 
     # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer.
     text_config: dict[str, JsonValue]
+    # The same for images.
     vision_config: dict[str, JsonValue]
+    # Size of the embeddings that images and texts share.
     projection_dim: int = Field(gt=0)
     # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world. None:
     # CLIP's own image processor, at the model's image size.
@@ -66,7 +71,7 @@ class InitializeStage(Stage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
-        return {folder: fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
+        return {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -76,6 +81,7 @@ class TokenizerStage(Stage):
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True
 
+    # Whose captions it learns from.
     data: Data
     # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
     vocab_size: int = Field(default=49408, ge=SMALLEST)
@@ -106,6 +112,7 @@ class LongContextStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # Tokens of a text: 77 can become 248, with 4 positions for each one after the first 20.
     length: int = Field(gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -122,12 +129,15 @@ class UpcycleStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # The paper whose architecture it gets.
     preset: Literal[tuple(PRESETS)]
+    # Which towers become sparse.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of conversion.upcycle.Preset to change.
     changes: dict[str, Any] = Field(default_factory=dict)
     # conversion.upcycle.ROUTING_FIELDS of CLIPMoETextConfig and CLIPMoEVisionConfig, such as capacity_factor.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
 
     @field_validator("text_config", "vision_config")
@@ -137,7 +147,7 @@ class UpcycleStage(Stage):
         return settings
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        model = upcycle(load_model(CLIPModel, inputs.model), _preset(self, self.preset), self.towers, context.seed)
+        model = upcycle(load_model(CLIPModel, inputs.model), _preset(self), self.towers, context.seed)
         for tower in ("text_config", "vision_config"):
             try:
                 change_routing(getattr(model.config, tower), getattr(self, tower))
@@ -163,12 +173,13 @@ class UnifyStage(Stage):
     preset: Literal[tuple(PRESETS)] = "clip_moe"
     # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
     base_expert: bool = True
+    # Which towers become sparse, if they are not yet.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of conversion.upcycle.Preset to change; the number of experts is that of `experts`.
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset, config = _preset(self, self.preset), load_config(inputs.model)
+        preset, config = _preset(self), load_config(inputs.model)
         if isinstance(config, CLIPMoEConfig):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
@@ -226,14 +237,9 @@ class DenseStage(Stage):
         dense.verify(inputs.model, directory, self.take, scale)
 
 
-def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
-    """The preset of that name with the stage's changes."""
-    names = {field.name for field in fields(Preset)}
-    # YAML has no functions, and what is unified has as many experts as it has.
-    names -= {"sparse_layers"} | ({"num_experts"} if isinstance(stage, UnifyStage) else set())
-    unknown = sorted(set(stage.changes) - names)
-    if unknown:
-        raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(names))}"
-        )
-    return replace(PRESETS[name], **stage.changes)
+def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
+    """The preset of a stage with its changes."""
+    try:  # what is unified has as many experts as it has
+        return changed_preset(stage.preset, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
+    except ValueError as error:
+        raise ValueError(f"{stage.name}.changes: {error}") from error

@@ -13,17 +13,18 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel
 
-from conversion.checkpoints import load_clip, load_processor
+from conversion.checkpoints import load_clip
 from conversion.files import save
-from conversion.rules import cut
+from conversion.messages import cut
+from conversion.processors import load_processor
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from training.caption_clusters import load_data_clusters, load_data_labels
+from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.context import Context
 from training.engine import start_trackers, train
-from training.feature_clusters import Clusters, load_clusters
+from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_of_image
 from training.loader import PairLoader
@@ -47,6 +48,7 @@ class TrainStage(Stage):
 
     # An earlier stage, a folder or a hub name.
     model: Model
+    # The pairs that it trains on.
     data: Data
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
@@ -57,20 +59,28 @@ class TrainStage(Stage):
     global_batch_size: int = Field(gt=0)
     # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
     gradient_accumulation_steps: int = Field(default=1, gt=0)
-    # One of the two.
+    # Steps of the optimizer. Either this or num_epochs is set.
     max_steps: int | None = Field(default=None, gt=0)
+    # Passes through the data.
     num_epochs: int | None = Field(default=None, gt=0)
 
+    # Of AdamW, after the warm-up.
     learning_rate: float = Field(gt=0)
+    # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
     weight_decay: float = Field(default=0.0, ge=0)
+    # AdamW's decay of the gradient's mean.
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    # AdamW's decay of the squared gradient's mean.
     adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    # AdamW's epsilon.
     adam_epsilon: float = Field(default=1e-6, gt=0)
     # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
     warmup_steps: float = Field(default=0, ge=0)
+    # Longer gradients are scaled to this length.
     max_grad_norm: float = Field(default=1.0, gt=0)
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, gt=0)
+    # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
     # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
@@ -83,13 +93,16 @@ class TrainStage(Stage):
     # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
     # both towers (CLIP-MoE eq. 9); or those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3).
     balance_mean: Literal["tower", "layer", "token"] = "tower"
+    # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Of the order of the pairs; None: the recipe's. Models that differ in nothing else make an ensemble.
     seed: int | None = Field(default=None, ge=0)
 
+    # Log losses every so many steps.
     logging_steps: int = Field(default=10, gt=0)
     # A checkpoint every so many steps; None: only the finished model.
     save_steps: int | None = Field(default=None, gt=0)
+    # How many checkpoints are kept.
     save_total_limit: int = Field(default=1, gt=0)
 
     @model_validator(mode="after")
@@ -274,11 +287,11 @@ class TrainExpertsStage(TrainStage):
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
-        clusters = load_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
+        clusters = load_feature_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
         labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
         return ClusterBatchSampler(labels, *share, self.order)
 
-    def labels(self, clusters: Clusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
+    def labels(self, clusters: FeatureClusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
         """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.
 
         Raises:
@@ -328,6 +341,7 @@ class TrainDataExpertStage(TrainStage):
     expert: int = Field(gt=0)
     # A cluster_coarse or select stage, and which of its clusters.
     clusters: Annotated[str, Reads("cluster_coarse", "select")]
+    # The number of the cluster.
     cluster: int = Field(ge=0)
 
     @model_validator(mode="after")
@@ -343,10 +357,10 @@ class TrainDataExpertStage(TrainStage):
             ValueError: there is no such cluster, or it has fewer pairs than a batch.
         """
         folder = Path(inputs.clusters)
-        known = len(load_data_clusters(folder)[0].coarse_centers)
+        known = len(load_caption_clusters(folder)[0].coarse_centers)
         if self.cluster >= known:
             raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
-        chosen = np.flatnonzero(load_data_labels(folder, context.fingerprint(rows, self.data)) == self.cluster)
+        chosen = np.flatnonzero(load_expert_of_pair(folder, context.fingerprint(rows, self.data)) == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
                 f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "

@@ -1,31 +1,14 @@
-"""Balanced K-means, nearest centers and the files that lie between the stages of MoDE."""
+"""Balanced K-means and nearest centers."""
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
 from sklearn.metrics import pairwise_distances
 
-from training.caption_clusters import (
-    DataClusters,
-    assign_balanced,
-    balanced_kmeans,
-    group_centers,
-    load_centers,
-    load_data_clusters,
-    load_data_labels,
-    load_index,
-    nearest_centers,
-    read_parts,
-    sample_rows,
-    save_centers,
-    save_data_clusters,
-    save_index,
-    write_parts,
-)
+from training.balanced_kmeans import assign_balanced, balanced_kmeans, nearest_centers
 
 
 def blobs(num_samples, num_blobs, size=8, seed=0, weights=None):
@@ -103,70 +86,3 @@ def test_nearest_centers_are_the_nearest(dtype):
     distances = pairwise_distances(features.astype(np.float64), centers.astype(np.float64), "sqeuclidean")
     np.testing.assert_allclose(distances[np.arange(9000), found], distances.min(axis=1), atol=1e-5)
     assert found.dtype == np.int32
-
-
-def test_experts_are_numbered_by_range():
-    rng = np.random.default_rng(0)
-    tight = np.array([1, 0, 0]) + rng.normal(size=(10, 3)) * 0.01
-    wide = np.array([0, 1, 0]) + rng.normal(size=(10, 3)) * 0.2
-    centers = np.concatenate([tight, wide]).astype(np.float32)
-    expert_of_center, coarse = group_centers(centers, 2, seed=0)
-    assert (expert_of_center[:10] == 1).all() and (expert_of_center[10:] == 0).all()
-    np.testing.assert_allclose(coarse[0], centers[10:].mean(axis=0), atol=1e-6)
-    ranges = DataClusters(centers, expert_of_center, coarse).ranges
-    expected = [np.mean([np.linalg.norm(c - coarse[i]) for c in part]) for i, part in enumerate((wide, tight))]
-    np.testing.assert_allclose(ranges, expected, atol=1e-4)
-    assert ranges[0] > ranges[1]
-
-
-def test_as_many_experts_as_centers():
-    centers = blobs(5, 5)
-    expert_of_center, coarse = group_centers(centers, 5, seed=0)
-    assert sorted(expert_of_center) == list(range(5))
-    np.testing.assert_allclose(coarse[expert_of_center], centers)
-
-
-def test_parts_are_written_once_and_read_in_order(tmp_path):
-    table, calls = np.arange(250)[:, None] * np.ones(3), []
-
-    def compute(start, stop):
-        calls.append(start)
-        return table[start:stop]
-
-    accelerator = Accelerator(cpu=True)
-    write_parts(accelerator, tmp_path, "rows", 250, 100, compute)
-    write_parts(accelerator, tmp_path, "rows", 250, 100, compute)
-    assert calls == [0, 100, 200]
-    parts = list(read_parts(tmp_path, "rows", 250))
-    assert [start for start, _ in parts] == [0, 100, 200]
-    assert np.array_equal(np.concatenate([part for _, part in parts]), table)
-    assert [start for start, _ in read_parts(tmp_path, "rows", 200, 100)] == [100]
-    chosen = sample_rows(read_parts(tmp_path, "rows", 250), 250, 60, seed=0)
-    assert chosen.shape == (60, 3) and len(set(chosen[:, 0])) == 60
-    assert np.array_equal(sample_rows(read_parts(tmp_path, "rows", 250), 250, 999, seed=0), table)
-    part = tmp_path / "parts" / "000000000100.safetensors"
-    part.write_bytes(part.read_bytes()[:90])
-    with pytest.raises(ValueError, match="000000000100.safetensors is damaged"):
-        list(read_parts(tmp_path, "rows", 250))
-    part.unlink()
-    with pytest.raises(ValueError, match="000000000100.safetensors is not there"):
-        list(read_parts(tmp_path, "rows", 250))
-    with pytest.raises(ValueError, match="ends with row 250, not 240"):
-        list(read_parts(tmp_path, "rows", 240, 200))
-
-
-def test_clusters_know_their_data(tmp_path):
-    clusters = DataClusters(np.eye(3, dtype=np.float32), np.array([0, 1, -1]), np.eye(2, 3, dtype=np.float32))
-    save_data_clusters(tmp_path, clusters, np.array([0, 1, -1, 0]), {"encoder": "tfidf", "dataset_fingerprint": "abc"})
-    loaded, metadata = load_data_clusters(tmp_path)
-    assert metadata["encoder"] == "tfidf" and np.array_equal(loaded.expert_of_center, [0, 1, -1])
-    assert np.array_equal(load_data_labels(tmp_path, "abc"), [0, 1, -1, 0])
-    with pytest.raises(ValueError, match="another dataset"):
-        load_data_labels(tmp_path, "other")
-    save_centers(tmp_path / "..", clusters.centers, "tfidf")
-    assert load_centers(tmp_path / "..")[1] == "tfidf"
-    index = {"num_rows": 4, "part_size": 2, "encoder": "tfidf", "data": {}, "dataset_fingerprint": "abc"}
-    save_index(tmp_path, index)
-    assert load_index(tmp_path, "an assign stage") == index
-    with pytest.raises(FileNotFoundError, match="not the folder of an assign stage"):
-        load_index(tmp_path / "parts", "an assign stage")

@@ -2,13 +2,19 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset, Image
-from PIL import Image as PILImage
+from datasets import Image
 from safetensors.numpy import save_file
 
 from data import glyphs
 from data.identity import data_fingerprint
-from training.feature_clusters import FILE, accumulate, contact_sheet, kmeans, load_clusters, save_clusters, split
+from training.feature_clusters import (
+    FEATURE_CLUSTERS,
+    accumulate,
+    kmeans,
+    load_feature_clusters,
+    save_feature_clusters,
+    split,
+)
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 
@@ -75,8 +81,8 @@ def test_labels_accumulate_over_stages():
 def test_labels_know_their_data(tmp_path):
     rows = glyphs.load("train", "detailed", 30)
     clusters = accumulate(np.arange(30) % 4, np.random.default_rng(0).normal(size=(30, 3)))
-    save_clusters(tmp_path, clusters, data_fingerprint(rows))
-    loaded = load_clusters(tmp_path, data_fingerprint(glyphs.load("train", "detailed", 30)))
+    save_feature_clusters(tmp_path, clusters, data_fingerprint(rows))
+    loaded = load_feature_clusters(tmp_path, data_fingerprint(glyphs.load("train", "detailed", 30)))
     assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     for other in (
@@ -88,43 +94,16 @@ def test_labels_know_their_data(tmp_path):
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ):
         with pytest.raises(ValueError, match="belong to another dataset, another order"):
-            load_clusters(tmp_path, data_fingerprint(other))
+            load_feature_clusters(tmp_path, data_fingerprint(other))
 
 
 def test_damaged_or_missing_labels(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"{FILE} is not there: .* is not the folder of a cluster stage"):
-        load_clusters(tmp_path, "")
-    save_file({"labels": np.zeros(3)}, tmp_path / FILE, {"dataset_fingerprint": ""})
-    whole = (tmp_path / FILE).read_bytes()
-    (tmp_path / FILE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        FileNotFoundError, match=f"{FEATURE_CLUSTERS} is not there: .* is not the folder of a cluster stage"
+    ):
+        load_feature_clusters(tmp_path, "")
+    save_file({"labels": np.zeros(3)}, tmp_path / FEATURE_CLUSTERS, {"dataset_fingerprint": ""})
+    whole = (tmp_path / FEATURE_CLUSTERS).read_bytes()
+    (tmp_path / FEATURE_CLUSTERS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="is damaged"):
-        load_clusters(tmp_path, "")
-
-
-def test_contact_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
-    """Every cluster has one flat colour, and captions that are no formulas."""
-    colors = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
-    labels = np.array([2, 0, 1, 1, 0, 2, 2, 0, 1])
-    rows = Dataset.from_dict(
-        {
-            "image": [PILImage.new("RGB", (8, 8), colors[label]) for label in labels],
-            "caption": ["50% off: $#1$", "a ^_^ $^$", "from $5 to $10"] * 3,
-        }
-    )
-    contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
-    pixels = np.asarray(PILImage.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
-    lines = [np.flatnonzero((np.abs(pixels - color).sum(axis=-1) < 30).any(axis=1)) for color in colors]
-    assert all(len(line) > 20 for line in lines)
-    assert lines[0].max() < lines[1].min() and lines[1].max() < lines[2].min()
-
-
-def test_contact_sheet(tmp_path):
-    rows = glyphs.load("train", "detailed", 20)
-    labels = np.array(rows["kind"])
-    contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
-    contact_sheet(tmp_path / "again.png", rows, labels, None, seed=0, columns=3)
-    contact_sheet(tmp_path / "other.png", rows, labels[::-1], None, seed=0, columns=3)
-    sheet, again, other = (np.asarray(PILImage.open(tmp_path / f"{n}.png")) for n in ("sheet", "again", "other"))
-    assert sheet.shape[0] > 100 * len(set(labels))  # a line for each cluster
-    assert (sheet == again).all()
-    assert sheet.shape != other.shape or (sheet != other).any()
+        load_feature_clusters(tmp_path, "")

@@ -1,0 +1,137 @@
+"""The papers' architectures as data: which layers are sparse, how many experts they have and how they route."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conversion.messages import cut, did_you_mean
+
+TOWERS = ("text", "vision")
+# Which layers of a tower are sparse, by name: a function of how many the tower has, counted from 0
+LAYERS = {
+    "all": lambda number: range(number),
+    "every_second": lambda number: range(1, number, 2),
+    "second_half_every_second": lambda number: [layer for layer in range(number // 2, number) if layer % 2],
+}
+LayersOfTower = str | Sequence[int]
+SparseLayers = LayersOfTower | Mapping[str, LayersOfTower]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One paper's architecture.
+
+    Args:
+        sparse_layers: of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of layers,
+            counted from 0.
+        num_experts: E.
+        norm_topk_prob, num_experts_per_tok, capacity_factor, fusion_gate: see `CLIPMoETowerConfig`.
+        router_aux_loss_coef, router_z_loss_coef: see `CLIPMoEConfig`.
+    """
+
+    sparse_layers: SparseLayers
+    num_experts: int
+    norm_topk_prob: bool
+    num_experts_per_tok: int = 2
+    capacity_factor: float | None = None
+    fusion_gate: bool = False
+    router_aux_loss_coef: float = 0.01
+    router_z_loss_coef: float = 0.0
+
+
+PRESETS = {
+    # CLIP-UP (https://arxiv.org/abs/2502.00965). z-loss: 0.001 in the text, 0.0001 in its Table 3.
+    "clip_up": Preset(
+        "every_second", num_experts=8, norm_topk_prob=False, capacity_factor=2.0, router_z_loss_coef=0.001
+    ),
+    # CLIP-MoE, Diversified Multiplet Upcycling (https://arxiv.org/abs/2409.19291)
+    "clip_moe": Preset("all", num_experts=4, norm_topk_prob=True),
+    # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12. Its balance loss (eq. 3) is K at perfect balance as
+    # printed and 1 here, so the same 0.01 weighs a K-th.
+    "clip_fmoe": Preset("second_half_every_second", num_experts=4, norm_topk_prob=True, fusion_gate=True),
+}
+
+
+def changed_preset(name: str, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Preset:
+    """A preset with other values in some of its fields.
+
+    Args:
+        fixed: fields that cannot change here.
+
+    Raises:
+        ValueError: there is no such preset, or a field is none of its fields or fixed. The values are checked where
+            they are used, see `conversion.upcycle.preset_faults`.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}{did_you_mean(name, PRESETS)}, only {', '.join(PRESETS)}")
+    fields = {field.name for field in dataclasses.fields(Preset)} - set(fixed)
+    if unknown := sorted(set(changes) - fields):
+        named = ", ".join(f"{field}{did_you_mean(field, () if field in fixed else fields)}" for field in unknown)
+        raise ValueError(f"a preset has no {named} to change, only {', '.join(sorted(fields))}")
+    return dataclasses.replace(PRESETS[name], **changes)
+
+
+def require_towers(chosen: SparseLayers, towers: Collection[str]) -> None:
+    """Raises ValueError unless layers that are chosen by tower are those of exactly the towers to make sparse."""
+    if not towers or not set(towers) <= set(TOWERS):
+        raise ValueError(f"towers must be some of {', '.join(TOWERS)}, not {', '.join(towers) or 'none'}")
+    if isinstance(chosen, Mapping) and set(chosen) != set(towers):
+        named = ", ".join(f"{name}{'' if name in TOWERS else did_you_mean(str(name), TOWERS)}" for name in chosen)
+        raise ValueError(
+            f"sparse_layers names layers of {named or 'no tower'}, but the towers to make sparse are "
+            f"{', '.join(towers)}: name layers of each, or change towers"
+        )
+
+
+def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int]:
+    """The sparse layers of a tower of `num_layers`, counted from 0, in their order.
+
+    Args:
+        chosen: see `Preset`; by tower, it has this one.
+
+    Raises:
+        ValueError: an unknown name, layers that the tower does not have, or no layer; names the tower.
+    """
+    chosen = chosen[tower] if isinstance(chosen, Mapping) else chosen
+    if isinstance(chosen, str) and chosen in LAYERS:
+        if layers := list(LAYERS[chosen](num_layers)):
+            return layers
+        raise ValueError(
+            f"the {tower} tower has {num_layers} layers, too few for any sparse one: choose another preset, or leave "
+            "the tower out with --towers"
+        )
+    if not isinstance(chosen, list | tuple) or not chosen or any(type(layer) is not int for layer in chosen):
+        hint = did_you_mean(chosen, LAYERS) if isinstance(chosen, str) else ""
+        raise ValueError(
+            f"sparse_layers of the {tower} tower is {chosen!r}{hint}: it must be one of {', '.join(LAYERS)}, or a list "
+            f"of layers from 0 to {num_layers - 1}"
+        )
+    if beyond := [str(layer) for layer in chosen if not 0 <= layer < num_layers]:
+        raise ValueError(
+            f"sparse_layers of the {tower} tower has {cut(beyond)}, but that tower has the layers 0 to {num_layers - 1}"
+        )
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"sparse_layers of the {tower} tower names a layer twice: {list(chosen)}")
+    return sorted(chosen)
+
+
+def read_sparse_layers(words: Sequence[str]) -> SparseLayers:
+    """What the words of a command line mean: `all`, `1,3`, or `text=1,3 vision=all`.
+
+    Raises:
+        ValueError: they are of another form.
+    """
+    if len(words) == 1 and "=" not in words[0]:
+        return _read_layers(words[0])
+    pairs = [word.split("=", 1) for word in words]
+    if any(len(pair) < 2 for pair in pairs) or len({tower for tower, *_ in pairs}) < len(pairs):
+        raise ValueError(f"--sparse-layers {' '.join(words)} must be of the form all, 1,3 or text=1,3 vision=5,7")
+    return {tower: _read_layers(layers) for tower, layers in pairs}
+
+
+def _read_layers(word: str) -> LayersOfTower:
+    try:
+        return [int(layer) for layer in word.split(",")]
+    except ValueError:
+        return word  # a name, or what `sparse_layers` refuses

@@ -1,0 +1,188 @@
+"""The pages of README and docs, their blocks of code, and how these run: as they stand, in a folder where `stand_ins`
+has put what they name. A page is one reader: its blocks run in their order.
+
+bash runs the bash blocks. The commands in COMMANDS come back to this process, which has imported torch already.
+"""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages whose blocks other tests run
+ELSEWHERE = {"integrations.md": "integration/test_integrations_page.py", "extending.md": "test_extending.py"}
+RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
+
+# What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
+STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
+PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
+DEMO = STEP + PAIRS + "32 --evaluation.tasks [glyphs_pairs,glyphs_retrieval] "
+SMALLER = {
+    "--config training/recipes/demo.yaml": DEMO,
+    "--clip_up.max_steps 50": "--clip_up.max_steps 2",
+    "training.upcycle --seed": DEMO + "--stages direct,upcycled,clip_up,evaluation",
+    "--config training/recipes/clip_moe_glyphs.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
+    "--stages features_0,clusters_1,expert_1",
+    "--config training/recipes/clip_fmoe_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--captions.data.num_samples 32 --clusters.num_image_clusters 2 "
+    "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "
+    "--stages captions,fused,states,features,clusters,sub_clusters,expert_1",
+    "--config training/recipes/mode_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
+    "--stages captions,fine,assigned,clusters_2,clusters_4,"
+    "expert_2_1,expert_4_1,expert_4_2,expert_4_3,expert_4_4,mode_4",
+    "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
+    "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
+}
+
+
+@dataclass
+class Block:
+    page: Path
+    section: str  # the heading "## ..." above
+    line: int
+    language: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    found, start, section = [], None, ""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```") and start is None:
+            start, language = number, line[3:]
+        elif line == "```":
+            found.append(Block(page, section, start + 1, language, "\n".join(lines[start : number - 1]) + "\n"))
+            start = None
+        elif line.startswith("## ") and start is None:
+            section = line[3:]
+    assert start is None, f"{page.name}:{start}: a block without an end"
+    return found
+
+
+def run_page(page: Path) -> None:
+    """Runs all blocks of a page in the current folder."""
+    for block in blocks(page):
+        run_block(block)
+
+
+def run_block(block: Block) -> None:
+    first, _, rest = block.text.partition("\n")
+    file = re.fullmatch(r"# (\S+\.(yaml|py))", first)
+    if file:
+        Path(file[1]).write_text(rest, encoding="utf-8")
+    elif block.language == "python":
+        code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+        exec(code, {"__name__": "__main__"})
+    elif block.language == "bash":
+        run_bash(block)
+
+
+# --- bash
+
+
+def run_bash(block: Block) -> None:
+    calls, calls_of_bash = os.pipe()
+    answers_to_bash, answers = os.pipe()
+    functions = [
+        f'{name}() {{ printf "%s\\0" $(($# + 1)) {name} "$@" >&{calls_of_bash}; '
+        f"read -r status <&{answers_to_bash}; return $status; }}"
+        for name in COMMANDS
+    ]
+    script = "\n".join(["set -e", *functions, block.text])
+    process = subprocess.Popen(["bash", "-c", script], pass_fds=(calls_of_bash, answers_to_bash))
+    os.close(calls_of_bash)
+    os.close(answers_to_bash)
+    problem = None
+    with open(calls, "rb", buffering=0) as calls, open(answers, "wb", buffering=0) as answers:
+        while count := _word(calls):
+            name, *arguments = [_word(calls) for _ in range(int(count))]
+            problem = problem or COMMANDS[name](arguments)
+            answers.write(b"1\n" if problem else b"0\n")
+    status = process.wait()
+    assert not problem and status == 0, f"{block}: {problem or 'failed'}\n{block.text}"
+
+
+def _word(file) -> str:
+    """Up to the next NUL, or nothing at the end."""
+    word = b""
+    while (byte := file.read(1)) not in (b"", b"\0"):
+        word += byte
+    return word.decode()
+
+
+def _python(arguments: list[str]) -> str | None:
+    """`python -m MODULE ARGUMENTS`, in this process. Returns what is wrong, or nothing."""
+    assert arguments[0] == "-m", arguments
+    try:
+        importlib.import_module(arguments[1]).main(_smaller(arguments[1:])[1:])
+    except SystemExit as stop:
+        return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
+    return None
+
+
+def _smaller(arguments: list[str]) -> list[str]:
+    line = " ".join(arguments)
+    return [*arguments, *(more for text, tail in SMALLER.items() if text in line for more in shlex.split(tail))]
+
+
+def _launched(launcher: list[str]):
+    """A launcher's command, in processes of its own."""
+
+    def run(arguments: list[str]) -> str | None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", *launcher, *_smaller(arguments)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return done.stderr if done.returncode else None
+
+    return run
+
+
+def _make(targets: list[str]) -> str | None:
+    """Is not run: the targets are there."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [target for target in targets if "=" not in target]
+    missing = [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)]
+    return f"the Makefile has no {missing}" if missing or not targets else None
+
+
+def _pip(arguments: list[str]) -> str | None:
+    """Is not run: the packages are names or addresses, and the extras are those of setup.py."""
+    assert arguments[0] == "install", arguments
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for package in (argument for argument in arguments[1:] if not argument.startswith("-")):
+        if package.startswith("git+https://"):
+            assert package.endswith("/clip-moe"), package
+        elif package.startswith("."):
+            extra = package[1:].strip("[]")
+            if extra and f'"{extra}": {extra}' not in setup:
+                return f"setup.py has no extra {extra}"
+        else:
+            Requirement(package)
+    return None
+
+
+def _git(arguments: list[str]) -> str | None:
+    """Is not run: it clones a repository of this name."""
+    return None if arguments[0] == "clone" and arguments[1].endswith("/clip-moe") else f"git {' '.join(arguments)}"
+
+
+COMMANDS = {
+    "python": _python,
+    "accelerate": _launched(["accelerate.commands.accelerate_cli"]),
+    "torchrun": _launched(["torch.distributed.run"]),
+    "pip": _pip,
+    "make": _make,
+    "git": _git,
+}

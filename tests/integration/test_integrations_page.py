@@ -1,0 +1,61 @@
+"""The examples of docs/integrations.md, run as they stand: what they name is there, only smaller."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+from documents import ROOT, blocks, run_block
+from stand_ins import BASE, with_77_positions
+from tiny_models import save_dense_llava, sdxl
+from transformers import AutoProcessor, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
+from transformers.distributed import DistributedConfig
+from transformers.exporters import base as exporters
+
+from modeling_clip_moe import CLIPMoEModel
+
+# Section -> its blocks, which go together
+SECTIONS = {
+    title: list(found)
+    for title, found in itertools.groupby(blocks(ROOT / "docs" / "integrations.md"), lambda block: block.section)
+}
+
+
+@pytest.fixture(scope="module")
+def place(repository, tmp_path_factory):
+    place = tmp_path_factory.mktemp("page")
+    model = with_77_positions(CLIPMoEModel.from_pretrained(repository))
+    for name in ("runs/demo/clip_up", "user/clip-moe-l14", "user/clip-moe-l14-336"):
+        model.save_pretrained(place / name)
+        AutoProcessor.from_pretrained(repository).save_pretrained(place / name)
+    save_dense_llava(place / "llava-hf" / "llava-1.5-7b-hf")
+    with_77_positions(CLIPModel.from_pretrained(BASE)).save_pretrained(place / "dense")
+    encoders = [tower.from_pretrained(place / "dense") for tower in (CLIPTextModel, CLIPTextModelWithProjection)]
+    sdxl(*encoders).save_pretrained(place / "stabilityai" / "stable-diffusion-xl-base-1.0")
+    return place
+
+
+def test_there_are_examples():
+    assert len(SECTIONS) >= 12
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_examples_run(place, section, monkeypatch):
+    if section == "Several devices" and not hasattr(DistributedConfig, "ep_size"):
+        pytest.skip("transformers has ep_size from 5.19 on: see docs/limits.md")
+    if section == "ONNX" and not hasattr(exporters, "ExportedModel"):
+        pytest.skip("the exporter of transformers 5.17 returns torch's program, which has another method: see the page")
+    monkeypatch.chdir(place)
+    for block in SECTIONS[section]:
+        if block.language == "bash" or block.text.startswith("# "):
+            run_block(block)
+            continue
+        done = subprocess.run(  # by itself: some examples change other libraries
+            [sys.executable, "-c", block.text],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, f"{block}\n{block.text}\n{done.stderr}"

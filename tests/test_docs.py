@@ -1,0 +1,184 @@
+"""README and docs: examples run as they stand, links lead somewhere, numbers are those of the cards."""
+
+import ast
+import re
+import shutil
+
+import pytest
+import stand_ins
+from documents import DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
+
+from conversion.recipe_yaml import read_yaml
+from data import glyphs
+from training import settings_page, upcycle
+
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+CARDS = ROOT / "model_cards"
+# Column of a table here -> of a card's table of seeds
+COLUMNS = {
+    "zero-shot": "zero-shot: accuracy",
+    "seen kinds": "zero-shot, seen kinds: accuracy",
+    "unseen kinds": "zero-shot, unseen kinds: accuracy",
+    "R@1 image→text": "retrieval: R@1 image→text",
+    "R@1 text→image": "retrieval: R@1 text→image",
+    "attribute pairs": "attribute pairs: group score",
+    "linear probe": "linear probe: accuracy",
+}
+LARGEST_TEST = 24  # glyphs that a benchmark has here
+
+
+def name_of(page):
+    return page.name
+
+
+@pytest.fixture(scope="module")
+def small_tests():
+    """The benchmarks of the glyph world, smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("load", "load_minimal_pairs"):
+            patch.setattr(glyphs, function, smaller(getattr(glyphs, function)))
+        yield
+
+
+def smaller(load):
+    def loaded(split, *arguments, **options):
+        return load(split, *(min(a, LARGEST_TEST) if type(a) is int else a for a in arguments), **options)
+
+    return lambda split, *rest, **options: (loaded if split == "test" else load)(split, *rest, **options)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory, small_tests):
+    """A folder in which everything lies that the pages name, and `make demo` has run."""
+    folder = tmp_path_factory.mktemp("docs") / "checkout"
+    stand_ins.make_folder(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        upcycle.main(DEMO.split())
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=name_of)
+def test_examples_run_as_they_stand(page, checkout, tmp_path, monkeypatch):
+    shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
+    monkeypatch.chdir(tmp_path / "checkout")
+    run_page(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_runs_or_says_that_it_is_shown(page):
+    """A block without a language would be in no test. A page that is tested elsewhere is named there."""
+    assert {block.language for block in blocks(page)} <= {*RUN, *SHOWN}
+    for block in blocks(page):
+        assert not re.search(r"^(python -m|import |from \w+ import|stages:)", block.text, re.M) or block.language in RUN
+        assert block.language != "yaml" or read_yaml(block.text, str(block))
+    if page.name in ELSEWHERE:
+        assert page.name in (ROOT / "tests" / ELSEWHERE[page.name]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page):
+    for target, _, heading in re.findall(r"\]\((?!https?://)([^)#\s]*)(#([^)\s]+))?\)", TEXT[page]):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists() or path.name == "extending.md", target  # that page comes with the plug-in
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{target}#{heading}"
+
+
+def test_the_front_page_is_short_and_leads_to_every_page():
+    text = TEXT[ROOT / "README.md"]
+    assert len(text.splitlines()) <= 200
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(re.findall(r"\]\(([^)#]+)", text))
+
+
+def test_the_example_on_a_photograph_needs_the_wheel_alone():
+    example = next(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    imports = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    assert {name for name in names if (ROOT / name.split(".")[0]).is_dir()} == {"modeling_clip_moe"}
+
+
+def test_every_recipe_is_listed():
+    recipes = {path.name for path in (ROOT / "training" / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"^\| `(\w+\.yaml)` \|", TEXT[ROOT / "docs" / "recipes.md"], re.MULTILINE)) == recipes
+
+
+def test_the_index_of_papers_names_what_is_there():
+    """Names in the second column stand in the file of that row, which may be "the same" as above."""
+    path, checked = None, 0
+    for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", TEXT[ROOT / "docs" / "papers.md"], re.MULTILINE):
+        linked = re.findall(r"\]\(([^)]+\.py)\)", cells[1])
+        path = ROOT / "docs" / linked[0] if linked else path
+        for name in re.findall(r"`(\w+)`", cells[1]):
+            assert re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")), (cells[0], name)
+            checked += 1
+    assert checked > 20
+
+
+def test_settings_are_those_of_the_code():
+    """Written anew by `python -m training.settings_page`."""
+    assert settings_page.settings_page() == TEXT[settings_page.PAGE]
+
+
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
+    assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []
+
+
+# --- tables of scores
+
+
+def tables(text):
+    """(header, row, card) of every row of a table of scores; the card is the one that was linked last."""
+    card = header = None
+    for line in text.splitlines():
+        linked = re.findall(r"model_cards/(\w+)/", line)
+        card = linked[-1] if linked else card
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = None
+        elif header is None:
+            header = cells if "model" in cells and "zero-shot" in cells else []
+        elif header and set(line) - set("|-"):
+            yield header, dict(zip(header, cells, strict=True)), card
+
+
+def card_scores(card):
+    """Model -> column -> the cell of a card's table, without the difference to a baseline."""
+    if (CARDS / card / "seeds.md").exists():
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in (CARDS / card / "seeds.md").read_text(encoding="utf-8").splitlines()
+            if line.startswith("|")
+        ]
+        cells = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+        return {
+            model: {column: without_difference(row[name]) for column, name in COLUMNS.items() if name in row}
+            for model, row in cells.items()
+        }
+    table = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d.]+) \|", (CARDS / card / "README.md").read_text(), re.MULTILINE)
+    dense = re.findall(r"\| ([\d.]+) % \|", (ROOT / "training" / "glyph_clip" / "README.md").read_text())
+    columns = ["attribute pairs", "R@1 image→text", "R@1 text→image", "zero-shot", "seen kinds", "unseen kinds"]
+    return {
+        "CLIP-UP": dict(zip(columns, (value for _, value in table), strict=True)),
+        "dense": dict(zip(["zero-shot", "seen kinds", "unseen kinds", *columns[1:3], columns[0]], dense, strict=True)),
+    }
+
+
+def without_difference(cell):
+    return re.sub(r" ± 0\.0$", "", cell.split(" (")[0])
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=name_of)
+def test_scores_are_those_of_the_cards(page):
+    found = list(tables(TEXT[page]))
+    assert {card for _, _, card in found} == {
+        f"{system}_glyphs" for system in ("clip_up", "clip_moe", "clip_fmoe", "mode")
+    }
+    for header, row, card in found:
+        expected = card_scores(card)[row["model"]]
+        for column in header:
+            if column in COLUMNS:
+                assert without_difference(row[column]) == expected[column], (card, row["model"], column)

@@ -1,0 +1,151 @@
+"""conversion/presets.py: the layers each paper makes sparse, and presets with changes."""
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+from transformers import AutoConfig, CLIPConfig
+
+from conversion.presets import PRESETS, changed_preset, read_sparse_layers, sparse_layers
+from conversion.upcycle import preset_faults, sparse_config
+from training.upcycle import main
+
+DEPTHS = {"text": 12, "vision": 24}  # of ViT-L/14
+
+
+def test_presets_on_the_depths_of_vit_l14():
+    dense = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})
+    table = {
+        "clip_up": (list(range(1, 12, 2)), list(range(1, 24, 2)), 8, False, 2.0, False, 0.001),
+        "clip_moe": (list(range(12)), list(range(24)), 4, True, None, False, 0.0),
+        "clip_fmoe": ([7, 9, 11], [13, 15, 17, 19, 21, 23], 4, True, None, True, 0.0),
+    }
+    for name, (text_layers, vision_layers, experts, renormalized, capacity, gate, z_loss) in table.items():
+        config = sparse_config(dense, PRESETS[name])
+        assert config.text_config.moe_layers == text_layers and config.vision_config.moe_layers == vision_layers
+        for tower in (config.text_config, config.vision_config):
+            assert (tower.num_experts, tower.num_experts_per_tok) == (experts, 2)
+            assert (tower.norm_topk_prob, tower.capacity_factor, tower.fusion_gate) == (renormalized, capacity, gate)
+            assert tower.eval_capacity_factor is None
+        assert (config.router_aux_loss_coef, config.router_z_loss_coef) == (0.01, z_loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("all", {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]}),
+        ("every_second", {2: [1], 3: [1], 4: [1, 3], 5: [1, 3], 6: [1, 3, 5]}),
+        ("second_half_every_second", {2: [1], 3: [1], 4: [3], 5: [3], 6: [3, 5], 7: [3, 5], 8: [5, 7]}),
+    ],
+)
+def test_layers_by_name(name, layers):
+    assert {number: sparse_layers(name, "text", number) for number in layers} == layers
+    assert sparse_layers({"text": [0], "vision": name}, "vision", 4) == layers[4]
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["all"], "all"),
+        (["5,7"], [5, 7]),
+        (["3"], [3]),
+        (["text=1,3", "vision=every_second"], {"text": [1, 3], "vision": "every_second"}),
+        (["text=1,x"], {"text": "1,x"}),  # which no tower has
+    ],
+)
+def test_words_of_the_command_line(words, chosen):
+    assert read_sparse_layers(words) == chosen
+
+
+@pytest.mark.parametrize("words", [["1", "3"], ["text=1", "3"], ["text=1", "text=2"]])
+def test_words_of_another_form(words):
+    with pytest.raises(ValueError, match="must be of the form all, 1,3 or text=1,3 vision=5,7"):
+        read_sparse_layers(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "towers", "faults"),
+    [
+        ({}, ["text", "vision"], []),
+        ({"sparse_layers": {"text": [1, 3], "vision": [5, 7]}}, ["text", "vision"], []),
+        ({"sparse_layers": [23]}, ["vision"], []),
+        (
+            {"sparse_layers": "every_secnd"},
+            ["vision"],
+            ["vision tower is 'every_secnd' \\(did you mean 'every_second'\\?\\): .* layers from 0 to 23"],
+        ),
+        (
+            {"sparse_layers": [11, 12, 24, -1], "num_experts_per_tok": 9},
+            ["text", "vision"],
+            [
+                "text tower has 12, 24, -1, but that tower has the layers 0 to 11",
+                "vision tower has 24, -1, but that tower has the layers 0 to 23",
+                "num_experts_per_tok must be between 1 and num_experts \\(4\\), got 9",
+            ],
+        ),
+        ({"sparse_layers": [3, 3]}, ["text"], ["names a layer twice: \\[3, 3\\]"]),
+        ({"sparse_layers": []}, ["text"], ["text tower is \\[\\]: it must be one of"]),
+        ({"sparse_layers": [True]}, ["text"], ["text tower is \\[True\\]"]),
+        ({"sparse_layers": 3}, ["text"], ["text tower is 3: it must be one of all, every_second, second_half"]),
+        ({"sparse_layers": {"text": "all"}}, ["text", "vision"], ["layers of text, but .* are text, vision"]),
+        ({"sparse_layers": {"text": [1], "vision": [1]}}, ["text"], ["layers of text, vision, but .* are text:"]),
+        (
+            {"sparse_layers": {"txt": [1], "vision": [24]}},
+            ["text", "vision"],
+            ["layers of txt \\(did you mean 'text'\\?\\), vision, but", "vision tower has 24"],
+        ),
+        ({"num_experts": "four"}, ["text", "vision"], ["num_experts"]),
+        ({"router_aux_loss_coef": -1.0}, ["text"], ["router_aux_loss_coef must be finite and not negative"]),
+        ({}, ["text", "audio"], ["towers must be some of text, vision, not text, audio"]),
+    ],
+)
+def test_faults_of_a_preset_are_known_without_weights(changes, towers, faults):
+    found = preset_faults(changed_preset("clip_moe", changes), DEPTHS, towers)
+    assert len(found) == len(faults), found
+    for fault, pattern in zip(found, faults, strict=True):
+        assert re.search(pattern, fault), fault
+
+
+def test_a_preset_with_changes():
+    changed = changed_preset("clip_up", {"sparse_layers": [1], "num_experts": 2}, fixed=["capacity_factor"])
+    assert changed == dataclasses.replace(PRESETS["clip_up"], sparse_layers=[1], num_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fixed", "message"),
+    [
+        ("clip_mo", {}, (), r"no preset 'clip_mo' \(did you mean 'clip_moe'\?\), only clip_up, clip_moe, clip_fmoe"),
+        (
+            "clip_moe",
+            {"expert": 1, "fusion_gat": 1},
+            (),
+            r"no expert.*, fusion_gat \(did you mean 'fusion_gate'\?\) to",
+        ),
+        (
+            "clip_moe",
+            {"num_experts": 1},
+            ["num_experts"],
+            "no num_experts to change, only capacity_factor, fusion_gate",
+        ),
+    ],
+)
+def test_changes_that_no_preset_takes(name, changes, fixed, message):
+    with pytest.raises(ValueError, match=message):
+        changed_preset(name, changes, fixed)
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "text", "vision"),
+    [
+        ({"text": [1], "vision": "every_second"}, [], [1], [1, 3]),
+        ("all", ["--sparse.changes.sparse_layers", "[0, 2]"], [0, 2], [0, 2]),
+    ],
+)
+def test_sparse_layers_of_a_recipe(tmp_path, written, options, text, vision):
+    stage = {"name": "sparse", "stage": "upcycle", "model": "training/glyph_clip", "preset": "clip_up"}
+    recipe = {"output_dir": str(tmp_path / "out"), "stages": [{**stage, "changes": {"sparse_layers": written}}]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    main(["--config", str(tmp_path / "recipe.yaml"), *options])
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "sparse")
+    assert (config.text_config.moe_layers, config.vision_config.moe_layers) == (text, vision)
