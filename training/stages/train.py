@@ -1,4 +1,8 @@
-"""Stages that train: kinds of training differ in their pairs, their batches and their loss."""
+"""Stages that train: kinds of training differ in their pairs, their batches and their loss.
+
+Another kind is a subclass of `TrainStage`. It overrides a method for each thing that it does otherwise: `choose_pairs`,
+`batch_sampler`, `contrastive_loss` or `router_loss`.
+"""
 
 import re
 from pathlib import Path
@@ -37,11 +41,7 @@ from training.stages.base import Data, Model, Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainStage(Stage):
-    """Contrastive training of a dense or a sparse CLIP.
-
-    Another kind of training is a subclass that overrides the method for what it does otherwise: `choose_pairs`,
-    `batch_sampler`, `contrastive_loss` or `router_loss`.
-    """
+    """Contrastive training of a dense or a sparse CLIP."""
 
     kind: ClassVar[str] = "train"
     makes_model: ClassVar[bool] = True
