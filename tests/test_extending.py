@@ -14,12 +14,18 @@ import torch.multiprocessing as mp
 import yaml
 from safetensors.torch import load_file
 from test_losses import BATCH, Model, data, gradients
+from test_upcycle import tiny_clip
 from torch.nn.parallel import DistributedDataParallel
 
 from conversion import publish
+from conversion.checkpoints import sample_inputs
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle as upcycled
 from training import upcycle
+from training.engine import ContrastiveTask
 from training.recipe import dump_recipe, load_recipe, stage_class
 from training.runner import wanted_stages
+from training.samplers import DistributedBatchSampler
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
@@ -224,6 +230,40 @@ def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
     assert [sorted(labels[batch].tolist()) for batch in whole] == [[0] * 4 + [1] * 4 + [2] * 4] * 3
     assert len({sample for batch in whole for sample in batch}) == 36
+
+
+def test_losses_get_float32_in_any_precision():
+    seen = []
+
+    class Losses:
+        def contrastive_loss(self, images, texts, scale, caption_mask):
+            seen.extend([images, texts, scale, images @ texts.T])
+            return seen[-1].sum()
+
+        def router_loss(self, config, outputs, attention_mask):
+            return torch.tensor(1000.0), {"mine": torch.tensor(3.0)}
+
+    model = upcycled(tiny_clip(), PRESETS["clip_moe"])
+    inputs = sample_inputs(model.config) | {"attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    inputs["input_ids"] = inputs["input_ids"][:2, :8]
+    inputs["pixel_values"] = inputs["pixel_values"][:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, metrics = ContrastiveTask(model, Losses())(inputs)
+    assert {tensor.dtype for tensor in seen} == {torch.float32}
+    torch.testing.assert_close(loss, seen[-1].sum() + 1000)
+    assert metrics["mine"] == 3
+
+
+def test_batches_that_are_none_are_named(own):
+    with pytest.raises(ValueError, match="routed: its batch sampler makes no batch of these pairs"):
+        load_recipe(RECIPE).stages[5]._total_steps([])
+
+    class Small(DistributedBatchSampler):
+        def global_batches(self, rng):
+            return [rng.permutation(3)]
+
+    with pytest.raises(ValueError, match=r"size 3 into shape \(2,2\)"):
+        next(iter(Small(2, 0, 2)))
 
 
 WRONG = """
