@@ -21,7 +21,8 @@ from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
 from training.engine import ContrastiveTask
 from training.loader import PairLoader
-from training.stages import CaptionsStage, TrainStage
+from training.stages.features import CaptionsStage
+from training.stages.train import TrainStage
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
 SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]

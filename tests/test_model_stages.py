@@ -12,7 +12,7 @@ from conversion import assemble
 from conversion.checkpoints import require_loadable
 from conversion.upcycle import ROUTING_FIELDS
 from training.recipe import STAGES
-from training.stages import InitializeStage, UpcycleStage
+from training.stages.models import InitializeStage, UpcycleStage
 
 
 @pytest.fixture

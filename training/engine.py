@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from training.freezing import parameter_groups
-from training.losses import router_losses
 from training.training_state import (
     finished_steps,
     latest_checkpoint,
@@ -60,18 +59,13 @@ class ContrastiveTask(nn.Module):
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
         caption_mask = batch.pop("caption_mask", None)
         outputs = self.model(**batch, **recorded)
-        loss = self.settings.contrastive_loss(
-            outputs.image_embeds, outputs.text_embeds, self.model.logit_scale.exp(), caption_mask
-        )
+        scale = self.model.logit_scale.exp()
+        with torch.autocast(outputs.image_embeds.device.type, enabled=False):
+            embeds = outputs.image_embeds.float(), outputs.text_embeds.float()
+            loss = self.settings.contrastive_loss(*embeds, scale.float(), caption_mask)
         metrics = {"contrastive_loss": loss.detach()}
         if sparse:
-            auxiliary, router_metrics = router_losses(
-                self.model.config,
-                outputs,
-                batch["attention_mask"],
-                self.settings.balance_top_k,
-                self.settings.balance_mean,
-            )
+            auxiliary, router_metrics = self.settings.router_loss(self.model.config, outputs, batch["attention_mask"])
             loss = loss + auxiliary
             metrics |= router_metrics
         metrics["loss"] = loss.detach()

@@ -43,8 +43,7 @@ def contrastive_loss(
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
         all_images, all_texts = gather(images), gather(texts)
-        offset = _rank() * len(images)
-        targets = torch.arange(offset, offset + len(images), device=images.device)
+        targets = gathered_rows(images)
         image_loss = _cross_entropy_sum(images, all_texts, scale, targets, chunk_size, label_smoothing)
         text_loss = _cross_entropy_sum(texts, all_images, scale, targets, chunk_size, label_smoothing)
         return (image_loss + text_loss) / (2 * len(images))
@@ -83,7 +82,7 @@ def multi_positive_loss(
         for caption in range(texts.shape[1]):
             rows = caption_mask[:, caption].nonzero().squeeze(1)
             there = all_masks[:, caption]
-            targets = _rank() * len(images) + rows
+            targets = gathered_rows(images)[rows]
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
             settings = (chunk_size, label_smoothing, weights[rows, caption])
             total += _cross_entropy_sum(images[rows], all_texts[there, caption], scale, among_texts, *settings)
@@ -161,6 +160,12 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(distributed.all_gather(tensor.contiguous()))
 
 
+def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Where the rows of this process's tensor stand in `gather(tensor)`: (rows,) of int64."""
+    first = (dist.get_rank() if dist.is_initialized() else 0) * len(tensor)
+    return torch.arange(first, first + len(tensor), device=tensor.device)
+
+
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all processes, with gradient: the `reduce` of the router losses."""
     return tensor if _world_size() == 1 else distributed.all_reduce(tensor)
@@ -187,7 +192,3 @@ def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothin
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

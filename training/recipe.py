@@ -4,9 +4,6 @@ Unknown keys, wrong types and contradictions raise a `ValueError` that names the
 """
 
 import copy
-import importlib
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +17,7 @@ from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from training.settings import STRICT, did_you_mean, dump
 from training.stages import AnyStage
 from training.stages.base import Stage, kinds, references
+from training.stages.custom import import_stage
 
 STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
 
@@ -100,7 +98,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     Args:
         path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
             settings that all stages of that type share unless they set them themselves. Those of `train` hold for
-            `train_experts`, `train_data_expert` and `train_router`, too.
+            `train_experts`, `train_data_expert` and `train_router`, too, and those of any kind for your own classes
+            of that kind.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
 
@@ -126,15 +125,16 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
     classes = [stage_class(stage["stage"]) for stage in raw["stages"]]
-    used = {kind for stage in classes for kind in _default_kinds(stage)}
+    keys = [_default_keys(stage, settings["stage"]) for stage, settings in zip(classes, raw["stages"], strict=True)]
+    used = set().union(*keys)
     if set(defaults) - used:
         unused = ", ".join(sorted(set(defaults) - used))
         raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {unused}")
     problems, stages = [], []
-    for stage, settings in zip(classes, raw["stages"], strict=True):
+    for stage, settings, of_stage in zip(classes, raw["stages"], keys, strict=True):
         shared = {}
-        for kind in _default_kinds(stage):
-            shared = _merge(shared, defaults.get(kind, {}))
+        for key in of_stage:
+            shared = _merge(shared, defaults.get(key, {}))
         stages.append(_validate(stage, _merge(shared, settings), f"{settings['name']}.", problems))
     recipe = None if problems else _validate(Recipe, raw | {"stages": stages}, "", problems)
     if problems:
@@ -154,7 +154,7 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
 
 
 def stage_class(stage: str) -> type[Stage]:
-    """The class of a kind of stage, or one's own: `package.module:Class`, which the working folder may hold.
+    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`.
 
     Raises:
         ValueError: there is none.
@@ -163,21 +163,13 @@ def stage_class(stage: str) -> type[Stage]:
         if stage not in STAGES:
             raise ValueError(f"there is no kind of stage {stage!r}: {did_you_mean(stage, STAGES)}")
         return STAGES[stage]
-    module, _, name = stage.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"the stage {stage!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Stage)):
-        raise ValueError(f"{stage!r} is no stage: its class must be a subclass of training.stages.base.Stage")
-    return found
+    return import_stage(stage)
 
 
 def expert_number(stage: Stage) -> int | None:
-    """The number of the expert that a stage trains, by which --experts chooses it."""
-    return getattr(stage, "expert", None)
+    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
+    number = getattr(stage, "expert", None)
+    return number if isinstance(number, int) else None
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -225,9 +217,9 @@ def _override(raw: dict, key: str, value: Any) -> None:
     target[rest[-1]] = value
 
 
-def _default_kinds(stage: type[Stage]) -> list[str]:
-    """The keys of `defaults` that hold for a class of stages, the most special one last."""
-    return [kind for kind in kinds(stage) if kind != "model"]
+def _default_keys(stage: type[Stage], name: str) -> list[str]:
+    """The keys of `defaults` that hold for a class that a recipe calls `name`, the most special one last."""
+    return list(dict.fromkeys([*(kind for kind in kinds(stage) if kind != "model"), name]))
 
 
 def _merge(defaults: dict, settings: dict) -> dict:

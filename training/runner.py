@@ -41,6 +41,7 @@ from training.manifests import comparable, has_work, input_fingerprint, require_
 from training.recipe import Recipe, dump_recipe, expert_number
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
+from training.stages.custom import own_code
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 
@@ -213,8 +214,10 @@ class Runner:
     def _manifest(self, stage: Stage) -> dict[str, Any]:
         context, data = self.context, getattr(stage, "data", None)
         inputs = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
+        code = own_code(type(stage))
         return {
             "stage": comparable(dump(stage)),
+            **({"code": code} if code else {}),
             "seed": context.seed,
             "mixed_precision": context.accelerator.mixed_precision,
             "inputs": {name: self._fingerprint(name) for name in inputs} | stage.fingerprints(resolve(stage, context)),

@@ -1,34 +1,41 @@
 """Which samples make up each batch, for any number of processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
-    """Batches of a shuffled dataset that do not depend on the number of processes.
-
-    An epoch is one permutation of all samples, drawn from the pair (seed, epoch) and cut into global batches; process r
-    of W gets the r-th of the W equal slices of each. What does not fill the last global batch is left out of the epoch.
+class Share(NamedTuple):
+    """How large batches are, and which part of them is this process's.
 
     Args:
-        num_samples: of the dataset.
-        batch_size: of one process.
-        rank, world_size: this process and their number.
-
-    Raises:
-        ValueError: the dataset is smaller than a global batch.
+        batch_size: of one process, in one forward pass.
+        rank: number of this process.
+        world_size: number of processes.
+        seed: of the order of the pairs.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        if num_samples < batch_size * world_size:
-            raise ValueError(
-                f"a dataset of {num_samples} samples does not fill a global batch of {batch_size * world_size} "
-                f"({world_size} processes x {batch_size}): lower the batch size"
-            )
-        self.num_samples, self.batch_size = num_samples, batch_size
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """Global batches that do not depend on the number of processes: process r of W gets the r-th of the W equal slices
+    of each.
+
+    What the batches are says a subclass, by `__len__` and `global_batches`.
+
+    Args:
+        batch_size, rank, world_size, seed: see `Share`.
+    """
+
+    def __init__(self, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.batch_size, self.rank, self.world_size, self.seed = batch_size, rank, world_size, seed
+        self.global_batch_size = batch_size * world_size
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -37,26 +44,62 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self.num_samples // (self.batch_size * self.world_size)
+        raise NotImplementedError
+
+    def global_batches(self, rng: np.random.Generator) -> Sequence[np.ndarray]:
+        """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples.
+
+        Args:
+            rng: of the seed and the epoch, the same in every process. Nothing else may be drawn from.
+        """
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[int]]:
-        permutation = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
-        for batch in range(self.start_batch, len(self)):
-            start = (batch * self.world_size + self.rank) * self.batch_size
-            yield permutation[start : start + self.batch_size].tolist()
+        batches = self.global_batches(np.random.default_rng([self.seed, self.epoch]))
+        for batch in batches[self.start_batch :]:
+            yield np.reshape(batch, (self.world_size, self.batch_size))[self.rank].tolist()
 
 
-class ClusterBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(DistributedBatchSampler):
+    """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches.
+
+    What does not fill the last global batch is left out of the epoch.
+
+    Args:
+        num_samples: of the dataset.
+        batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
+
+    Raises:
+        ValueError: the dataset is smaller than a global batch.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        super().__init__(batch_size, rank, world_size, seed)
+        if num_samples < self.global_batch_size:
+            raise ValueError(
+                f"a dataset of {num_samples} samples does not fill a global batch of {self.global_batch_size} "
+                f"({world_size} processes x {batch_size}): lower the batch size"
+            )
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples // self.global_batch_size
+
+    def global_batches(self, rng: np.random.Generator) -> np.ndarray:
+        used = rng.permutation(self.num_samples)[: len(self) * self.global_batch_size]
+        return used.reshape(len(self), self.global_batch_size)
+
+
+class ClusterBatchSampler(DistributedBatchSampler):
     """Global batches that each come from one cluster, so that all negatives do (CLIP-MoE eq. 1).
 
     In an epoch, the samples of every cluster are shuffled and cut into global batches, and the batches of all clusters
-    are put in order, both by (seed, epoch); process r of W gets the r-th of the W equal slices of each batch. What does
-    not fill a batch of its cluster is left out of the epoch, so a cluster smaller than a batch is never used.
+    are put in order. What does not fill a batch of its cluster is left out of the epoch, so a cluster smaller than a
+    batch is never used.
 
     Args:
         labels: (samples,), the cluster of each, or -1 for samples that are not used.
-        batch_size: of one process.
-        rank, world_size: this process and their number.
+        batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
         order: "shuffled", or "round_robin": one batch of each cluster in turn, until none has another (CLIP-FMoE
             appendix C).
 
@@ -73,7 +116,8 @@ class ClusterBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         order: str = "shuffled",
     ):
-        self.global_batch_size, self.order = batch_size * world_size, order
+        super().__init__(batch_size, rank, world_size, seed)
+        self.order = order
         clusters, sizes = np.unique(labels[labels >= 0], return_counts=True)
         if sizes.max(initial=0) < self.global_batch_size:
             raise ValueError(
@@ -82,28 +126,18 @@ class ClusterBatchSampler(Sampler[list[int]]):
                 "can be only of merged clusters"
             )
         self.clusters = [np.flatnonzero(labels == cluster) for cluster in clusters]
-        self.batch_size, self.rank, self.seed = batch_size, rank, seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the epoch, and the batch of it to begin with: that is how a run resumes."""
-        self.epoch, self.start_batch = epoch, start_batch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
         return sum(len(cluster) // self.global_batch_size for cluster in self.clusters)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        rng = np.random.default_rng([self.seed, self.epoch])
+    def global_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
         batches, rounds = [], []
         for cluster in self.clusters:
             whole = len(cluster) // self.global_batch_size
             batches += np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
             rounds += range(whole)
         order = np.argsort(rounds, kind="stable") if self.order == "round_robin" else rng.permutation(len(batches))
-        start = self.rank * self.batch_size
-        for number in order[self.start_batch :]:
-            yield batches[number][start : start + self.batch_size].tolist()
+        return [batches[number] for number in order]
 
 
 def merge_small_clusters(labels: np.ndarray, centers: np.ndarray, smallest: int) -> np.ndarray:

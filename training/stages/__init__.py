@@ -1,46 +1,29 @@
-"""The kinds of stages that a recipe knows by name. A new one is a class, and a line here."""
+"""The kinds of stages that a recipe knows by name. A new one is a class in one of the files, and a line here."""
 
-from training.stages.data_experts import (
-    AssembleStage,
-    AssignStage,
-    ClusterCoarseStage,
-    ClusterFineStage,
-    EmbedCaptionsStage,
-    SelectStage,
-)
-from training.stages.evaluate import AnalyzeStage, EvaluateStage
-from training.stages.features import CaptionsStage, ClusterStage, EmbedStage, HiddenStatesStage
-from training.stages.models import (
-    AverageStage,
-    InitializeStage,
-    LongContextStage,
-    TokenizerStage,
-    UnifyStage,
-    UpcycleStage,
-)
-from training.stages.train import TrainDataExpertStage, TrainExpertsStage, TrainRouterStage, TrainStage
+from training.stages import data_experts, evaluate, features, models, train
 
 AnyStage = (
-    TokenizerStage
-    | InitializeStage
-    | LongContextStage
-    | UpcycleStage
-    | CaptionsStage
-    | EmbedStage
-    | HiddenStatesStage
-    | ClusterStage
-    | EmbedCaptionsStage
-    | ClusterFineStage
-    | AssignStage
-    | ClusterCoarseStage
-    | SelectStage
-    | TrainStage
-    | TrainExpertsStage
-    | TrainDataExpertStage
-    | AssembleStage
-    | AverageStage
-    | UnifyStage
-    | TrainRouterStage
-    | EvaluateStage
-    | AnalyzeStage
+    models.TokenizerStage
+    | models.InitializeStage
+    | models.LongContextStage
+    | models.UpcycleStage
+    | features.CaptionsStage
+    | features.EmbedStage
+    | features.HiddenStatesStage
+    | features.ClusterStage
+    | data_experts.EmbedCaptionsStage
+    | data_experts.ClusterFineStage
+    | data_experts.AssignStage
+    | data_experts.ClusterCoarseStage
+    | data_experts.SelectStage
+    | train.TrainStage
+    | train.TrainExpertsStage
+    | train.TrainDataExpertStage
+    | data_experts.AssembleStage
+    | models.AverageStage
+    | models.DenseStage
+    | models.UnifyStage
+    | train.TrainRouterStage
+    | evaluate.EvaluateStage
+    | evaluate.AnalyzeStage
 )

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from conversion import average, long_context, unify
+from conversion import average, dense, long_context, unify
 from conversion.checkpoints import load_model
 from conversion.files import save
 from conversion.folders import load_config
@@ -20,7 +20,7 @@ from conversion.provenance import PROCESSOR, model_fingerprint
 from conversion.upcycle import change_routing, require_routing, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
-from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
 from training.initialize import random_clip
 from training.settings import STRICT, Reads
@@ -147,8 +147,7 @@ class UpcycleStage(Stage):
         return settings
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        dense = load_model(CLIPModel, inputs.model)
-        model = upcycle(dense, _preset(self), self.towers, context.seed)
+        model = upcycle(load_model(CLIPModel, inputs.model), _preset(self), self.towers, context.seed)
         for tower in ("text_config", "vision_config"):
             try:
                 change_routing(getattr(model.config, tower), getattr(self, tower))
@@ -210,6 +209,32 @@ class AverageStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         average.convert(inputs.models, directory)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DenseStage(Stage):
+    """One expert of a sparse CLIP as a dense one: `conversion.dense`."""
+
+    kind: ClassVar[str] = "dense"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name: a sparse model.
+    model: Model
+    # Its number in the model, from 0, or the FFN that stays beside the experts.
+    take: Annotated[int, Field(ge=0)] | Literal["base"]
+    # Where the weights of a token's experts do not sum to 1: what its output is multiplied by, a number or an analyze
+    # stage of the model.
+    scale: float | Annotated[str, Reads("analyze")] | None = None
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        scale = inputs.scale
+        if isinstance(scale, str):
+            scale = dense.read_scale(f"{scale}/experts.json", inputs.model)
+        sparse = load_model(CLIPMoEModel, inputs.model)
+        dense.extract(sparse, self.take, scale).save_pretrained(directory)
+        copy_processor(inputs.model, directory)
+        dense.verify(inputs.model, directory, self.take, scale)
 
 
 def _preset(stage: UpcycleStage | UnifyStage) -> Preset:

@@ -1,6 +1,9 @@
-"""Stages that train: kinds of training differ in their pairs, their batches and their loss."""
+"""Stages that train: kinds of training differ in their pairs, their batches and their loss.
 
-import dataclasses
+Another kind is a subclass of `TrainStage`. It overrides a method for each thing that it does otherwise: `choose_pairs`,
+`batch_sampler`, `contrastive_loss` or `router_loss`.
+"""
+
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from conversion.processors import load_processor
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.context import Context
 from training.engine import start_trackers, train
@@ -29,28 +32,11 @@ from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_of_image
 from training.loader import PairLoader
-from training.losses import contrastive_loss, multi_positive_loss
+from training.losses import contrastive_loss, multi_positive_loss, router_losses
 from training.manifests import flatten
-from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
+from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Data, Model, Stage
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The batches of one process.
-
-    Args:
-        batch_size: of this process, in one forward pass.
-        rank: number of this process.
-        world_size: number of processes.
-        seed: of the order of the pairs.
-    """
-
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -134,16 +120,18 @@ class TrainStage(Stage):
         return self
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
-        """The pairs to train on, of all that the data have. To be overridden."""
+        """The pairs to train on, of all that the data have: here all."""
         return rows
 
     def batch_sampler(
         self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context
-    ) -> GlobalBatchSampler | ClusterBatchSampler | None:
-        """Which pairs make a batch of this process; None: all pairs, shuffled. To be overridden.
+    ) -> DistributedBatchSampler | None:
+        """Which pairs make a batch; None: all pairs, shuffled.
 
         Args:
-            rows: of `choose_pairs`.
+            rows: of `choose_pairs`; a sampler gives positions in them.
+            share: how large the batches are and which part of them is this process's.
+            inputs, context: see `Stage.run`.
         """
         return None
 
@@ -154,13 +142,18 @@ class TrainStage(Stage):
         logit_scale: torch.Tensor,
         caption_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The loss of the global batch, without those of the routers: CLIP's, or CLIP-FMoE eq. 4. To be overridden.
+        """The loss of the global batch, without those of the routers: CLIP's, or CLIP-FMoE eq. 4.
+
+        All tensors are in float32, whatever the precision of the model.
 
         Args:
-            image_embeds: (B, D) of this process, normalized.
+            image_embeds: (B, D) of this process, normalized; `training.losses.gather` has those of all processes.
             text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
-            logit_scale: the inverse of the temperature.
+            logit_scale: the inverse of the temperature, of one element.
             caption_mask: (B, L) which of the L captions of an image are there; None: there is one for each.
+
+        Returns:
+            This process's part, a scalar: the mean of the parts is the loss of the global batch.
         """
         options = {"chunk_size": self.loss_chunk_size, "label_smoothing": self.label_smoothing}
         if caption_mask is None:
@@ -169,6 +162,12 @@ class TrainStage(Stage):
         texts = texts.masked_scatter(caption_mask[..., None], text_embeds)  # (B, L, D)
         weights = torch.tensor(self.caption_weights, device=caption_mask.device)
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, caption_mask, **options)
+
+    def router_loss(
+        self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses`."""
+        return router_losses(config, outputs, attention_mask, self.balance_top_k, self.balance_mean)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -181,10 +180,7 @@ class TrainStage(Stage):
             rows,
             processor,
             self.data,
-            share.batch_size,
-            share.rank,
-            share.world_size,
-            share.seed,
+            *share,
             self.batch_sampler(rows, share, inputs, context),
             self.caption_weights,
             self._hidden_states(model, trainable, rows, inputs, context),
@@ -219,6 +215,8 @@ class TrainStage(Stage):
         return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
 
     def _total_steps(self, loader: PairLoader) -> int:
+        if not self.data.streaming and len(loader) == 0:
+            raise ValueError(f"{self.name}: its batch sampler makes no batch of these pairs")
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:
             raise ValueError(
@@ -291,7 +289,7 @@ class TrainExpertsStage(TrainStage):
         """Batches of one cluster each."""
         clusters = load_feature_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
         labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
-        return ClusterBatchSampler(labels, share.batch_size, share.rank, share.world_size, share.seed, self.order)
+        return ClusterBatchSampler(labels, *share, self.order)
 
     def labels(self, clusters: FeatureClusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
         """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.

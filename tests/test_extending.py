@@ -1,0 +1,395 @@
+"""docs/extending.md as it stands: its method runs, its loss is SigLIP's, and classes that are none end in one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from safetensors.torch import load_file
+from test_losses import BATCH, Model, data, gradients
+from test_upcycle import tiny_clip
+from torch.nn.parallel import DistributedDataParallel
+
+from conversion import publish
+from conversion.checkpoints import sample_inputs
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle as upcycled
+from training import upcycle
+from training.engine import ContrastiveTask
+from training.recipe import dump_recipe, load_recipe, stage_class
+from training.runner import wanted_stages
+from training.samplers import DistributedBatchSampler
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "extending.md"
+RECIPE = "my_method/recipe.yaml"
+NAMES = ["features", "clusters", "expert_1", "expert_2", "unified", "routed", "mine", "evaluation"]
+EXPERTS, ROUTER = "my_method.stages:SigLIPExpertsStage", "my_method.stages:SigLIPRouterStage"
+
+
+def write_page(folder):
+    """Writes each file of the page, whose name stands last before its block, and returns the commands."""
+    text = PAGE.read_text(encoding="utf-8")
+    files = re.findall(r"`([\w/]+\.(?:py|yaml))`[^`]*(?:`[\w.]+:\w+`[^`]*)?```\w+\n(.*?)```", text, re.DOTALL)
+    assert [name for name, _ in files] == ["my_method/stages.py", "my_method/interpolate.py", RECIPE]
+    for name, content in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return commands
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder in which the page's commands have run; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("own")
+    commands = write_page(folder)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # The package is found as after `pip install -e .`
+    environment = os.environ | {"PATH": path, "CHECKOUT": str(ROOT), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["sh", "-ec", commands], cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The files of the page in the working folder, imported anew."""
+    write_page(tmp_path)
+    yield from _working_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def there(done, monkeypatch):
+    """The folder of the finished run as the working folder."""
+    yield from _working_in(done, monkeypatch)
+
+
+def _working_in(folder, monkeypatch):
+    _forget()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder
+    _forget()
+
+
+def _forget():
+    for name in [name for name in sys.modules if name.split(".")[0] in ("my_method", "losses", "wrong")]:
+        del sys.modules[name]
+
+
+def manifest(run, stage):
+    return json.loads((run / stage / "manifest.json").read_text())
+
+
+def moved(run, before, after):
+    old, new = (load_file(run / stage / "model.safetensors") for stage in (before, after))
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}, old.keys()
+
+
+def test_the_page_is_short():
+    assert len(PAGE.read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_the_method_runs(done):
+    run = done / "runs/my_method"
+    assert {path.name for path in run.iterdir()} == {*NAMES, "recipe.yaml", "environment.json"}
+    for expert in ("expert_1", "expert_2"):
+        trained, names = moved(run, "../../glyph_clip", expert)
+        assert trained == {name for name in names if ".mlp." in name} != set()
+    trained, names = moved(run, "unified", "routed")
+    assert trained == {name for name in names if ".mlp.router." in name} != set()
+    unified, routed, mine = (load_file(run / name / "model.safetensors") for name in ("unified", "routed", "mine"))
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, (unified[name] + routed[name]) / 2, msg=name)
+    assert (run / "evaluation" / "report.md").is_file()
+
+
+def test_manifests_name_the_class_and_its_code(done):
+    run = done / "runs/my_method"
+    expert, router = manifest(run, "expert_1"), manifest(run, "routed")
+    assert (expert["stage"]["stage"], expert["stage"]["bias"]) == (EXPERTS, -10)
+    assert router["stage"]["stage"] == ROUTER and "clusters" in router["inputs"]
+    assert list(expert["code"]) == ["my_method.stages"] and len(expert["code"]["my_method.stages"]) == 64
+    assert list(manifest(run, "mine")["code"]) == ["my_method.interpolate"]
+    assert "code" not in manifest(run, "unified")
+
+
+def test_the_second_run_skips_all(there, capsys):
+    upcycle.main(["--config", RECIPE])
+    out = capsys.readouterr().out
+    assert [f"{name}: done before, skipped" in out for name in NAMES] == [True] * len(NAMES)
+
+
+def test_a_changed_setting_is_refused(there):
+    with pytest.raises(SystemExit) as exit:
+        upcycle.main(["--config", RECIPE, "--expert_1.bias", "-9"])
+    assert "expert_1 was made with other settings (stage.bias: -10.0 -> -9.0). Delete it to make it anew" in str(
+        exit.value
+    )
+
+
+def test_changed_code_is_refused(there):
+    path = there / "my_method/stages.py"
+    before = path.read_text()
+    path.write_text(before.replace("arXiv:", ""))
+    try:
+        with pytest.raises(SystemExit) as exit:
+            upcycle.main(["--config", RECIPE])
+    finally:
+        path.write_text(before)
+    assert re.search(r"expert_1 was made with other settings \(code\.my_method\.stages: '\w{64}' -> ", str(exit.value))
+
+
+def test_the_resolved_recipe_is_a_recipe(there):
+    recipe = load_recipe("runs/my_method/recipe.yaml")
+    assert dump_recipe(recipe) == dump_recipe(load_recipe(RECIPE))
+    assert [type(stage).__name__ for stage in recipe.stages][2] == "SigLIPExpertsStage"
+
+
+def test_it_is_published_with_a_card(there, tmp_path, capsys):
+    publish.main(["runs/my_method/mine", "user/mine", "--dry-run", str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    for stage, name in (("expert_1", EXPERTS), ("routed", ROUTER), ("mine", "my_method.interpolate:InterpolateStage")):
+        assert f"| {stage} | {name} |" in card.replace("\\", "")
+    assert "Attribute pairs" in card
+
+
+def own_loss(function, share=slice(None)):
+    """The page's loss of a share of the pairs, and its gradients."""
+    from my_method.stages import SigmoidLoss
+
+    model = function(Model())
+    loss = model(lambda m: SigmoidLoss(bias=-0.5).contrastive_loss(*embeds(m, share), m.logit_scale.exp(), None))
+    loss.backward()
+    return loss.detach(), gradients(getattr(model, "module", model))
+
+
+def embeds(model, share):
+    return model.embeds(*(tensor[share] for tensor in data()[:2]))
+
+
+def plain_sigmoid_loss():
+    """SigLIP's equation, one pair at a time."""
+    model = Model()
+    images, texts = embeds(model, slice(None))
+    loss = 0.0
+    for i in range(BATCH):
+        for j in range(BATCH):
+            z = 1 if i == j else -1
+            loss = loss - (1 / (1 + (z * (-model.logit_scale.exp() * images[i] @ texts[j] + 0.5)).exp())).log() / BATCH
+    loss.sum().backward()
+    return loss.detach(), gradients(model)
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    sys.path.insert(0, folder)
+    share = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    torch.save(
+        own_loss(lambda model: DistributedDataParallel(model, find_unused_parameters=True), share),
+        f"{folder}/{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def test_the_loss_is_siglips(own, monkeypatch):
+    monkeypatch.syspath_prepend(own)
+    expected, expected_gradients = plain_sigmoid_loss()
+    loss, found = own_loss(lambda model: model)
+    torch.testing.assert_close(loss, expected.squeeze())
+    torch.testing.assert_close(found, expected_gradients)
+    assert set(found) == {"image.weight", "image.bias", "text.weight", "text.bias", "logit_scale"}
+
+
+def test_two_processes_have_the_loss_of_one(own):
+    mp.spawn(worker, (str(own),), nprocs=2)
+    expected, expected_gradients = plain_sigmoid_loss()
+    parts = [torch.load(own / f"{rank}.pt") for rank in range(2)]
+    torch.testing.assert_close(sum(loss for loss, _ in parts) / 2, expected.squeeze())
+    for _, found in parts:
+        found = {name: gradient for name, gradient in found.items() if not name.startswith("router")}
+        torch.testing.assert_close(found, expected_gradients)
+
+
+def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
+    monkeypatch.syspath_prepend(own)
+    from my_method.stages import MixedBatchSampler
+
+    labels = torch.tensor([0] * 20 + [1] * 13 + [2] * 30).numpy()
+    whole = list(MixedBatchSampler(labels, 12))
+    halves = [list(MixedBatchSampler(labels, 6, rank, 2)) for rank in range(2)]
+    assert whole == [first + second for first, second in zip(*halves, strict=True)]
+    assert [sorted(labels[batch].tolist()) for batch in whole] == [[0] * 4 + [1] * 4 + [2] * 4] * 3
+    assert len({sample for batch in whole for sample in batch}) == 36
+
+
+def test_losses_get_float32_in_any_precision():
+    seen = []
+
+    class Losses:
+        def contrastive_loss(self, images, texts, scale, caption_mask):
+            seen.extend([images, texts, scale, images @ texts.T])
+            return seen[-1].sum()
+
+        def router_loss(self, config, outputs, attention_mask):
+            return torch.tensor(1000.0), {"mine": torch.tensor(3.0)}
+
+    model = upcycled(tiny_clip(), PRESETS["clip_moe"])
+    inputs = sample_inputs(model.config) | {"attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    inputs["input_ids"] = inputs["input_ids"][:2, :8]
+    inputs["pixel_values"] = inputs["pixel_values"][:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, metrics = ContrastiveTask(model, Losses())(inputs)
+    assert {tensor.dtype for tensor in seen} == {torch.float32}
+    torch.testing.assert_close(loss, seen[-1].sum() + 1000)
+    assert metrics["mine"] == 3
+
+
+def test_batches_that_are_none_are_named(own):
+    with pytest.raises(ValueError, match="routed: its batch sampler makes no batch of these pairs"):
+        load_recipe(RECIPE).stages[5]._total_steps([])
+
+    class Small(DistributedBatchSampler):
+        def global_batches(self, rng):
+            return [rng.permutation(3)]
+
+    with pytest.raises(ValueError, match=r"size 3 into shape \(2,2\)"):
+        next(iter(Small(2, 0, 2)))
+
+
+WRONG = """
+from pydantic.dataclasses import dataclass
+from training.settings import STRICT
+from training.stages.base import Stage
+from training.stages.features import ClusterStage
+from training.stages.train import TrainRouterStage, TrainStage
+
+@dataclass(config=STRICT, kw_only=True)
+class NoRun(Stage):
+    size: int = 1
+
+class Bare(TrainRouterStage):
+    bias: float = 0.0
+
+@dataclass
+class Loose:
+    bias: float = 0.0
+
+@dataclass
+class Lax(Loose, TrainRouterStage):
+    pass
+
+@dataclass(config=STRICT, kw_only=True)
+class Untyped(TrainRouterStage):
+    trainable = "gate"
+
+@dataclass(config=STRICT, kw_only=True)
+class OtherLoss(TrainStage):
+    bias: float = 0.0
+
+@dataclass(config=STRICT, kw_only=True)
+class Diamond(OtherLoss, TrainRouterStage):
+    pass
+
+@dataclass(config=STRICT, kw_only=True)
+class Cluster(Stage):
+    kind = "cluster"
+    def run(self, inputs, context, directory):
+        pass
+"""
+DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
+        ("my_method.nowhere:Stage", "No module named 'my_method.nowhere'$"),
+        ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
+        ("my_method.stages:", "cannot be imported: "),
+        (":Stage", "cannot be imported: "),
+        (".stages:Stage", "cannot be imported: "),
+        ("training.losses:gather", "'training.losses:gather' is no stage: its class must be a subclass of"),
+        (
+            "my_method.stages:MixedBatchSampler",
+            "is no stage: its class must be a subclass of training.stages.base.Stage",
+        ),
+        ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
+        ("wrong.imports:Stage", r"No module named 'nothing_of_that_name' \(.*imports.py, line 2\)$"),
+        ("wrong.syntax:Stage", r"SyntaxError: .*syntax.py, line 1\)"),
+        ("training.stages.base:Stage", "has no method run"),
+        ("wrong.stages:NoRun", "has no method run"),
+        ("wrong.stages:Bare", DECORATED),
+        ("wrong.stages:Lax", DECORATED),
+        ("wrong.stages:Untyped", "sets trainable without a type, as in `trainable: str = ...`"),
+        (
+            "wrong.stages:Diamond",
+            "would not get its setting trainable from TrainRouterStage, but from a class before it",
+        ),
+    ],
+)
+def test_what_is_no_stage_ends_in_one_line(own, stage, message):
+    (own / "wrong").mkdir()
+    (own / "wrong/stages.py").write_text(WRONG)
+    (own / "wrong/raises.py").write_text("import os\n\nraise RuntimeError('no license')\n")
+    (own / "wrong/imports.py").write_text("import os\nimport nothing_of_that_name\n")
+    (own / "wrong/syntax.py").write_text("class Stage(:\n")
+    (own / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [{"name": "a", "stage": stage}]}))
+    with pytest.raises(SystemExit) as exit:
+        upcycle.main(["--config", "recipe.yaml"])
+    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
+    assert re.search(message, exit.value.code)
+    assert not (own / "out").exists()
+
+
+def loaded(recipe, **changes):
+    Path("changed.yaml").write_text(yaml.safe_dump(recipe | changes))
+    return {stage.name: stage for stage in load_recipe("changed.yaml").stages}
+
+
+def test_defaults_by_kind_and_by_class(own):
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    recipe["defaults"] |= {"train_experts": {"order": "round_robin", "bias": -3.0}, EXPERTS: {"bias": -2.0}}
+    stages = loaded(recipe)
+    assert (stages["expert_1"].order, stages["expert_1"].bias, stages["routed"].bias) == ("round_robin", -2.0, -10.0)
+    assert stages["routed"].trainable == r"\.mlp\.router\."
+    recipe["defaults"]["my_method.stages:Other"] = {}
+    with pytest.raises(ValueError, match="stage types that the recipe does not use: my_method.stages:Other"):
+        loaded(recipe)
+
+
+def test_a_kind_of_ours_stays_ours(own):
+    (own / "wrong").mkdir()
+    (own / "wrong/stages.py").write_text(WRONG)
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    stages = loaded(recipe, stages=[{"name": "other", "stage": "wrong.stages:Cluster"}, *recipe["stages"]])
+    assert type(stages["clusters"]).__module__ == "training.stages.features"
+    assert type(stages["other"]).__module__ == "wrong.stages"
+
+
+def test_experts_are_chosen_by_number(own):
+    stages = wanted_stages(load_recipe(RECIPE), None, [2])
+    assert [stage.name for stage in stages] == ["features", "clusters", "expert_2"]
+
+
+def test_what_a_setting_names_is_checked(own):
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    recipe["stages"][5]["clusters"] = "features"
+    with pytest.raises(ValueError, match="routed.clusters: features is a stage of type embed, not cluster"):
+        loaded(recipe)
+
+
+def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
+    """`accelerate launch training/upcycle.py` puts training/ first, where there are `losses` and others."""
+    (own / "losses.py").write_text((own / "my_method/interpolate.py").read_text())
+    monkeypatch.setattr(sys, "path", [str(ROOT / "training"), *sys.path])
+    assert stage_class("losses:InterpolateStage").__module__ == "losses"

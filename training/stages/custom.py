@@ -1,0 +1,76 @@
+"""Stages of one's own, which a recipe names as `package.module:Class`: docs/extending.md."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from training.settings import STRICT
+from training.stages.base import Stage
+
+IMPORTLIB = importlib.__file__
+
+
+def import_stage(stage: str) -> type[Stage]:
+    """The class that `package.module:Class` names. The working folder is searched first.
+
+    Raises:
+        ValueError: there is none, its module cannot be imported, or it is no whole stage.
+    """
+    module, _, name = stage.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises
+        raise ValueError(f"the stage {stage!r} cannot be imported: {_reason(error)}") from error
+    if not (isinstance(found, type) and issubclass(found, Stage)):
+        raise ValueError(f"{stage!r} is no stage: its class must be a subclass of training.stages.base.Stage")
+    problem = _problem_of_class(found)
+    if problem:
+        raise ValueError(f"the stage {stage!r} {problem}")
+    own_code(found)  # as it is now: the file may change while the run takes its time
+    return found
+
+
+@functools.cache
+def own_code(stage: type[Stage]) -> dict[str, str]:
+    """Module -> hash of its file, of the classes outside of this package that a stage is made of."""
+    modules = {parent.__module__ for parent in stage.__mro__}
+    own = sorted(module for module in modules if module.split(".")[0] not in (__name__.split(".")[0], "builtins"))
+    return {module: hashlib.sha256(Path(sys.modules[module].__file__).read_bytes()).hexdigest() for module in own}
+
+
+def _reason(error: Exception) -> str:
+    """What was raised; and where in one's own files."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in (__file__, IMPORTLIB)]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _problem_of_class(stage: type[Stage]) -> str:
+    """Why a class would not do what it says, or nothing."""
+    if stage.run is Stage.run:
+        return "has no method run"
+    if not hasattr(sys.modules[stage.__module__], "__file__"):
+        return "must stand in a file"
+    if not is_pydantic_dataclass(stage) or stage.__pydantic_config__ != STRICT:
+        return "must be decorated with pydantic's @dataclass(config=STRICT, kw_only=True), STRICT of training.settings"
+    for field in dataclasses.fields(stage):
+        says = next(c for c in stage.__mro__ if field.name in vars(c) or field.name in inspect.get_annotations(c))
+        if field.name not in inspect.get_annotations(says):
+            return f"sets {field.name} without a type, as in `{field.name}: str = ...`, so it would keep its old value"
+        if vars(says).get("__dataclass_fields__", {}).get(field.name) is not field:
+            return (
+                f"would not get its setting {field.name} from {says.__name__}, but from a class before it: a class "
+                "that is mixed in must be a dataclass with its own settings alone, and no stage"
+            )
+    return ""
