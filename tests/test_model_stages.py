@@ -11,7 +11,6 @@ from transformers import AutoModel
 from conversion import assemble
 from conversion.checkpoints import require_loadable
 from conversion.upcycle import ROUTING_FIELDS
-from training.recipe import STAGES
 from training.stages.models import InitializeStage, UpcycleStage
 
 
@@ -130,10 +129,3 @@ def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, sta
     with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
         run([DENSE, SPARSE])
     assert not (tmp_path / "out" / name).exists()
-
-
-def test_every_stage_that_writes_a_model_is_known_to():
-    """Stages whose folder others use as their `model`."""
-    models = {"InitializeStage", "LongContextStage", "UpcycleStage", "TrainStage", "TrainExpertsStage"}
-    models |= {"TrainDataExpertStage", "TrainRouterStage", "UnifyStage", "AverageStage", "AssembleStage"}
-    assert {stage.__name__ for stage in STAGES.values() if stage.makes_model} == models
