@@ -309,7 +309,7 @@ def test_accumulation_averages_gradients(run, monkeypatch):
 
 
 def test_a_batch_that_cannot_be_shared(run):
-    with pytest.raises(ValueError, match="global_batch_size 8 cannot be shared by 1 processes x 3"):
+    with pytest.raises(ValueError, match="global_batch_size: 8 cannot be shared by 1 processes x 3"):
         run(gradient_accumulation_steps=3)
 
 

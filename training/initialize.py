@@ -48,6 +48,23 @@ def random_clip(
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
+    config, processor = clip_config(text_config, vision_config, projection_dim, processor, tokenizer)
+    with _reason():
+        model = CLIPModel(config)
+        with torch.no_grad():
+            model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
+    forget_last_use(processor.tokenizer)
+    return model, processor
+
+
+def clip_config(
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    projection_dim: int,
+    processor: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[CLIPConfig, CLIPProcessor]:
+    """The configuration of the model, and its processor. As `random_clip`."""
     with _reason():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
@@ -64,11 +81,7 @@ def random_clip(
         config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
         _require_tokens_fit(processor.tokenizer, config.text_config, source)
         _require_images_fit(processor.image_processor, config.vision_config, given)
-        model = CLIPModel(config)
-        with torch.no_grad():
-            model(**processor(text="a", images=_image(8, 8), return_tensors="pt"))
-    forget_last_use(processor.tokenizer)
-    return model, processor
+    return config, processor
 
 
 @contextlib.contextmanager

@@ -4,22 +4,24 @@ Unknown keys, wrong types and contradictions raise a `ValueError` that names the
 """
 
 import copy
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
+from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.settings import STRICT, did_you_mean, dump
 from training.stages import AnyStage
-from training.stages.base import Stage, kinds, references
+from training.stages.base import Stage, kinds
 
 STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
 
@@ -38,6 +40,8 @@ class Recipe:
     trackers: list[str] = Field(default_factory=list)
     # Stage -> hub repository that its model is uploaded to once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
+    # What errors call it: the file that it was read from
+    title: ClassVar[str] = "the recipe"
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -57,15 +61,6 @@ class Recipe:
             problem = _problem_of_name(name)
             if problem:
                 raise ValueError(f"{name!r:.60} cannot name a stage: {problem}")
-        earlier = {stage.name: stage for stage in stages}
-        for stage in stages:
-            for reference in references(stage):
-                named = earlier.get(reference.value)
-                if named is not None and not set(kinds(type(named))) & set(reference.reads.kinds):
-                    raise ValueError(
-                        f"{stage.name}.{reference.setting}: {named.name} is a stage of type {named.stage}, not "
-                        f"{reference.reads}"
-                    )
         experts = [number for number in map(expert_number, stages) if number is not None]
         if len(set(experts)) < len(experts):
             raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
@@ -104,7 +99,9 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an unknown key, a value of the wrong type or out of range, a contradiction.
+        RecipeError: an unknown key, a value of the wrong type or out of range, a contradiction. Then all other faults
+            that can be found are named, too.
+        ValueError: it is no recipe.
     """
     path = Path(path)
     if not path.is_file():
@@ -123,20 +120,33 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
-    classes = [stage_class(stage["stage"]) for stage in raw["stages"]]
-    used = {kind for stage in classes for kind in _default_kinds(stage)}
-    if set(defaults) - used:
-        unused = ", ".join(sorted(set(defaults) - used))
-        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {unused}")
-    problems, stages = [], []
-    for stage, settings in zip(classes, raw["stages"], strict=True):
-        shared = {}
-        for kind in _default_kinds(stage):
-            shared = _merge(shared, defaults.get(kind, {}))
-        stages.append(_validate(stage, _merge(shared, settings), f"{settings['name']}.", problems))
-    recipe = None if problems else _validate(Recipe, raw | {"stages": stages}, "", problems)
+    problems, stages, broken, used = [], [], set(), set()
+    for settings in raw["stages"]:
+        stage, name = None, settings["name"]
+        try:
+            kind = stage_class(settings["stage"])
+        except ValueError as error:
+            problems.append(f"{name}.stage: {error}")
+        else:
+            used |= set(_default_kinds(kind))
+            shared = functools.reduce(_merge, [defaults.get(key, {}) for key in _default_kinds(kind)])
+            stage = _validate(kind, _merge(shared, settings), f"{name}.", problems)
+        stages += [stage] if stage else []
+        broken |= set() if stage else {name}
+    if len(stages) == len(raw["stages"]):  # else one that cannot be read may use them
+        problems += [
+            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
+        ]
+    problems += reference_faults(stages, broken)
+    pushed = raw.get("push_to_hub")
+    if isinstance(pushed, dict):
+        raw["push_to_hub"] = {name: repository for name, repository in pushed.items() if name not in broken}
+    recipe = _validate(Recipe, raw | {"stages": stages}, "", problems) if stages else None
     if problems:
-        raise ValueError("\n".join([f"{path}:", *problems]))
+        outlook = Outlook(stages, str(raw.get("output_dir")), broken)
+        problems += find_faults(outlook, set(outlook.stages), int(os.environ.get("WORLD_SIZE", 1)))
+        raise RecipeError(path, problems)
+    recipe.title = str(path)
     return recipe
 
 
@@ -148,7 +158,7 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
         known = [field.name for field in fields(kind)]
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
-            problems.append(f"  {key.rstrip('.') or 'recipe'}: {_message(e, known)} (got {_short(e['input'])})")
+            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, known)} (got {_short(e['input'])})")
 
 
 def stage_class(stage: str) -> type[Stage]:

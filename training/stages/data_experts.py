@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+from transformers import PreTrainedConfig
 
 from conversion import assemble
 from conversion.files import new_folder
@@ -35,6 +36,7 @@ from training.caption_clusters import (
     write_parts,
 )
 from training.context import Context
+from training.expected import Expected, bound_as, size_of_weights
 from training.feature_clusters import contact_sheet
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Data, Model, Stage
@@ -87,6 +89,21 @@ class EmbedCaptionsStage(Stage):
             for _ in read_parts(directory, "embeddings", len(rows)):
                 pass  # raises where one is missing
             save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, self.data.image_root)})
+
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
+        """That of the encoder."""
+        if self.encoder == "tfidf":
+            return PreTrainedConfig(projection_dim=self.dim)
+        (config,) = inputs.encoder.known_configs
+        return config
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """The embeddings, and the encoder where that is not on the Hub."""
+        (config,) = output.known_configs
+        size = getattr(config, "projection_dim", None) or config.hidden_size
+        kept = size_of_weights((config,)) if Path(self.encoder).is_dir() else 0
+        pairs = inputs.data.known_pairs
+        return bound_as(pairs, pairs * size * np.dtype(self.dtype).itemsize + kept), 0
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
@@ -185,6 +202,10 @@ class AssignStage(Stage):
         save_index(directory, index)
         print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """An int32 a pair."""
+        return bound_as(output.known_pairs, 4 * output.known_pairs), 0
+
 
 @dataclass(config=STRICT, kw_only=True)
 class ClusterCoarseStage(Stage):
@@ -209,6 +230,9 @@ class ClusterCoarseStage(Stage):
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
         clusters = DataClusters(centers, expert_of_center, coarse_centers)
         _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        return _size_of_labels(output)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -242,6 +266,9 @@ class SelectStage(Stage):
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
         clusters = DataClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
         _save_experts(self, Path(inputs.assignment), context, directory, clusters)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        return _size_of_labels(output)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -290,6 +317,14 @@ class AssembleStage(Stage):
             centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
         assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, self.routing_temperature)
+
+    def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
+        return tuple(expert.clip for expert in inputs.experts)
+
+
+def _size_of_labels(output: Expected) -> tuple[int, int]:
+    """See `Stage.disk`: an int16 a pair."""
+    return bound_as(output.known_pairs, 2 * output.known_pairs), 0
 
 
 def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:

@@ -1,5 +1,8 @@
 """Stages that measure models."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,8 +14,10 @@ from evaluation.datasets import BENCHMARKS, kept
 from evaluation.evaluate import evaluate_model, write_result
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
+from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
-from training.settings import STRICT
+from training.expected import Unknown
+from training.settings import STRICT, did_you_mean
 from training.stages.base import Model, Stage
 
 
@@ -43,6 +48,9 @@ class EvaluateStage(Stage):
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from _problems_of_tasks(self.tasks)
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         results, options = [], {"batch_size": self.batch_size, "benchmarks": kept(BENCHMARKS)}
         for title, model in inputs.models.items():
@@ -69,6 +77,27 @@ class AnalyzeStage(Stage):
     num_experts_per_tok: list[int] = Field(default_factory=list)
     batch_size: int = Field(default=64, gt=0)
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from _problems_of_tasks(self.tasks)
+        with contextlib.suppress(Unknown):
+            config = inputs.model.clip
+            if not isinstance(config, CLIPMoEConfig):
+                yield "model", f"{self.model} is dense: it has no experts to analyze"
+                return
+            towers = (config.text_config, config.vision_config)
+            most = min((tower.num_experts for tower in towers if tower.moe_layers), default=0)
+            for number in self.num_experts_per_tok:
+                if not 1 <= number <= most:
+                    yield "num_experts_per_tok", f"{number} of {most} experts"
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}
         print(analyze_experts(inputs.model, self.tasks, directory, **options))
+
+
+def _problems_of_tasks(tasks: list[str]) -> Iterator[tuple[str, str]]:
+    for task, count in Counter(tasks).items():
+        if task not in BENCHMARKS:
+            yield "tasks", f"there is no task {task!r}: {did_you_mean(task, BENCHMARKS)}"
+        if count > 1:
+            yield "tasks", f"{task} occurs twice"

@@ -1,6 +1,7 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -15,9 +16,11 @@ from conversion.files import write_text
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
-from modeling_clip_moe import CLIPMoEModel
+from data.sources import DataArguments, Rows
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
+from training.expected import AtMost, Expected, Unknown, bound_as
 from training.feature_clusters import Clusters, accumulate, contact_sheet, load_clusters, save_clusters, split
 from training.hidden_states import (
     INDEX,
@@ -26,6 +29,7 @@ from training.hidden_states import (
     frozen_weights,
     keep_hidden_states,
     require_all_parts,
+    size_on_disk,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
@@ -66,6 +70,18 @@ class CaptionsStage(Stage):
             f"{missing.tolist()}"
         )
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        columns = ("caption", "raw_caption")
+        for policy in self.captions if self.data.source == "glyphs" else ():
+            if policy.column not in columns:
+                yield "captions", f"glyphs has no column {policy.column}; its columns are {', '.join(columns)}"
+
+    def open_data(self, arguments: DataArguments) -> Rows:
+        return caption_columns(arguments, {policy.column for policy in self.captions})
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        raise Unknown(f"a copy of {self.data.source} with other captions")
+
 
 @dataclass(config=STRICT, kw_only=True)
 class EmbedStage(Stage):
@@ -93,6 +109,12 @@ class EmbedStage(Stage):
         context.accelerator.wait_for_everyone()
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """Features of images and texts in float32; their parts are there until they are joined."""
+        pairs = inputs.data.known_pairs
+        size = bound_as(pairs, pairs * 2 * inputs.model.clip.projection_dim * 4)
+        return size, size
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -138,6 +160,20 @@ class HiddenStatesStage(Stage):
         if accelerator.is_main_process:
             require_all_parts(directory, len(rows), part_size)
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        config = inputs.model.clip
+        towers = {"text": config.text_config, "vision": config.vision_config}
+        dense = [name for name, tower in towers.items() if not getattr(tower, "moe_layers", None)]
+        if dense:
+            raise ValueError(f"{self.name}.model: the {dense[0]} tower of {self.model} has no sparse layer to keep for")
+        return config
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """Texts as long as they can be."""
+        (config,), images = output.known_configs, inputs.data.known_pairs
+        tokens = images * len(self.caption_weights or [1]) * config.text_config.max_position_embeddings
+        return AtMost(size_on_disk(config, images, tokens, getattr(torch, self.dtype))), 0
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -197,6 +233,10 @@ class ClusterStage(Stage):
             f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """An int64 a pair."""
+        return bound_as(output.known_pairs, 8 * output.known_pairs), 0
 
     def _cluster(
         self, features: dict[str, np.ndarray], previous: Clusters | None, seed: int

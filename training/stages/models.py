@@ -1,25 +1,30 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
+import copy
+import functools
 import itertools
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, long_context, unify
-from conversion.checkpoints import copy_processor, load_config, load_model
+from conversion.checkpoints import architecture, copy_processor, load_config, load_model
 from conversion.files import save
 from conversion.provenance import PROCESSOR, fingerprint
-from conversion.upcycle import PRESETS, Preset, change_routing, require_routing, upcycle
+from conversion.upcycle import PRESETS, Preset, change_routing, require_routing, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
-from training.initialize import random_clip
+from training.expected import Unknown
+from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
 
@@ -64,6 +69,19 @@ class InitializeStage(Stage):
         model.save_pretrained(directory)
         save(processor, directory)
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
+        text_config, tokenizer = self.text_config, self.tokenizer
+        if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
+            (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
+            sizes = {"vocab_size": vocabulary.vocab_size, "eos_token_id": vocabulary.vocab_size - 1}
+            return CLIPConfig(
+                text_config=sizes | width | text_config, vision_config=width | self.vision_config, **width
+            )
+        for source in (self.processor, tokenizer):
+            if source not in (None, "glyphs") and not Path(source).is_dir():
+                raise Unknown(f"{source} is not here")
+        return clip_config(text_config, self.vision_config, self.projection_dim, self.processor, tokenizer)[0]
+
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
         return {folder: fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
@@ -95,6 +113,10 @@ class TokenizerStage(Stage):
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
         print(f"{self.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
+        """Of a text tower with all tokens that it may learn."""
+        return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length)
+
 
 @dataclass(config=STRICT, kw_only=True)
 class LongContextStage(Stage):
@@ -110,6 +132,13 @@ class LongContextStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         long_context.convert(inputs.model, directory, self.length)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        config = copy.deepcopy(inputs.model.clip)
+        text = config.text_config
+        long_context.stretch_positions(torch.empty(text.max_position_embeddings, 1), self.length)  # raises
+        text.max_position_embeddings = self.length
+        return config
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -139,13 +168,24 @@ class UpcycleStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         dense = load_model(CLIPModel, inputs.model)
         model = upcycle(dense, _preset(self, self.preset), self.towers, context.seed)
-        for tower in ("text_config", "vision_config"):
-            try:
-                change_routing(getattr(model.config, tower), getattr(self, tower))
-            except ValueError as error:
-                raise ValueError(f"{self.name}.{tower}: {error}") from error
+        self._change_routing(model.config)
         model.save_pretrained(directory)
         copy_processor(inputs.model, directory)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        dense = inputs.model.clip
+        if isinstance(dense, CLIPMoEConfig):
+            raise ValueError(f"{self.name}.model: {self.model} is sparse already, and a dense CLIP is needed")
+        config = _sparse_config(self, dense, _preset(self, self.preset))
+        self._change_routing(config)
+        return config
+
+    def _change_routing(self, config: CLIPMoEConfig) -> None:
+        for tower in ("text_config", "vision_config"):
+            try:
+                change_routing(getattr(config, tower), getattr(self, tower))
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{tower}: {error}") from error
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -174,6 +214,25 @@ class UnifyStage(Stage):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        preset, base, number = _preset(self, self.preset), inputs.model.clip, len(self.experts)
+        if isinstance(base, CLIPMoEConfig):
+            self._require_fit(base)
+            options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
+            config = unify.stacked_config(base, number, *options)[0]
+        else:
+            base_expert = self.base_expert and not preset.fusion_gate
+            config = _sparse_config(self, base, replace(preset, num_experts=base_expert + number))
+        experts = [expert.clip for expert in inputs.experts]
+        for name, expert in zip(self.experts, experts, strict=True):
+            if type(expert) is not type(base):
+                raise ValueError(
+                    f"{self.name}.experts: {name} is {expert.model_type}, but {self.model} {base.model_type}"
+                )
+        dtypes = [one.dtype or torch.float32 for one in (base, *experts)]
+        config.dtype = functools.reduce(torch.promote_types, dtypes)
+        return config
+
     def _require_fit(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
         ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
@@ -200,6 +259,13 @@ class AverageStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         average.convert(inputs.models, directory)
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        first, *others = (model.clip for model in inputs.models)
+        for name, other in zip(self.models[1:], others, strict=True):
+            if type(other) is not type(first) or len({str(architecture(one, type(one))) for one in (first, other)}) > 1:
+                raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
+        return first
+
 
 def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
     """The preset of that name with the stage's changes."""
@@ -212,3 +278,13 @@ def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
             f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(names))}"
         )
     return replace(PRESETS[name], **stage.changes)
+
+
+def _sparse_config(stage: UpcycleStage | UnifyStage, dense: CLIPConfig, preset: Preset) -> CLIPMoEConfig:
+    """See `conversion.upcycle.sparse_config`; its errors name the setting."""
+    try:
+        config = sparse_config(SimpleNamespace(config=dense), preset, stage.towers)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{stage.name}.{'changes' if stage.changes else 'preset'}: {error}") from error
+    config.dtype = dense.dtype
+    return config

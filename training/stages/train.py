@@ -1,7 +1,10 @@
 """Stages that train: kinds of training differ in their pairs, their batches and their loss."""
 
+import contextlib
+import copy
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -12,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedModel
+from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.checkpoints import load_clip, load_processor
 from conversion.files import save
@@ -20,10 +23,20 @@ from conversion.rules import cut
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.caption_clusters import load_data_clusters, load_data_labels
 from training.context import Context
 from training.engine import start_trackers, train
+from training.expected import (
+    AtMost,
+    Expected,
+    Unknown,
+    bound_as,
+    described,
+    parameters,
+    size_of_weights,
+    trainable_parameters,
+)
 from training.feature_clusters import Clusters, load_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_of_image
@@ -195,15 +208,74 @@ class TrainStage(Stage):
             model.save_pretrained(directory, state_dict=state_dict)
             save(processor, directory)
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
+        if batch % (num_processes * accumulation):
+            yield "global_batch_size", self._not_shared(num_processes)
+        with contextlib.suppress(Unknown):
+            least = batch if self.max_steps is None else batch // accumulation
+            if inputs.data.known_pairs < least:
+                yield (
+                    "global_batch_size",
+                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
+                )
+        with contextlib.suppress(Unknown):
+            model = described(inputs.model.clip)
+            try:
+                trainable, _ = set_trainable(model, self.trainable)
+            except ValueError as error:
+                yield "trainable", str(error)
+                return
+            for setting, check in (
+                ("balance_top_k", lambda: self._require_choices(model)),
+                ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
+            ):
+                try:
+                    check()
+                except ValueError as error:
+                    yield setting, str(error)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        config = copy.deepcopy(inputs.model.clip)
+        config.dtype = torch.float32
+        return config
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        """Optimizer steps in all. Raises Unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
+
+    def memory(self, inputs: SimpleNamespace) -> int:
+        """Bytes of the weights, of their gradients and of AdamW's two moments, all in float32. Raises Unknown."""
+        config = inputs.model.clip
+        return 4 * parameters((config,))["total"] + 12 * trainable_parameters(config, self.trainable)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """With checkpoints: one more than `save_total_limit` while the newest is written."""
+        weights = size_of_weights(output.known_configs)
+        if self.save_steps is None:
+            return weights, 0
+        checkpoint = weights + 8 * trainable_parameters(inputs.model.clip, self.trainable)
+        try:
+            steps = self.steps(inputs)
+        except Unknown:
+            steps = AtMost(self.save_steps * (self.save_total_limit + 2))
+        number = min((steps - 1) // self.save_steps, self.save_total_limit + 1)
+        return weights, bound_as(steps, number * checkpoint)
+
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
         batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
         if rest:
-            raise ValueError(
-                f"{self.name}: global_batch_size {self.global_batch_size} cannot be shared by "
-                f"{world_size} processes x {self.gradient_accumulation_steps} accumulation steps"
-            )
+            raise ValueError(f"{self.name}.global_batch_size: {self._not_shared(world_size)}")
         return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
+
+    def _not_shared(self, num_processes: int) -> str:
+        return (
+            f"{self.global_batch_size} cannot be shared by {num_processes} processes x "
+            f"{self.gradient_accumulation_steps} accumulation steps"
+        )
 
     def _total_steps(self, loader: PairLoader) -> int:
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
@@ -274,6 +346,10 @@ class TrainExpertsStage(TrainStage):
             raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
         return self
 
+    def steps(self, inputs: SimpleNamespace) -> int:
+        """Fewer where samples do not fill a batch of their cluster, or are of other clusters."""
+        return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
+
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
         clusters = load_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
@@ -337,6 +413,11 @@ class TrainDataExpertStage(TrainStage):
         if self.data.streaming or self.hidden_states is not None:
             raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
         return self
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        if self.num_epochs is not None:
+            raise Unknown(f"{self.clusters} decides how many pairs cluster {self.cluster} has")
+        return super().steps(inputs)
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
         """The pairs of one cluster.
