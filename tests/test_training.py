@@ -142,7 +142,7 @@ def test_finished_stages_are_skipped_and_others_refused(run, capsys):
 
 
 def test_parts_of_a_recipe(run):
-    with pytest.raises(FileNotFoundError, match="the stage 'sparse' has not finished"):
+    with pytest.raises(ValueError, match="tuned.model: the stage 'sparse' has not finished"):
         run(stages=["tuned"])
     with pytest.raises(ValueError, match="no stage nope; its stages are dense, sparse, tuned"):
         run(stages=["nope"])

@@ -23,12 +23,20 @@ MODEL_FILES = ("config.json", "modules.json")
 
 
 class RecipeError(ValueError):
-    """The faults of a recipe: a first line that counts them, then a line for each."""
+    """The faults of a recipe: a first line that counts them, then a line for each, whose settings it names.
+
+    Args:
+        faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
+    """
 
     def __init__(self, recipe: str | Path, faults: Iterable[str]):
-        lines = [" ".join(fault.split()) for fault in dict.fromkeys(faults)]
+        settings: dict[str, list[str]] = {}
+        for fault in dict.fromkeys(faults):
+            setting, _, what = " ".join(fault.split()).partition(": ")
+            settings.setdefault(what, []).append(setting)
+        lines = [f"  {', '.join(alike)}: {what}" for what, alike in settings.items()]
         number = "a fault" if len(lines) == 1 else f"{len(lines)} faults"
-        super().__init__("\n".join([f"{recipe} has {number}:", *(f"  {line}" for line in lines)]))
+        super().__init__("\n".join([f"{recipe} has {number}:", *lines]))
 
 
 class Outlook:
@@ -166,9 +174,10 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
         value, key = reference.value, f"{stage.name}.{reference.setting}"
         if value in outlook.stages:
             if value not in wanted and not outlook.finished(value):
-                yield f"{key}: the stage {value!r} has not finished: {outlook.output_dir / value} is not there. Run it"
+                folder = outlook.output_dir / value
+                yield f"{key}: the stage {value!r} has not finished: {folder} is not there. Run it first"
         elif value not in outlook.broken and reference.reads.outside:
-            problem = outlook.wrong.get(value) or _problem_of_outside(reference)
+            problem = _problem_of_outside(reference) or outlook.wrong.get(value)
             yield from [f"{key}: {problem}"] if problem else []
     for setting, arguments in vars(stage).items():
         if isinstance(arguments, DataArguments):

@@ -16,8 +16,8 @@ from training.stages.base import Stage, references
 from training.stages.train import TrainStage
 from training.training_state import latest_checkpoint
 
-NUMBERS = ("parameters", "activated", "trainable", "steps", "samples", "memory", "disk", "more while it runs")
-BYTES = ("memory", "disk", "more while it runs")
+NUMBERS = ("parameters", "activated", "trainable", "steps", "samples", "memory", "disk", "disk at most")
+COUNTS, BYTES = ("parameters", "activated", "trainable"), ("memory", "disk", "disk at most")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _row(stage: Stage, outlook: Outlook) -> Row:
         asked["samples"] = lambda: output.known_pairs
     if state != "done":
         asked["disk"] = lambda: stage.disk(inputs, output)[0]
-        asked["more while it runs"] = lambda: stage.disk(inputs, output)[1]
+        asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
     numbers = {name: number for name, ask in asked.items() if (number := _told(ask)) != 0}
     return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers)
 
@@ -124,8 +124,8 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             *([""] if notes else []),
             *notes,
             "",
-            "memory: of each process, for weights, gradients and AdamW's moments in float32; activations come on top.",
-            "in all: the steps, samples and disk of all stages to do, the largest memory and the most disk for a while.",
+            "memory: of a process, for weights, gradients and AdamW's two moments in float32, without activations",
+            "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
         ]
     )
 
@@ -143,18 +143,28 @@ def _formatted(name: str, value: int) -> str:
         return "-"
     if name in BYTES:
         return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
-    return f"{value / 1e6:,.2f} M" if name in ("parameters", "activated", "trainable") else f"{value:,}"
+    return f"{value / 1e6:,.2f} M" if name in COUNTS else f"{value:,}"
 
 
 def _sum(name: str, rows: list[Row]) -> str:
-    if name in ("parameters", "activated", "trainable"):
+    """Of all stages to do; of the memory the largest. Disk is fullest while one runs, beside those before it."""
+    if name in COUNTS:
         return "-"
     values = [row.numbers[name] for row in rows if name in row.numbers]
     known = [value for value in values if not isinstance(value, str)]
-    combined = (max if name in ("memory", "more while it runs") else sum)([0, *known])
+    if name == "disk at most":
+        sizes = [[_known(row.numbers.get(column, 0)) for column in ("disk", name)] for row in rows]
+        total = max((sum(disk for disk, _ in sizes[:at]) + most for at, (_, most) in enumerate(sizes)), default=0)
+    else:
+        total = max(known, default=0) if name == "memory" else sum(known)
     bound = "≤ " if any(isinstance(value, AtMost) for value in known) else ""
-    unknown = len(known) < len(values)
-    return "unknown" if unknown and not combined else bound + _formatted(name, combined) + (" + unknown" * unknown)
+    if len(known) == len(values):
+        return bound + _formatted(name, total)
+    return f"{bound}{_formatted(name, total)} + unknown" if total else "unknown"
+
+
+def _known(value: int | str) -> int:
+    return 0 if isinstance(value, str) else value
 
 
 def _aligned(table: list[list[str]], left: int) -> list[str]:

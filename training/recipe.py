@@ -7,11 +7,11 @@ import copy
 import functools
 import importlib
 import os
+import re
 import sys
-from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -120,23 +120,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
-    problems, stages, broken, used = [], [], set(), set()
-    for settings in raw["stages"]:
-        stage, name = None, settings["name"]
-        try:
-            kind = stage_class(settings["stage"])
-        except ValueError as error:
-            problems.append(f"{name}.stage: {error}")
-        else:
-            used |= set(_default_kinds(kind))
-            shared = functools.reduce(_merge, [defaults.get(key, {}) for key in _default_kinds(kind)])
-            stage = _validate(kind, _merge(shared, settings), f"{name}.", problems)
-        stages += [stage] if stage else []
-        broken |= set() if stage else {name}
-    if len(stages) == len(raw["stages"]):  # else one that cannot be read may use them
-        problems += [
-            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
-        ]
+    problems: list[str] = []
+    stages, broken = _read_stages(raw["stages"], defaults, problems)
     problems += reference_faults(stages, broken)
     pushed = raw.get("push_to_hub")
     if isinstance(pushed, dict):
@@ -150,15 +135,41 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     return recipe
 
 
+def _read_stages(
+    of_recipe: list[dict[str, Any]], defaults: dict[str, Any], problems: list[str]
+) -> tuple[list[Stage], set[str]]:
+    """The stages of a recipe and the names of those that cannot be read, with lines for all their problems."""
+    stages, broken, used, all_known = [], set(), set(), True
+    for settings in of_recipe:
+        name, stage = settings["name"], None
+        try:
+            kind = stage_class(settings["stage"])
+        except ValueError as error:
+            problems.append(f"{name}.stage: {error}")
+            all_known = False
+        else:
+            used |= set(_default_kinds(kind))
+            shared = functools.reduce(_merge, (defaults.get(key, {}) for key in _default_kinds(kind)), {})
+            stage = _validate(kind, _merge(shared, settings), f"{name}.", problems)
+        if stage is None:
+            broken.add(name)
+        else:
+            stages.append(stage)
+    if all_known:  # else those may be meant by unused ones
+        problems += [
+            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
+        ]
+    return stages, broken
+
+
 def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[str]) -> Any:
     """The settings as an object; or None, with a line for each of their problems."""
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        known = [field.name for field in fields(kind)]
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
-            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, known)} (got {_short(e['input'])})")
+            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)} (got {_short(e['input'])})")
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -246,11 +257,26 @@ def _merge(defaults: dict, settings: dict) -> dict:
     return merged
 
 
-def _message(error: dict, known: Iterable[str]) -> str:
+def _message(error: dict, kind: type) -> str:
+    """What is wrong with a setting, with the name that may be meant instead."""
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        hint = did_you_mean(str(error["input"]), choices) if choices else ""
+        return error["msg"] + (f": {hint}" if hint.startswith("did") else "")
     if error["type"] != "unexpected_keyword_argument":
         return error["msg"]
-    hint = did_you_mean(str(error["loc"][-1]), known) if len(error["loc"]) == 1 else ""
-    return "there is no such key, here or in the defaults of this stage" + (f": {hint}" if hint else "")
+    *parents, key = error["loc"]
+    for parent in parents:
+        kind = kind if isinstance(parent, int) else _settings_in(get_type_hints(kind).get(parent))
+    hint = f": {did_you_mean(str(key), [field.name for field in fields(kind)])}" if kind else ""
+    return f"there is no such key, here or in the defaults of this stage{hint}"
+
+
+def _settings_in(hint: Any) -> type | None:
+    """The class of settings in an annotation such as `list[CaptionPolicy] | None`."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint
+    return next(filter(None, map(_settings_in, get_args(hint))), None)
 
 
 def _short(value: Any) -> str:

@@ -77,8 +77,13 @@ class Stage:
         return select_columns(open_rows(arguments), arguments)
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """Bytes that its folder has when it is done, and how many more while it runs. Small files do not count."""
-        return (size_of_weights(output.known_configs) if self.makes_model else 0), 0
+        """Bytes of its folder when it is done, and the most that it has while it runs. Small files do not count.
+
+        Raises:
+            Unknown
+        """
+        size = size_of_weights(output.known_configs) if self.makes_model else 0
+        return size, size
 
 
 # An earlier stage, a folder or a hub name

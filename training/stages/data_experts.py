@@ -103,7 +103,7 @@ class EmbedCaptionsStage(Stage):
         size = getattr(config, "projection_dim", None) or config.hidden_size
         kept = size_of_weights((config,)) if Path(self.encoder).is_dir() else 0
         pairs = inputs.data.known_pairs
-        return bound_as(pairs, pairs * size * np.dtype(self.dtype).itemsize + kept), 0
+        return (bound_as(pairs, pairs * size * np.dtype(self.dtype).itemsize + kept),) * 2
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
@@ -204,7 +204,7 @@ class AssignStage(Stage):
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """An int32 a pair."""
-        return bound_as(output.known_pairs, 4 * output.known_pairs), 0
+        return (bound_as(output.known_pairs, 4 * output.known_pairs),) * 2
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -324,7 +324,7 @@ class AssembleStage(Stage):
 
 def _size_of_labels(output: Expected) -> tuple[int, int]:
     """See `Stage.disk`: an int16 a pair."""
-    return bound_as(output.known_pairs, 2 * output.known_pairs), 0
+    return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
 
 
 def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:

@@ -113,8 +113,8 @@ class EmbedStage(Stage):
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """Features of images and texts in float32; their parts are there until they are joined."""
         pairs = inputs.data.known_pairs
-        size = bound_as(pairs, pairs * 2 * inputs.model.clip.projection_dim * 4)
-        return size, size
+        size = pairs * 2 * inputs.model.clip.projection_dim * 4
+        return bound_as(pairs, size), bound_as(pairs, 2 * size)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -173,7 +173,7 @@ class HiddenStatesStage(Stage):
         """Texts as long as they can be."""
         (config,), images = output.known_configs, inputs.data.known_pairs
         tokens = images * len(self.caption_weights or [1]) * config.text_config.max_position_embeddings
-        return AtMost(size_on_disk(config, images, tokens, getattr(torch, self.dtype))), 0
+        return (AtMost(size_on_disk(config, images, tokens, getattr(torch, self.dtype))),) * 2
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -236,7 +236,7 @@ class ClusterStage(Stage):
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """An int64 a pair."""
-        return bound_as(output.known_pairs, 8 * output.known_pairs), 0
+        return (bound_as(output.known_pairs, 8 * output.known_pairs),) * 2
 
     def _cluster(
         self, features: dict[str, np.ndarray], previous: Clusters | None, seed: int

@@ -25,7 +25,7 @@ from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.expected import Unknown
 from training.initialize import clip_config, random_clip
-from training.settings import STRICT, Reads
+from training.settings import STRICT, Reads, did_you_mean
 from training.stages.base import Data, Model, Stage
 
 
@@ -53,7 +53,9 @@ class InitializeStage(Stage):
         config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
         unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
         if unknown:
-            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}")
+            known = [field.name for field in fields(config_class)]
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
     @model_validator(mode="after")
@@ -275,7 +277,7 @@ def _preset(stage: UpcycleStage | UnifyStage, name: str) -> Preset:
     unknown = sorted(set(stage.changes) - names)
     if unknown:
         raise ValueError(
-            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change, only {', '.join(sorted(names))}"
+            f"{stage.name}.changes: a preset has no {', '.join(unknown)} to change: {did_you_mean(unknown[0], names)}"
         )
     return replace(PRESETS[name], **stage.changes)
 

@@ -255,14 +255,15 @@ class TrainStage(Stage):
         """With checkpoints: one more than `save_total_limit` while the newest is written."""
         weights = size_of_weights(output.known_configs)
         if self.save_steps is None:
-            return weights, 0
+            return weights, weights
         checkpoint = weights + 8 * trainable_parameters(inputs.model.clip, self.trainable)
         try:
             steps = self.steps(inputs)
         except Unknown:
             steps = AtMost(self.save_steps * (self.save_total_limit + 2))
-        number = min((steps - 1) // self.save_steps, self.save_total_limit + 1)
-        return weights, bound_as(steps, number * checkpoint)
+        written = (steps - 1) // self.save_steps
+        kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
+        return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
 
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -416,7 +417,7 @@ class TrainDataExpertStage(TrainStage):
 
     def steps(self, inputs: SimpleNamespace) -> int:
         if self.num_epochs is not None:
-            raise Unknown(f"{self.clusters} decides how many pairs cluster {self.cluster} has")
+            raise Unknown(f"how many pairs each of its clusters has, {self.clusters} tells when it is done")
         return super().steps(inputs)
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
