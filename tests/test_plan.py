@@ -85,7 +85,7 @@ def upcycled(folder, **stages):
 
 
 def test_counts_of_the_papers(plan_of, tmp_path):
-    """CLIP-FMoE, Tables 5 and 6; CLIP-MoE, section 5. In millions, of L/14 with 77 tokens."""
+    """CLIP-FMoE, Table 5 and section 4; CLIP-MoE, section 5. In millions, of L/14 with 77 tokens."""
     HUB["openai/clip-vit-large-patch14"].save_pretrained(tmp_path / "l14")
     without_gate = {"num_experts": 5, "num_experts_per_tok": 3, "fusion_gate": False}
     stages = {
@@ -102,8 +102,10 @@ def test_counts_of_the_papers(plan_of, tmp_path):
     # In the recipe, the table of positions is longer: 248 rows instead of 77
     rows, _ = plan_of(ROOT / "training/recipes/clip_fmoe_sharegpt4v.yaml", {"base.model": str(tmp_path / "l14")})
     assert rows["unified"].numbers["parameters"] == pytest.approx(693.83e6 + 171 * 768, abs=1e4)
-    assert rows["expert_1"].numbers["trainable"] == pytest.approx(72.59e6, abs=1e4)
-    assert rows["clip_fmoe"].numbers["trainable"] == pytest.approx(8.09e6, abs=1e4)
+    # The paper counts gates without their biases: one of each width in 3 layers of texts and 6 of images
+    biases = 3 * 768 + 6 * 1024
+    assert rows["expert_1"].numbers["trainable"] == pytest.approx(72.591e6 + biases, abs=1e3)
+    assert rows["clip_fmoe"].numbers["trainable"] == pytest.approx(8.095e6 + biases, abs=1e3)
 
 
 TRAINED = {
@@ -151,7 +153,7 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "save_checkpoint", save)
     output = run_recipe(load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / "out")}))
     for name in ("sparse", "features", "tuned", "both"):
-        assert size(output / name) == pytest.approx(rows[name].numbers["disk"], rel=0.02), name
+        assert size(output / name) == pytest.approx(rows[name].numbers["disk"], rel=0.02, abs=1000), name  # headers
     labels = load_file(output / "clusters" / "clusters.safetensors")["labels"]
     assert labels.nbytes == rows["clusters"].numbers["disk"]
     assert size(output / "kept") < 1.02 * rows["kept"].numbers["disk"]  # no text is longer than it may be

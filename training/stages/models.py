@@ -23,7 +23,7 @@ from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
-from training.expected import Unknown
+from training.expected import Unknown, is_hub_name
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads, did_you_mean
 from training.stages.base import Data, Model, Stage
@@ -79,8 +79,10 @@ class InitializeStage(Stage):
             return CLIPConfig(
                 text_config=sizes | width | text_config, vision_config=width | self.vision_config, **width
             )
-        for source in (self.processor, tokenizer):
-            if source not in (None, "glyphs") and not Path(source).is_dir():
+        for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
+            if source not in (None, "glyphs") and not (source and Path(source).is_dir()):
+                if not is_hub_name(source):
+                    raise ValueError(f"{self.name}.{setting}: no such folder: {source!r}, which is no hub name either")
                 raise Unknown(f"{source} is not here")
         return clip_config(text_config, self.vision_config, self.projection_dim, self.processor, tokenizer)[0]
 
