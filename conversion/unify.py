@@ -124,24 +124,14 @@ def unify_sparse(
     """
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
+    config, base_expert = stacked_config(base.config, len(experts), num_experts_per_tok, fusion_gate, base_expert)
     ffns = sparse_ffns(base.config)
-    if not ffns or any(config.num_experts != 1 for config in ffns.values()):
-        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
-    if len({config.fusion_gate for config in ffns.values()}) > 1:
-        raise ValueError("the base must have fusion gates in both towers or in none")
     gated = next(iter(ffns.values())).fusion_gate
-    base_expert = base_expert and not gated and not fusion_gate
-    settings = base.config.to_dict()
-    for tower in ("text_config", "vision_config"):
-        if settings[tower]["moe_layers"]:
-            settings[tower]["num_experts"] = base_expert + len(experts)
-            settings[tower]["num_experts_per_tok"] = num_experts_per_tok
-            settings[tower]["fusion_gate"] = gated or fusion_gate
     ffn = f"(?:{'|'.join(ffns)})"
     source = _gather(base, experts, rf"{ffn}\.{TRAINED_PARTS}")
     rules = stacking_rules(ffn, base_expert, new_gates=fusion_gate and not gated)
     new_parts = ("router",) if gated else ("router", "fusion_gate")
-    return build_sparse(CLIPMoEConfig.from_dict(settings), source, rules, _dtype(base, experts), seed, new_parts)
+    return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
 
 
 def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
@@ -168,6 +158,30 @@ def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
     return rules
+
+
+def stacked_config(
+    base: CLIPMoEConfig, num_experts: int, num_experts_per_tok: int, fusion_gate: bool, base_expert: bool
+) -> tuple[CLIPMoEConfig, bool]:
+    """The configuration of `unify_sparse`, and whether the experts of the base are the first ones.
+
+    Raises:
+        ValueError: the base has not one expert in each sparse layer, or fusion gates in one tower alone.
+    """
+    ffns = sparse_ffns(base)
+    if not ffns or any(config.num_experts != 1 for config in ffns.values()):
+        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
+    if len({config.fusion_gate for config in ffns.values()}) > 1:
+        raise ValueError("the base must have fusion gates in both towers or in none")
+    gated = next(iter(ffns.values())).fusion_gate
+    base_expert = base_expert and not gated and not fusion_gate
+    settings = base.to_dict()
+    for tower in ("text_config", "vision_config"):
+        if settings[tower]["moe_layers"]:
+            settings[tower]["num_experts"] = base_expert + num_experts
+            settings[tower]["num_experts_per_tok"] = num_experts_per_tok
+            settings[tower]["fusion_gate"] = gated or fusion_gate
+    return CLIPMoEConfig.from_dict(settings), base_expert
 
 
 def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.dtype:

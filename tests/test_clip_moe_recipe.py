@@ -258,12 +258,12 @@ def test_interrupted_embedding_keeps_its_parts(run, whole, monkeypatch):
 
 
 def test_experts_in_separate_runs(run, whole):
-    with pytest.raises(FileNotFoundError, match="the stage 'expert_1' has not finished"):
+    with pytest.raises(ValueError, match="the stage 'expert_1' has not finished"):
         run("separate", experts=[2])
     output = run("separate", experts=[1])
     stages_done = {path.parent.name for path in output.glob("*/manifest.json") if path.parent.suffix != ".partial"}
     assert stages_done == {"dense", "features_0", "clusters_1", "expert_1"}
-    with pytest.raises(FileNotFoundError, match="the stage 'expert_2' has not finished"):
+    with pytest.raises(ValueError, match="the stage 'expert_2' has not finished"):
         run("separate", only=["unified"])
     with pytest.raises(ValueError, match=r"trains no expert \[7\]; its experts are \[1, 2\]"):
         run("separate", experts=[7])

@@ -80,7 +80,7 @@ def test_finished_stages_are_skipped_and_others_refused(run, capsys):
 
 
 def test_parts_of_a_recipe(run):
-    with pytest.raises(FileNotFoundError, match="the stage 'sparse' has not finished"):
+    with pytest.raises(ValueError, match="tuned.model: the stage 'sparse' has not finished"):
         run(stages=["tuned"])
     with pytest.raises(ValueError, match="no stage nope; its stages are dense, sparse, tuned"):
         run(stages=["nope"])
@@ -247,7 +247,7 @@ def test_accumulation_averages_gradients(run, monkeypatch):
 
 
 def test_a_batch_that_cannot_be_shared(run):
-    with pytest.raises(ValueError, match="global_batch_size 8 cannot be shared by 1 processes x 3"):
+    with pytest.raises(ValueError, match="global_batch_size: 8 cannot be shared by 1 processes x 3"):
         run(gradient_accumulation_steps=3)
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from conversion.files import read_record
 from data.identity import OTHER_DATA
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.loader import PairLoader
 from training.parts import INDEX, part_file, write_parts
 
@@ -60,6 +60,13 @@ def captions_of_image(rows: datasets.Dataset, caption_weights: Sequence[float] |
     return 1
 
 
+def size_on_disk(config: CLIPMoEConfig, images: int, text_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the hidden states of images and of the tokens of all their texts."""
+    text, vision = config.text_config, config.vision_config
+    vision_tokens = images * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    return dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
+
+
 def announce_size(
     accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, directory: Path
 ) -> None:
@@ -70,10 +77,8 @@ def announce_size(
     """
     if not accelerator.is_main_process:
         return
-    text, vision = model.config.text_config, model.config.vision_config
-    vision_tokens = len(loader.pairs) * ((vision.image_size // vision.patch_size) ** 2 + 1)
     text_tokens = sum(loader.text_lengths())
-    size = dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
+    size = size_on_disk(model.config, len(loader.pairs), text_tokens, dtype)
     print(
         f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e6:,.2f} MB "
         f"in {directory}"

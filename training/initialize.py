@@ -49,6 +49,23 @@ def random_clip(
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
         ValueError: settings that make no model, or a processor that does not fit it.
     """
+    config, processor = clip_config(text_config, vision_config, projection_dim, processor, tokenizer)
+    with _as_value_errors():
+        model = CLIPModel(config)
+        with torch.no_grad():
+            model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
+    forget_last_call(processor.tokenizer)
+    return model, processor
+
+
+def clip_config(
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    projection_dim: int,
+    processor: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[CLIPConfig, CLIPProcessor]:
+    """The configuration of the model, and its processor. As `random_clip`."""
     with _as_value_errors():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
@@ -67,11 +84,7 @@ def random_clip(
         require_context_length(config.text_config, source, processor.tokenizer)
         _require_end_token(processor.tokenizer, config.text_config, source)
         require_fit(config, given or "CLIP", image_processor=processor.image_processor)
-        model = CLIPModel(config)
-        with torch.no_grad():
-            model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
-    forget_last_call(processor.tokenizer)
-    return model, processor
+    return config, processor
 
 
 @contextlib.contextmanager

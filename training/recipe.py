@@ -4,19 +4,22 @@ Unknown keys, wrong types and contradictions raise a `ValueError` that names the
 """
 
 import copy
-from collections.abc import Iterable
-from dataclasses import fields
+import functools
+import os
+import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
+from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.settings import STRICT, did_you_mean, dump
 from training.stages import AnyStage
-from training.stages.base import Stage, kinds, references
+from training.stages.base import Stage, kinds
 from training.stages.custom import import_stage
 
 STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
@@ -38,6 +41,8 @@ class Recipe:
     trackers: list[str] = Field(default_factory=list)
     # Stage -> hub repository that its model is uploaded to once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
+    # What errors call it: the file that it was read from
+    title: ClassVar[str] = "the recipe"
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -57,15 +62,6 @@ class Recipe:
             problem = _problem_of_name(name)
             if problem:
                 raise ValueError(f"{name!r:.60} cannot name a stage: {problem}")
-        earlier = {stage.name: stage for stage in stages}
-        for stage in stages:
-            for reference in references(stage):
-                named = earlier.get(reference.value)
-                if named is not None and not set(kinds(type(named))) & set(reference.reads.kinds):
-                    raise ValueError(
-                        f"{stage.name}.{reference.setting}: {named.name} is a stage of type {named.stage}, not "
-                        f"{reference.reads}"
-                    )
         experts = [number for number in map(expert_number, stages) if number is not None]
         if len(set(experts)) < len(experts):
             raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
@@ -105,7 +101,9 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: an unknown key, a value of the wrong type or out of range, a contradiction.
+        RecipeError: an unknown key, a value of the wrong type or out of range, a contradiction. Then all other faults
+            that can be found are named, too.
+        ValueError: it is no recipe.
     """
     path = Path(path)
     if not path.is_file():
@@ -124,22 +122,47 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
-    classes = [stage_class(stage["stage"]) for stage in raw["stages"]]
-    keys = [_default_keys(stage, settings["stage"]) for stage, settings in zip(classes, raw["stages"], strict=True)]
-    used = set().union(*keys)
-    if set(defaults) - used:
-        unused = ", ".join(sorted(set(defaults) - used))
-        raise ValueError(f"{path}: defaults for stage types that the recipe does not use: {unused}")
-    problems, stages = [], []
-    for stage, settings, of_stage in zip(classes, raw["stages"], keys, strict=True):
-        shared = {}
-        for key in of_stage:
-            shared = _merge(shared, defaults.get(key, {}))
-        stages.append(_validate(stage, _merge(shared, settings), f"{settings['name']}.", problems))
-    recipe = None if problems else _validate(Recipe, raw | {"stages": stages}, "", problems)
+    problems: list[str] = []
+    stages, broken = _read_stages(raw["stages"], defaults, problems)
+    problems += reference_faults(stages, broken)
+    pushed = raw.get("push_to_hub")
+    if isinstance(pushed, dict):
+        raw["push_to_hub"] = {name: repository for name, repository in pushed.items() if name not in broken}
+    recipe = _validate(Recipe, raw | {"stages": stages}, "", problems) if stages else None
     if problems:
-        raise ValueError("\n".join([f"{path}:", *problems]))
+        outlook = Outlook(stages, str(raw.get("output_dir")), broken)
+        problems += find_faults(outlook, set(outlook.stages), int(os.environ.get("WORLD_SIZE", 1)))
+        raise RecipeError(path, problems)
+    recipe.title = str(path)
     return recipe
+
+
+def _read_stages(
+    of_recipe: list[dict[str, Any]], defaults: dict[str, Any], problems: list[str]
+) -> tuple[list[Stage], set[str]]:
+    """The stages of a recipe and the names of those that cannot be read, with lines for all their problems."""
+    stages, broken, used, all_known = [], set(), set(), True
+    for settings in of_recipe:
+        name, stage = settings["name"], None
+        try:
+            kind = stage_class(settings["stage"])
+        except ValueError as error:
+            problems.append(f"{name}.stage: {error}")
+            all_known = False
+        else:
+            keys = _default_keys(kind, settings["stage"])
+            used |= set(keys)
+            shared = functools.reduce(_merge, (defaults.get(key, {}) for key in keys), {})
+            stage = _validate(kind, _merge(shared, settings), f"{name}.", problems)
+        if stage is None:
+            broken.add(name)
+        else:
+            stages.append(stage)
+    if all_known:  # else those may be meant by unused ones
+        problems += [
+            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
+        ]
+    return stages, broken
 
 
 def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[str]) -> Any:
@@ -147,10 +170,9 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        known = [field.name for field in fields(kind)]
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
-            problems.append(f"  {key.rstrip('.') or 'recipe'}: {_message(e, known)} (got {_short(e['input'])})")
+            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)} (got {_short(e['input'])})")
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -230,11 +252,26 @@ def _merge(defaults: dict, settings: dict) -> dict:
     return merged
 
 
-def _message(error: dict, known: Iterable[str]) -> str:
+def _message(error: dict, kind: type) -> str:
+    """What is wrong with a setting, with the name that may be meant instead."""
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        hint = did_you_mean(str(error["input"]), choices) if choices else ""
+        return error["msg"] + (f": {hint}" if hint.startswith("did") else "")
     if error["type"] != "unexpected_keyword_argument":
         return error["msg"]
-    hint = did_you_mean(str(error["loc"][-1]), known) if len(error["loc"]) == 1 else ""
-    return "there is no such key, here or in the defaults of this stage" + (f": {hint}" if hint else "")
+    *parents, key = error["loc"]
+    for parent in parents:
+        kind = kind if isinstance(parent, int) else _settings_in(get_type_hints(kind).get(parent))
+    hint = f": {did_you_mean(str(key), [field.name for field in fields(kind)])}" if kind else ""
+    return f"there is no such key, here or in the defaults of this stage{hint}"
+
+
+def _settings_in(hint: Any) -> type | None:
+    """The class of settings in an annotation such as `list[CaptionPolicy] | None`."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint
+    return next(filter(None, map(_settings_in, get_args(hint))), None)
 
 
 def _short(value: Any) -> str:

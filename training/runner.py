@@ -35,6 +35,7 @@ from conversion.provenance import (
     manifest_fingerprint,
     weights_fingerprint,
 )
+from training.checks import Outlook, RecipeError, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
 from training.manifests import comparable, has_work, input_fingerprint, require_same
@@ -54,10 +55,10 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
 
     Raises:
+        RecipeError: all that can be seen to go wrong before the first stage runs, such as a stage that needs another
+            one which has not finished and is not among those to run.
         ValueError: `only` or `experts` names what is not in the recipe, or a stage's folder was made with other
             settings.
-        FileNotFoundError: a stage needs the output of another one that has not finished, or an expert that is not among
-            `experts`.
     """
     stages = wanted_stages(recipe, only, experts)
     output_dir = Path(recipe.output_dir)
@@ -66,6 +67,11 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
+    faults = find_faults(
+        Outlook(recipe.stages, output_dir), {stage.name for stage in stages}, accelerator.num_processes
+    )
+    if faults := list(faults):
+        raise RecipeError(recipe.title, faults)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
             with stage_errors(stage):

@@ -5,14 +5,20 @@ python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir r
 """
 
 import argparse
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from conversion.files import one_line_errors
 from conversion.recipe_yaml import read_yaml
+from training.checks import RecipeError
+from training.plan import plan, render
 from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
-from training.recipe import load_recipe
-from training.runner import run_recipe
+from training.recipe import Recipe, load_recipe
+from training.runner import run_recipe, wanted_stages
+from training.stages.base import Stage
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 
@@ -36,15 +42,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--experts", help="train only these experts, e.g. 1,2, and the stages that they need (default: everything)"
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print what the run would do and take, without computing or writing anything",
+    )
     known, rest = parser.parse_known_args(argv)
     silence_other_processes()
-    with one_line_errors("run the same command again to go on from the last checkpoint"), first_failure_speaks():
+    interrupted = "run the same command again to go on from the last checkpoint"
+    with one_line_errors(interrupted), _faults_in_lines(), first_failure_speaks():
         overrides = _overrides(rest)
         if known.output_dir is not None:
             overrides["output_dir"] = known.output_dir
         recipe = load_recipe(known.config, overrides)
         only = None if known.stages is None else _names(known.stages)
-        output_dir = run_recipe(recipe, only, None if known.experts is None else _numbers(known.experts))
+        experts = None if known.experts is None else _numbers(known.experts)
+        if known.plan:
+            _print_plan(recipe, wanted_stages(recipe, only, experts))
+            return
+        output_dir = run_recipe(recipe, only, experts)
     models = [stage for stage in recipe.stages if stage.makes_model]
     asked = {stage.name for stage in models} if only is None else set(only)
     finished = [stage for stage in models if stage.name in asked and (output_dir / stage.name).is_dir()]
@@ -55,6 +71,25 @@ def main(argv: list[str] | None = None) -> None:
             "    from transformers import AutoModel\n"
             f'    model = AutoModel.from_pretrained("{output_dir / finished[-1].name}")\n'
         )
+
+
+@contextlib.contextmanager
+def _faults_in_lines() -> Iterator[None]:
+    """The faults of a recipe end the program as other errors do, but each has a line of its own."""
+    try:
+        yield
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
+
+
+def _print_plan(recipe: Recipe, stages: list[Stage]) -> None:
+    """Raises RecipeError after the plan where the run could not begin."""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    rows, faults = plan(recipe, stages, num_processes)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(render(recipe.title, rows, num_processes), flush=True)
+    if faults:
+        raise RecipeError(recipe.title, faults)
 
 
 def _parts(argument: str) -> list[str]:

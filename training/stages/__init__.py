@@ -18,7 +18,7 @@ AnyStage = (
     | data_experts.SelectStage
     | train.TrainStage
     | train.TrainExpertsStage
-    | train.TrainDataExpertStage
+    | data_experts.TrainDataExpertStage
     | data_experts.AssembleStage
     | models.AverageStage
     | models.DenseStage

@@ -2,15 +2,18 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 from pydantic.dataclasses import dataclass
+from transformers import PreTrainedConfig
 
-from data.sources import DataArguments
+from data.pairs import select_columns
+from data.sources import DataArguments, Rows, open_rows
 from training.context import Context
+from training.expected import Expected, size_of_weights
 from training.settings import STRICT, Reads
 
 
@@ -50,6 +53,37 @@ class Stage:
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """What it reads that no setting with `Reads` names, with hashes: when they change, the stage is made anew."""
         return {}
+
+    # What follows is asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those of
+    # `run`, each an `Expected` in place of a folder or source; of what is not known, these raise `Unknown`.
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        """What is wrong that can be seen before anything runs: settings and messages. Data, references and what
+        `output_config` raises are looked at in any case."""
+        return iter(())
+
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...]:
+        """The configuration of the model that it makes, or those of the experts of a mixture; of a stage that makes
+        none, that of the model or encoder whose output it holds.
+
+        Raises:
+            Unknown
+            ValueError: the settings make no model of these inputs.
+        """
+        return next((of_one.known_configs for of_one in vars(inputs).values() if isinstance(of_one, Expected)), ())
+
+    def open_data(self, arguments: DataArguments) -> Rows:
+        """The columns that it needs of its data, of which no row is read."""
+        return select_columns(open_rows(arguments), arguments)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """Bytes of its folder when it is done, and the most that it has while it runs. Small files do not count.
+
+        Raises:
+            Unknown
+        """
+        size = size_of_weights(output.known_configs) if self.makes_model else 0
+        return size, size
 
 
 # An earlier stage, a folder or a hub name
@@ -92,19 +126,23 @@ def resolve(stage: Stage, context: Context) -> SimpleNamespace:
     Raises:
         FileNotFoundError: one of the stages has not finished.
     """
-
-    def folder(value: Any) -> Any:
-        if isinstance(value, DataArguments):
-            return context.resolve(value)
-        if isinstance(value, dict):
-            return {key: folder(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [folder(item) for item in value]
-        return None if value is None else context.folder(value)
-
-    return SimpleNamespace(
-        **{setting: folder(getattr(stage, setting)) for setting, _ in _reading_settings(type(stage))}
+    return map_inputs(
+        stage, lambda value, _: context.resolve(value) if isinstance(value, DataArguments) else context.folder(value)
     )
+
+
+def map_inputs(stage: Stage, look_up: Callable[[str | DataArguments, Reads], Any]) -> SimpleNamespace:
+    """The values of all settings with `Reads`, in which every reference and every source is looked up."""
+
+    def looked_up(value: Any, reads: Reads) -> Any:
+        if isinstance(value, dict):
+            return {key: looked_up(item, reads) for key, item in value.items()}
+        if isinstance(value, list):
+            return [looked_up(item, reads) for item in value]
+        return None if value is None else look_up(value, reads)
+
+    settings = _reading_settings(type(stage))
+    return SimpleNamespace(**{setting: looked_up(getattr(stage, setting), reads) for setting, reads in settings})
 
 
 def kinds(stage: type[Stage]) -> list[str]:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+from transformers import PreTrainedConfig
 
 from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
 from data.pairs import first_caption
-from data.sources import DataArguments
+from data.sources import DataArguments, Rows
 from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
@@ -24,6 +25,7 @@ from training.caption_clusters import (
     group_centers,
     load_caption_clusters,
     load_centers,
+    load_expert_of_pair,
     load_index,
     save_caption_clusters,
     save_centers,
@@ -31,9 +33,11 @@ from training.caption_clusters import (
 )
 from training.contact_sheet import contact_sheet
 from training.context import Context
+from training.expected import Expected, Unknown, bound_as, size_of_weights
 from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Data, Model, Stage
+from training.stages.train import TrainStage
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
@@ -82,6 +86,21 @@ class EmbedCaptionsStage(Stage):
         write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
         if accelerator.is_main_process:
             save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, self.data.image_root)})
+
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
+        """That of the encoder."""
+        if self.encoder == "tfidf":
+            return PreTrainedConfig(projection_dim=self.dim)
+        (config,) = inputs.encoder.known_configs
+        return config
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """The embeddings, and the encoder where that is not on the Hub."""
+        (config,) = output.known_configs
+        size = getattr(config, "projection_dim", None) or config.hidden_size
+        kept = size_of_weights((config,)) if Path(self.encoder).is_dir() else 0
+        pairs = inputs.data.known_pairs
+        return (bound_as(pairs, pairs * size * np.dtype(self.dtype).itemsize + kept),) * 2
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
@@ -182,6 +201,10 @@ class AssignStage(Stage):
         save_index(directory, index)
         print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """An int32 a pair."""
+        return (bound_as(output.known_pairs, 4 * output.known_pairs),) * 2
+
 
 @dataclass(config=STRICT, kw_only=True)
 class ClusterCoarseStage(Stage):
@@ -207,6 +230,9 @@ class ClusterCoarseStage(Stage):
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
         clusters = CaptionClusters(centers, expert_of_center, coarse_centers)
         _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        return _size_of_labels(output)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -241,6 +267,53 @@ class SelectStage(Stage):
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
         clusters = CaptionClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
         _save_experts(self, Path(inputs.assignment), context, directory, clusters)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        return _size_of_labels(output)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainDataExpertStage(TrainStage):
+    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
+
+    kind: ClassVar[str] = "train_data_expert"
+
+    # The number by which --experts chooses it.
+    expert: int = Field(gt=0)
+    # A cluster_coarse or select stage, and which of its clusters.
+    clusters: Annotated[str, Reads("cluster_coarse", "select")]
+    # The number of the cluster.
+    cluster: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming or self.hidden_states is not None:
+            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
+        return self
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        if self.num_epochs is not None:
+            raise Unknown(f"how many pairs each of its clusters has, {self.clusters} tells when it is done")
+        return super().steps(inputs)
+
+    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs of one cluster.
+
+        Raises:
+            ValueError: there is no such cluster, or it has fewer pairs than a batch.
+        """
+        folder = Path(inputs.clusters)
+        known = len(load_caption_clusters(folder)[0].coarse_centers)
+        if self.cluster >= known:
+            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
+        chosen = np.flatnonzero(load_expert_of_pair(folder, context.fingerprint(rows, self.data)) == self.cluster)
+        if len(chosen) < self.global_batch_size:
+            raise ValueError(
+                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
+                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
+            )
+        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
+        return rows.select(chosen)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -290,6 +363,14 @@ class AssembleStage(Stage):
             centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
         assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, self.routing_temperature)
+
+    def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
+        return tuple(expert.clip for expert in inputs.experts)
+
+
+def _size_of_labels(output: Expected) -> tuple[int, int]:
+    """See `Stage.disk`: an int16 a pair."""
+    return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
 
 
 def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:

@@ -1,5 +1,7 @@
 """Stages that measure models."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,8 +13,10 @@ from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
-from evaluation.tasks import find_tasks, loaded_once
+from evaluation.tasks import find_tasks, loaded_once, problems_of_tasks
+from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
+from training.expected import Unknown
 from training.settings import STRICT
 from training.stages.base import Model, Stage
 
@@ -45,6 +49,9 @@ class EvaluateStage(Stage):
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from (("tasks", problem) for problem in problems_of_tasks(self.tasks))
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         results, tasks = [], loaded_once(find_tasks(self.tasks))
         for title, model in inputs.models.items():
@@ -72,6 +79,19 @@ class AnalyzeStage(Stage):
     num_experts_per_tok: list[int] = Field(default_factory=list)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from (("tasks", problem) for problem in problems_of_tasks(self.tasks))
+        with contextlib.suppress(Unknown):
+            config = inputs.model.clip
+            if not isinstance(config, CLIPMoEConfig):
+                yield "model", f"{self.model} is dense: it has no experts to analyze"
+                return
+            towers = (config.text_config, config.vision_config)
+            most = min((tower.num_experts for tower in towers if tower.moe_layers), default=0)
+            for number in self.num_experts_per_tok:
+                if not 1 <= number <= most:
+                    yield "num_experts_per_tok", f"{number} of {most} experts"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}

@@ -1,6 +1,7 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -16,10 +17,12 @@ from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
-from modeling_clip_moe import CLIPMoEModel
+from data.sources import DataArguments, Rows
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
+from training.expected import AtMost, Expected, Unknown, bound_as
 from training.feature_clusters import (
     FeatureClusters,
     accumulate,
@@ -33,6 +36,7 @@ from training.hidden_states import (
     captions_of_image,
     frozen_weights_hash,
     keep_hidden_states,
+    size_on_disk,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
@@ -75,6 +79,18 @@ class CaptionsStage(Stage):
             f"{missing.tolist()}"
         )
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        columns = ("caption", "raw_caption")
+        for policy in self.captions if self.data.source == "glyphs" else ():
+            if policy.column not in columns:
+                yield "captions", f"glyphs has no column {policy.column}; its columns are {', '.join(columns)}"
+
+    def open_data(self, arguments: DataArguments) -> Rows:
+        return caption_columns(arguments, {policy.column for policy in self.captions})
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        raise Unknown(f"a copy of {self.data.source} with other captions")
+
 
 @dataclass(config=STRICT, kw_only=True)
 class EmbedStage(Stage):
@@ -102,6 +118,12 @@ class EmbedStage(Stage):
         embed_pairs(context.accelerator, load_clip(inputs.model, dtype=torch.float32), loader, len(rows), directory)
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """Features of images and texts in float32; their parts are there until they are joined."""
+        pairs = inputs.data.known_pairs
+        size = pairs * 2 * inputs.model.clip.projection_dim * 4
+        return bound_as(pairs, size), bound_as(pairs, 2 * size)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -147,6 +169,20 @@ class HiddenStatesStage(Stage):
         part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
         if accelerator.is_main_process:
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        config = inputs.model.clip
+        towers = {"text": config.text_config, "vision": config.vision_config}
+        dense = [name for name, tower in towers.items() if not getattr(tower, "moe_layers", None)]
+        if dense:
+            raise ValueError(f"{self.name}.model: the {dense[0]} tower of {self.model} has no sparse layer to keep for")
+        return config
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """Texts as long as they can be."""
+        (config,), images = output.known_configs, inputs.data.known_pairs
+        tokens = images * len(self.caption_weights or [1]) * config.text_config.max_position_embeddings
+        return (AtMost(size_on_disk(config, images, tokens, getattr(torch, self.dtype))),) * 2
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -207,6 +243,10 @@ class ClusterStage(Stage):
             f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """An int64 a pair."""
+        return (bound_as(output.known_pairs, 8 * output.known_pairs),) * 2
 
     def _cluster(
         self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int

@@ -1,29 +1,34 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
+import copy
+import functools
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
-from conversion.checkpoints import load_model
+from conversion.checkpoints import architecture, load_model
 from conversion.files import save
 from conversion.folders import load_config
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.provenance import PROCESSOR, model_fingerprint
-from conversion.upcycle import change_routing, require_routing, upcycle
+from conversion.upcycle import change_routing, require_routing, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.initialize import random_clip
-from training.settings import STRICT, Reads
+from training.expected import Unknown, is_hub_name
+from training.initialize import clip_config, random_clip
+from training.settings import STRICT, Reads, did_you_mean
 from training.stages.base import Data, Model, Stage
 
 
@@ -53,7 +58,9 @@ class InitializeStage(Stage):
         config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
         unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
         if unknown:
-            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}")
+            known = [field.name for field in fields(config_class)]
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
     @model_validator(mode="after")
@@ -68,6 +75,21 @@ class InitializeStage(Stage):
         )
         model.save_pretrained(directory)
         save(processor, directory)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
+        text_config, tokenizer = self.text_config, self.tokenizer
+        if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
+            (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
+            sizes = {"vocab_size": vocabulary.vocab_size, "eos_token_id": vocabulary.vocab_size - 1}
+            return CLIPConfig(
+                text_config=sizes | width | text_config, vision_config=width | self.vision_config, **width
+            )
+        for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
+            if source not in (None, "glyphs") and not (source and Path(source).is_dir()):
+                if not is_hub_name(source):
+                    raise ValueError(f"{self.name}.{setting}: no such folder: {source!r}, which is no hub name either")
+                raise Unknown(f"{source} is not here")
+        return clip_config(text_config, self.vision_config, self.projection_dim, self.processor, tokenizer)[0]
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
@@ -101,6 +123,10 @@ class TokenizerStage(Stage):
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
         print(f"{self.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
+        """Of a text tower with all tokens that it may learn."""
+        return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length)
+
 
 @dataclass(config=STRICT, kw_only=True)
 class LongContextStage(Stage):
@@ -117,6 +143,13 @@ class LongContextStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         long_context.convert(inputs.model, directory, self.length)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        config = copy.deepcopy(inputs.model.clip)
+        text = config.text_config
+        long_context.stretch_positions(torch.empty(text.max_position_embeddings, 1), self.length)  # raises
+        text.max_position_embeddings = self.length
+        return config
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -148,13 +181,24 @@ class UpcycleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = upcycle(load_model(CLIPModel, inputs.model), _preset(self), self.towers, context.seed)
-        for tower in ("text_config", "vision_config"):
-            try:
-                change_routing(getattr(model.config, tower), getattr(self, tower))
-            except ValueError as error:
-                raise ValueError(f"{self.name}.{tower}: {error}") from error
+        self._change_routing(model.config)
         model.save_pretrained(directory)
         copy_processor(inputs.model, directory)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        dense = inputs.model.clip
+        if isinstance(dense, CLIPMoEConfig):
+            raise ValueError(f"{self.name}.model: {self.model} is sparse already, and a dense CLIP is needed")
+        config = _sparse_config(self, dense, _preset(self))
+        self._change_routing(config)
+        return config
+
+    def _change_routing(self, config: CLIPMoEConfig) -> None:
+        for tower in ("text_config", "vision_config"):
+            try:
+                change_routing(getattr(config, tower), getattr(self, tower))
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{tower}: {error}") from error
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -184,6 +228,25 @@ class UnifyStage(Stage):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        preset, base, number = _preset(self), inputs.model.clip, len(self.experts)
+        if isinstance(base, CLIPMoEConfig):
+            self._require_fit(base)
+            options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
+            config = unify.stacked_config(base, number, *options)[0]
+        else:
+            base_expert = self.base_expert and not preset.fusion_gate
+            config = _sparse_config(self, base, replace(preset, num_experts=base_expert + number))
+        experts = [expert.clip for expert in inputs.experts]
+        for name, expert in zip(self.experts, experts, strict=True):
+            if type(expert) is not type(base):
+                raise ValueError(
+                    f"{self.name}.experts: {name} is {expert.model_type}, but {self.model} {base.model_type}"
+                )
+        dtypes = [one.dtype or torch.float32 for one in (base, *experts)]
+        config.dtype = functools.reduce(torch.promote_types, dtypes)
+        return config
+
     def _require_fit(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
         ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
@@ -209,6 +272,13 @@ class AverageStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         average.convert(inputs.models, directory)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        first, *others = (model.clip for model in inputs.models)
+        for name, other in zip(self.models[1:], others, strict=True):
+            if type(other) is not type(first) or len({str(architecture(one, type(one))) for one in (first, other)}) > 1:
+                raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
+        return first
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -236,6 +306,12 @@ class DenseStage(Stage):
         copy_processor(inputs.model, directory)
         dense.verify(inputs.model, directory, self.take, scale)
 
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
+        config = inputs.model.clip
+        if not isinstance(config, CLIPMoEConfig):
+            raise ValueError(f"{self.name}.model: {self.model} is dense already")
+        return dense.dense_config(config)
+
 
 def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
     """The preset of a stage with its changes."""
@@ -243,3 +319,13 @@ def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
         return changed_preset(stage.preset, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
     except ValueError as error:
         raise ValueError(f"{stage.name}.changes: {error}") from error
+
+
+def _sparse_config(stage: UpcycleStage | UnifyStage, dense: CLIPConfig, preset: Preset) -> CLIPMoEConfig:
+    """See `conversion.upcycle.sparse_config`; its errors name the setting."""
+    try:
+        config = sparse_config(dense, preset, stage.towers)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{stage.name}.{'changes' if stage.changes else 'preset'}: {error}") from error
+    config.dtype = dense.dtype
+    return config

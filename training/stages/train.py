@@ -4,7 +4,10 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 `batch_sampler`, `contrastive_loss` or `router_loss`.
 """
 
+import contextlib
+import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedModel
+from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.checkpoints import load_clip
 from conversion.files import save
@@ -25,9 +28,18 @@ from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.context import Context
 from training.engine import start_trackers, train
+from training.expected import (
+    AtMost,
+    Expected,
+    Unknown,
+    bound_as,
+    described,
+    parameters,
+    size_of_weights,
+    trainable_parameters,
+)
 from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_of_image
@@ -204,15 +216,75 @@ class TrainStage(Stage):
             model.save_pretrained(directory, state_dict=state_dict)
             save(processor, directory)
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
+        if batch % (num_processes * accumulation):
+            yield "global_batch_size", self._not_shared(num_processes)
+        with contextlib.suppress(Unknown):
+            least = batch if self.max_steps is None else batch // accumulation
+            if inputs.data.known_pairs < least:
+                yield (
+                    "global_batch_size",
+                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
+                )
+        with contextlib.suppress(Unknown):
+            model = described(inputs.model.clip)
+            try:
+                trainable, _ = set_trainable(model, self.trainable)
+            except ValueError as error:
+                yield "trainable", str(error)
+                return
+            for setting, check in (
+                ("balance_top_k", lambda: self._require_choices(model)),
+                ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
+            ):
+                try:
+                    check()
+                except ValueError as error:
+                    yield setting, str(error)
+
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        config = copy.deepcopy(inputs.model.clip)
+        config.dtype = torch.float32
+        return config
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        """Optimizer steps in all. Raises Unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
+
+    def memory(self, inputs: SimpleNamespace) -> int:
+        """Bytes of the weights, of their gradients and of AdamW's two moments, all in float32. Raises Unknown."""
+        config = inputs.model.clip
+        return 4 * parameters((config,))["total"] + 12 * trainable_parameters(config, self.trainable)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """With checkpoints: one more than `save_total_limit` while the newest is written."""
+        weights = size_of_weights(output.known_configs)
+        if self.save_steps is None:
+            return weights, weights
+        checkpoint = weights + 8 * trainable_parameters(inputs.model.clip, self.trainable)
+        try:
+            steps = self.steps(inputs)
+        except Unknown:
+            steps = AtMost(self.save_steps * (self.save_total_limit + 2))
+        written = (steps - 1) // self.save_steps
+        kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
+        return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
+
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
         batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
         if rest:
-            raise ValueError(
-                f"{self.name}: global_batch_size {self.global_batch_size} cannot be shared by "
-                f"{world_size} processes x {self.gradient_accumulation_steps} accumulation steps"
-            )
+            raise ValueError(f"{self.name}.global_batch_size: {self._not_shared(world_size)}")
         return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
+
+    def _not_shared(self, num_processes: int) -> str:
+        return (
+            f"{self.global_batch_size} cannot be shared by {num_processes} processes x "
+            f"{self.gradient_accumulation_steps} accumulation steps"
+        )
 
     def _total_steps(self, loader: PairLoader) -> int:
         if not self.data.streaming and len(loader) == 0:
@@ -285,6 +357,10 @@ class TrainExpertsStage(TrainStage):
             raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
         return self
 
+    def steps(self, inputs: SimpleNamespace) -> int:
+        """Fewer where samples do not fill a batch of their cluster, or are of other clusters."""
+        return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
+
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
         clusters = load_feature_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
@@ -329,42 +405,3 @@ class TrainRouterStage(TrainStage):
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
     balance_mean: Literal["tower", "layer", "token"] = "layer"
-
-
-@dataclass(config=STRICT, kw_only=True)
-class TrainDataExpertStage(TrainStage):
-    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
-
-    kind: ClassVar[str] = "train_data_expert"
-
-    # The number by which --experts chooses it.
-    expert: int = Field(gt=0)
-    # A cluster_coarse or select stage, and which of its clusters.
-    clusters: Annotated[str, Reads("cluster_coarse", "select")]
-    # The number of the cluster.
-    cluster: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _check_data(self):
-        if self.data.streaming or self.hidden_states is not None:
-            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
-        return self
-
-    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
-        """The pairs of one cluster.
-
-        Raises:
-            ValueError: there is no such cluster, or it has fewer pairs than a batch.
-        """
-        folder = Path(inputs.clusters)
-        known = len(load_caption_clusters(folder)[0].coarse_centers)
-        if self.cluster >= known:
-            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
-        chosen = np.flatnonzero(load_expert_of_pair(folder, context.fingerprint(rows, self.data)) == self.cluster)
-        if len(chosen) < self.global_batch_size:
-            raise ValueError(
-                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
-                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
-            )
-        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
-        return rows.select(chosen)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.recipe import dump_recipe as dump
-from training.recipe import load_recipe
+from training.recipe import dump_recipe, load_recipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 
@@ -95,7 +94,7 @@ def test_overrides(recipe):
 def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
     loaded = load_recipe(recipe())
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(yaml.safe_dump(dump(loaded)))
+    resolved.write_text(yaml.safe_dump(dump_recipe(loaded)))
     assert load_recipe(resolved) == loaded
 
 

@@ -1,0 +1,177 @@
+"""What a run will take, told before it begins: `--plan`. Nothing is computed or written."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.files import read_record
+from conversion.provenance import MANIFEST
+from training.checks import WRONG, Outlook, find_faults
+from training.engine import CHECKPOINTS
+from training.expected import AtMost, Unknown, parameters, trainable_parameters
+from training.manifests import comparable, has_work, require_same
+from training.recipe import Recipe
+from training.settings import dump
+from training.stages.base import Stage, references
+from training.stages.train import TrainStage
+from training.training_state import latest_checkpoint
+
+NUMBERS = ("parameters", "activated", "trainable", "steps", "samples", "memory", "disk", "disk at most")
+COUNTS, BYTES = ("parameters", "activated", "trainable"), ("memory", "disk", "disk at most")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a stage.
+
+    Args:
+        state: done, to do, or the step that it goes on from.
+        reads: the references of its settings.
+        numbers: by the names of `NUMBERS`; a text: why it is unknown. Those that a stage has not are left out.
+    """
+
+    name: str
+    kind: str
+    state: str
+    reads: list[str]
+    numbers: dict[str, int | str]
+
+
+def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[list[Row], list[str]]:
+    """The stages of a run, and the faults that would keep it from beginning.
+
+    Args:
+        stages: those to run.
+    """
+    outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
+    stages = list(stages)
+    rows = [_row(stage, outlook) for stage in stages]
+    faults = [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
+    for stage in stages:
+        faults += [f"{stage.name}: {error}" for error in _made_otherwise(stage, recipe, outlook.output_dir)]
+    return rows, faults
+
+
+def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[ValueError]:
+    """What keeps a folder that is there from being used, as far as settings tell: data and inputs are not read."""
+    for folder in (output_dir / stage.name, output_dir / f"{stage.name}.partial"):
+        try:
+            if (folder / MANIFEST).is_file() and (has_work(folder) or folder.suffix != ".partial"):
+                asked = {"stage": comparable(dump(stage)), "seed": recipe.seed}
+                require_same(folder, read_record(folder / MANIFEST, dict) | asked, None)
+        except ValueError as error:
+            yield error
+
+
+def _row(stage: Stage, outlook: Outlook) -> Row:
+    inputs, output = outlook.inputs[stage.name], outlook.outputs[stage.name]
+    reads = [reference.value for reference in references(stage)]
+    source = getattr(stage, "data", None)
+    state = _state(stage, outlook)
+    asked: dict[str, Callable[[], int]] = {}
+    if stage.makes_model:
+        asked["parameters"] = lambda: parameters(output.known_configs)["total"]
+        asked["activated"] = lambda: parameters(output.known_configs)["activated"]
+    if isinstance(stage, TrainStage) and state != "done":
+        asked["trainable"] = lambda: trainable_parameters(inputs.model.clip, stage.trainable)
+        asked["steps"] = lambda: stage.steps(inputs)
+        asked["samples"] = lambda: type(stage.steps(inputs))(stage.steps(inputs) * stage.global_batch_size)
+        asked["memory"] = lambda: stage.memory(inputs)
+    elif source is not None and state != "done":
+        asked["samples"] = lambda: output.known_pairs
+    if state != "done":
+        asked["disk"] = lambda: stage.disk(inputs, output)[0]
+        asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
+    numbers = {name: number for name, ask in asked.items() if (number := _told(ask)) != 0}
+    return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers)
+
+
+def _told(ask: Callable[[], int]) -> int | str:
+    try:
+        return ask()
+    except Unknown as why:
+        return str(why)
+    except WRONG:
+        return "see the faults"
+
+
+def _state(stage: Stage, outlook: Outlook) -> str:
+    if outlook.finished(stage.name):
+        return "done"
+    partial = outlook.output_dir / f"{stage.name}.partial"
+    latest = latest_checkpoint(partial / CHECKPOINTS)
+    if latest is not None:
+        return f"goes on from step {int(latest.name.removeprefix('step-'))}"
+    return "goes on" if has_work(partial) else "to do"
+
+
+def render(title: str, rows: list[Row], num_processes: int) -> str:
+    """Two tables: what the stages are, and what they take; with what is unknown, and why, below."""
+    reasons: list[str] = []
+    first = [["stage", "kind", "state", "reads"]]
+    first += [[row.name, row.kind, row.state, ", ".join(row.reads) or "-"] for row in rows]
+    second = [["stage", *NUMBERS]]
+    second += [[row.name, *(_cell(name, row.numbers.get(name, 0), reasons) for name in NUMBERS)] for row in rows]
+    second.append(["in all", *(_sum(name, rows) for name in NUMBERS)])
+    notes = [f"unknown ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join(
+        [
+            f"{title}: {len(rows)} stages on {num_processes} process{'es' if num_processes > 1 else ''}",
+            "",
+            *_aligned(first, left=4),
+            "",
+            *_aligned(second, left=1),
+            *([""] if notes else []),
+            *notes,
+            "",
+            "memory: of a process, for weights, gradients and AdamW's two moments in float32, without activations",
+            "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
+        ]
+    )
+
+
+def _cell(name: str, value: int | str, reasons: list[str]) -> str:
+    if isinstance(value, str):
+        if value not in reasons:
+            reasons.append(value)
+        return f"unknown ({reasons.index(value) + 1})"
+    return ("≤ " if isinstance(value, AtMost) else "") + _formatted(name, value)
+
+
+def _formatted(name: str, value: int) -> str:
+    if value == 0:
+        return "-"
+    if name in BYTES:
+        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
+    return f"{value / 1e6:,.2f} M" if name in COUNTS else f"{value:,}"
+
+
+def _sum(name: str, rows: list[Row]) -> str:
+    """Of all stages to do; of the memory the largest. Disk is fullest while one runs, beside those before it."""
+    if name in COUNTS:
+        return "-"
+    values = [row.numbers[name] for row in rows if name in row.numbers]
+    known = [value for value in values if not isinstance(value, str)]
+    if name == "disk at most":
+        sizes = [[_known(row.numbers.get(column, 0)) for column in ("disk", name)] for row in rows]
+        total = max((sum(disk for disk, _ in sizes[:at]) + most for at, (_, most) in enumerate(sizes)), default=0)
+    else:
+        total = max(known, default=0) if name == "memory" else sum(known)
+    bound = "≤ " if any(isinstance(value, AtMost) for value in known) else ""
+    if len(known) == len(values):
+        return bound + _formatted(name, total)
+    return f"{bound}{_formatted(name, total)} + unknown" if total else "unknown"
+
+
+def _known(value: int | str) -> int:
+    return 0 if isinstance(value, str) else value
+
+
+def _aligned(table: list[list[str]], left: int) -> list[str]:
+    """Lines of a table whose first columns stand at the left of their cells, and the others at the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(f"{cell:{'<' if at < left else '>'}{width}}" for at, (cell, width) in enumerate(cells)))
+    return [line.rstrip() for line in lines]
