@@ -13,7 +13,19 @@ def cut(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_PER_ERROR]) + more
 
 
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like an unknown one, which may be meant; None where none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def what_is_meant(name: str, known: Iterable[str]) -> str:
+    """What ends an error about an unknown name: the most similar known one, or else all that there are."""
+    known = sorted(known)
+    similar = most_similar(name, known)
+    return f"did you mean {similar!r}?" if similar else f"known are {', '.join(known) or 'none'}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What follows an unknown name in an error message: the most similar known one, or nothing where none is."""
-    similar = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {similar[0]!r}?)" if similar else ""
+    """What follows an unknown name within an error: the most similar known one, or nothing where none is like it."""
+    similar = most_similar(name, known)
+    return f" (did you mean {similar!r}?)" if similar else ""

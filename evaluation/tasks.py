@@ -5,7 +5,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from datasets import ClassLabel, Dataset, Value
 from pydantic import ValidationError
 
+from conversion.messages import what_is_meant
 from data import glyphs
 from data.pairs import load_pairs, readable_pairs, select_columns, with_image_root
 from data.sources import DataArguments, open_rows
@@ -129,9 +129,7 @@ def problems_of_tasks(names: Sequence[str], known: Iterable[str] = TASKS) -> lis
     known, problems = list(known), []
     for name in dict.fromkeys(names):
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            problems.append(f"unknown task {name or repr(name)}: {hint}")
+            problems.append(f"unknown task {name or repr(name)}: {what_is_meant(name, known)}")
         if names.count(name) > 1:
             problems.append(f"the task {name or repr(name)} occurs twice")
     return problems

@@ -118,11 +118,11 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         # Tasks, presets and what they change
         (
             {"scores.tasks": ["glyph_pairs"]},
-            "scores.tasks: there is no task 'glyph_pairs': did you mean 'glyphs_pairs'?",
+            "scores.tasks: unknown task glyph_pairs: did you mean 'glyphs_pairs'?",
         ),
-        ({"looked.tasks": ["glyphs_pairs"] * 2}, "looked.tasks: glyphs_pairs occurs twice"),
+        ({"looked.tasks": ["glyphs_pairs"] * 2}, "looked.tasks: the task glyphs_pairs occurs twice"),
         ({"sparse.preset": "clip_upp"}, "sparse.preset: Input should be *: did you mean 'clip_up'? (got 'clip_upp')"),
-        ({"sparse.changes.num_expert": 2}, "sparse.changes: * no num_expert *: did you mean 'num_experts'?"),
+        ({"sparse.changes.num_expert": 2}, "sparse.changes: * no num_expert (did you mean 'num_experts'?)"),
         ({"sparse.changes.num_experts_per_tok": 5}, "sparse.changes: *num_experts_per_tok*5*"),
         ({"unified.changes.num_experts_per_tok": 3}, "unified.changes: *num_experts_per_tok*3*"),
         ({"sparse.text_config.capacity_factor": -1}, "sparse.text_config: *capacity_factor*-1*"),

@@ -216,12 +216,12 @@ def test_tasks_with_blanks_between(dense, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "nope"], "unknown task nope: there are glyphs_zero_shot"),
+        (["--tasks", "nope"], "unknown task nope: known are glyphs_digits"),
         (["--tasks", "retrieval"], "the task retrieval needs --dataset"),
         (["--tasks", "retrieval", "--dataset", ""], "the task retrieval needs --dataset"),
         (["--tasks", "glyphs_pairs,glyphs_retrieval, glyphs_pairs"], "the task glyphs_pairs occurs twice"),
-        (["--tasks", "glyphs_pairs,"], "unknown task '': there are"),
-        (["--tasks", ""], "unknown task '': there are"),
+        (["--tasks", "glyphs_pairs,"], "unknown task '': known are"),
+        (["--tasks", ""], "unknown task '': known are"),
         (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
         (["--tasks", "glyphs_pairs", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--tasks", "glyphs_pairs", "--device", "nonsense"], "cannot compute on the device nonsense"),

@@ -31,13 +31,13 @@ dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 def test_all_unknown_names_are_told_at_once():
     assert problems_of_tasks(["glyphs_pairs", "glyphs_digits"]) == []
     assert problems_of_tasks(["glyphs_pair", "x", "glyphs_digits", "glyphs_digits", "retreival", ""]) == [
-        "unknown task glyphs_pair: did you mean glyphs_pairs?",
-        f"unknown task x: there are {', '.join(TASKS)}",
+        "unknown task glyphs_pair: did you mean 'glyphs_pairs'?",
+        f"unknown task x: known are {', '.join(sorted(TASKS))}",
         "the task glyphs_digits occurs twice",
-        "unknown task retreival: did you mean glyphs_retrieval?",
-        f"unknown task '': there are {', '.join(TASKS)}",
+        "unknown task retreival: did you mean 'glyphs_retrieval'?",
+        f"unknown task '': known are {', '.join(sorted(TASKS))}",
     ]
-    with pytest.raises(ValueError, match=r"unknown task a: there are .*; the task glyphs_pairs occurs twice$"):
+    with pytest.raises(ValueError, match=r"unknown task a: known are .*; the task glyphs_pairs occurs twice$"):
         find_tasks(["a", "glyphs_pairs", "glyphs_pairs"])
     assert list(find_tasks(["glyphs_pairs", "glyphs_digits"])) == ["glyphs_pairs", "glyphs_digits"]
 
@@ -51,7 +51,7 @@ def test_a_command_says_the_same_of_names_as_a_recipe(tmp_path, command):
 
 
 def test_a_misspelt_task_on_own_data(tmp_path):
-    with pytest.raises(SystemExit, match="error: unknown task retreival: did you mean retrieval?"):
+    with pytest.raises(SystemExit, match="error: unknown task retreival: did you mean 'retrieval'?"):
         evaluate.main(["--model", "nowhere", "--tasks", "retreival", "--output-dir", str(tmp_path)])
 
 
