@@ -23,8 +23,9 @@ MODEL_FILES = ("config.json", "modules.json")
 
 
 class RecipeError(ValueError):
-    """The faults of a recipe, with their settings: a first line that counts them, then a line for each. One alone stands
-    in the first line.
+    """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
+
+    One alone stands in the first line.
 
     Args:
         faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
