@@ -20,6 +20,7 @@ from transformers import (
 
 from conversion.checkpoints import (
     IMAGE_PROCESSOR_FILES,
+    MOST_LAYERS,
     TOKENIZER_FILES,
     forget_last_use,
     has_file,
@@ -28,6 +29,8 @@ from conversion.checkpoints import (
     require_source,
 )
 from data import glyphs
+
+LARGEST_IMAGE = 5000  # one is made to look at what comes of it
 
 
 def random_clip(
@@ -72,6 +75,12 @@ def clip_config(
         raise ValueError(
             f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
             "number, and an image has to hold a patch"
+        )
+    layers = max(text.num_hidden_layers, vision.num_hidden_layers)
+    if layers > MOST_LAYERS or vision.image_size > LARGEST_IMAGE:
+        raise ValueError(
+            f"text_config and vision_config make no CLIP with image_size {vision.image_size} and {layers} layers: they can "
+            f"be {LARGEST_IMAGE} and {MOST_LAYERS} at most"
         )
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
