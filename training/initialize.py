@@ -1,6 +1,8 @@
 """A random dense CLIP and the processor that goes with it, to train from scratch."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,8 @@ def clip_config(
     layers = max(text.num_hidden_layers, vision.num_hidden_layers)
     if layers > MOST_LAYERS or vision.image_size > LARGEST_IMAGE:
         raise ValueError(
-            f"text_config and vision_config make no CLIP with image_size {vision.image_size} and {layers} layers: they can "
-            f"be {LARGEST_IMAGE} and {MOST_LAYERS} at most"
+            f"text_config and vision_config make no CLIP: image_size is {vision.image_size}, at most {LARGEST_IMAGE} is "
+            f"possible, and there are {layers} layers, of which {MOST_LAYERS} are"
         )
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
@@ -113,12 +115,16 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
         _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
     if tokenizer is None and processor == "glyphs":
-        texts = glyphs.build_tokenizer(context_length)
+        texts = copy.deepcopy(_glyph_tokenizer(context_length))
     else:
         source = processor if tokenizer is None else tokenizer
         _require_half(source, "tokenizer", TOKENIZER_FILES)
         texts = load_tokenizer(source)
     return CLIPProcessor(image_processor=images, tokenizer=texts)
+
+
+# The checks of a recipe need it, and then the stage
+_glyph_tokenizer = functools.lru_cache(maxsize=4)(glyphs.build_tokenizer)
 
 
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
