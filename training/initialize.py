@@ -81,8 +81,8 @@ def clip_config(
     layers = max(text.num_hidden_layers, vision.num_hidden_layers)
     if layers > MOST_LAYERS or vision.image_size > LARGEST_IMAGE:
         raise ValueError(
-            f"text_config and vision_config make no CLIP: image_size is {vision.image_size}, at most {LARGEST_IMAGE} is "
-            f"possible, and there are {layers} layers, of which {MOST_LAYERS} are"
+            f"text_config and vision_config have image_size {vision.image_size} and {layers} layers: at most "
+            f"{LARGEST_IMAGE} and {MOST_LAYERS} are possible"
         )
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
