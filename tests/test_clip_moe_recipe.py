@@ -317,7 +317,7 @@ def test_two_processes_end_in_the_same_model(run, whole):
         ),
         ({"clusters_1.features": "dense"}, "clusters_1", "dense is a stage of type initialize, not embed"),
         ({"expert_1.clusters": "features_0"}, "expert_1", "features_0 is a stage of type embed, not cluster"),
-        ({"unified.experts": ["expert_1", "clip_moe"]}, "unified", "a model of type 'clip' is needed"),
+        ({"unified.experts": ["expert_1", "clip_moe"]}, "unified", "unified.experts.1: clip_moe is a later stage"),
         ({"unified.changes": {"experts": 2}}, "unified", "a preset has no experts"),
         ({"unified.changes": {"num_experts": 2}}, "unified", "a preset has no num_experts to change"),
         (

@@ -17,7 +17,7 @@ from training.settings import Reads, did_you_mean, dump
 from training.stages.base import Reference, Stage, kinds, map_inputs, references
 
 # What a wrong setting makes configurations and libraries raise
-WRONG = (ValueError, OSError, StrictDataclassError, TypeError, ArithmeticError, LookupError)
+WRONG = (ValueError, OSError, StrictDataclassError, TypeError, ArithmeticError, LookupError, RuntimeError)
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
 

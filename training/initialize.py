@@ -1,6 +1,8 @@
 """A random dense CLIP and the processor that goes with it, to train from scratch."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import (
 from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
+    MOST_LAYERS,
     TOKENIZER_FILES,
     forget_last_call,
     load_image_processor,
@@ -29,6 +32,8 @@ from conversion.processors import (
     require_fit,
 )
 from data import glyphs
+
+LARGEST_IMAGE = 5000  # one is made to look at what comes of it
 
 
 def random_clip(
@@ -74,6 +79,12 @@ def clip_config(
             f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
             "number, and an image has to hold a patch"
         )
+    layers = max(text.num_hidden_layers, vision.num_hidden_layers)
+    if layers > MOST_LAYERS or vision.image_size > LARGEST_IMAGE:
+        raise ValueError(
+            f"text_config and vision_config have image_size {vision.image_size} and {layers} layers: at most "
+            f"{LARGEST_IMAGE} and {MOST_LAYERS} are possible"
+        )
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
@@ -107,12 +118,16 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
         _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
     if tokenizer is None and processor == "glyphs":
-        texts = glyphs.build_tokenizer(context_length)
+        texts = copy.deepcopy(_glyph_tokenizer(context_length))
     else:
         source = processor if tokenizer is None else tokenizer
         _require_half(source, "tokenizer", TOKENIZER_FILES)
         texts = load_tokenizer(source)
     return CLIPProcessor(image_processor=images, tokenizer=texts)
+
+
+# The checks of a recipe need it, and then the stage
+_glyph_tokenizer = functools.lru_cache(maxsize=4)(glyphs.build_tokenizer)
 
 
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:

@@ -147,7 +147,9 @@ class LongContextStage(Stage):
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         config = copy.deepcopy(inputs.model.clip)
         text = config.text_config
-        long_context.stretch_positions(torch.empty(text.max_position_embeddings, 1), self.length)  # raises
+        long_context.stretch_positions(
+            torch.empty(text.max_position_embeddings, 1, device="meta"), self.length
+        )  # raises
         text.max_position_embeddings = self.length
         return config
 
