@@ -270,7 +270,7 @@ def _shape(kind: str) -> PILImage.Image:
 
 
 def _distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
-    """A small random rotation, shear and stretch about the centre."""
+    """A small random rotation, shear and stretch about the center."""
     angle, shear = rng.uniform(-0.2, 0.2), rng.uniform(-0.15, 0.15)
     width, height = rng.uniform(0.9, 1.1, 2)
     matrix = np.array([[np.cos(angle), np.sin(angle) + shear], [-np.sin(angle), np.cos(angle)]])

@@ -79,9 +79,9 @@ def reference(state, images, tokens, activation):
     """(logits per image, image embeddings, text embeddings), one image, one text, one head at a time."""
 
     def norm(x, name):
-        centred = x - x.mean(dim=-1, keepdim=True)
-        variance = (centred**2).mean(dim=-1, keepdim=True)
-        return centred / torch.sqrt(variance + 1e-5) * state[f"{name}.weight"] + state[f"{name}.bias"]
+        centered = x - x.mean(dim=-1, keepdim=True)
+        variance = (centered**2).mean(dim=-1, keepdim=True)
+        return centered / torch.sqrt(variance + 1e-5) * state[f"{name}.weight"] + state[f"{name}.bias"]
 
     def attention(x, name, causal):
         length, width = x.shape

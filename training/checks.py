@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.files import read_record
+from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
 from data.sources import BUILDERS, DataArguments
 from training.expected import Expected, Unknown, count_pairs, is_here, is_hub_name, is_saved, model_configs
-from training.settings import Reads, did_you_mean, dump
+from training.settings import Reads, dump
 from training.stages.base import Reference, Stage, kinds, map_inputs, references
 
 # What a wrong setting makes configurations and libraries raise
@@ -128,7 +129,7 @@ def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Itera
             elif at is not None and at >= number:
                 yield f"{key}: {value} is {'this stage itself' if at == number else 'a later stage: move it up'}"
             elif at is None and value not in broken and _is_misspelt(value, fitting):
-                yield f"{key}: there is no stage or folder {value!r}: {did_you_mean(value, fitting)}"
+                yield f"{key}: there is no stage or folder {value!r}: {what_is_meant(value, fitting)}"
 
 
 def _is_misspelt(value: str, names: list[str]) -> bool:

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from conversion.messages import most_similar, what_is_meant
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
-from training.settings import STRICT, did_you_mean, dump
+from training.settings import STRICT, dump
 from training.stages import AnyStage
 from training.stages.base import Stage, kinds
 from training.stages.custom import import_stage
@@ -160,7 +161,7 @@ def _read_stages(
             stages.append(stage)
     if all_known:  # else those may be meant by unused ones
         problems += [
-            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
+            f"defaults.{key}: no stage uses them: {what_is_meant(key, used)}" for key in sorted({*defaults} - used)
         ]
     return stages, broken
 
@@ -183,7 +184,7 @@ def stage_class(stage: str) -> type[Stage]:
     """
     if ":" not in stage:
         if stage not in STAGES:
-            raise ValueError(f"there is no kind of stage {stage!r}: {did_you_mean(stage, STAGES)}")
+            raise ValueError(f"there is no kind of stage {stage!r}: {what_is_meant(stage, STAGES)}")
         return STAGES[stage]
     return import_stage(stage)
 
@@ -256,14 +257,14 @@ def _message(error: dict, kind: type) -> str:
     """What is wrong with a setting, with the name that may be meant instead."""
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
-        hint = did_you_mean(str(error["input"]), choices) if choices else ""
-        return error["msg"] + (f": {hint}" if hint.startswith("did") else "")
+        similar = most_similar(str(error["input"]), choices)
+        return error["msg"] + (f": did you mean {similar!r}?" if similar else "")
     if error["type"] != "unexpected_keyword_argument":
         return error["msg"]
     *parents, key = error["loc"]
     for parent in parents:
         kind = kind if isinstance(parent, int) else _settings_in(get_type_hints(kind).get(parent))
-    hint = f": {did_you_mean(str(key), [field.name for field in fields(kind)])}" if kind else ""
+    hint = f": {what_is_meant(str(key), [field.name for field in fields(kind)])}" if kind else ""
     return f"there is no such key, here or in the defaults of this stage{hint}"
 
 

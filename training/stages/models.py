@@ -18,6 +18,7 @@ from conversion import average, dense, long_context, unify
 from conversion.checkpoints import architecture, load_model
 from conversion.files import save
 from conversion.folders import load_config
+from conversion.messages import what_is_meant
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.provenance import PROCESSOR, model_fingerprint
@@ -28,13 +29,13 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
 from training.expected import Unknown, is_hub_name
 from training.initialize import clip_config, random_clip
-from training.settings import STRICT, Reads, did_you_mean
+from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
 class InitializeStage(Stage):
-    """A randomly initialised dense CLIP, to be trained from scratch."""
+    """A randomly initialized dense CLIP, to be trained from scratch."""
 
     kind: ClassVar[str] = "initialize"
     makes_model: ClassVar[bool] = True
@@ -59,7 +60,7 @@ class InitializeStage(Stage):
         unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
         if unknown:
             known = [field.name for field in fields(config_class)]
-            hint = did_you_mean(unknown[0], known)
+            hint = what_is_meant(unknown[0], known)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
@@ -98,7 +99,7 @@ class InitializeStage(Stage):
 
 @dataclass(config=STRICT, kw_only=True)
 class TokenizerStage(Stage):
-    """A tokenizer learnt from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+    """A tokenizer learned from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
 
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True
@@ -113,7 +114,7 @@ class TokenizerStage(Stage):
     @model_validator(mode="after")
     def _check(self):
         if self.data.streaming:
-            raise ValueError("data.streaming: a tokenizer is learnt from a whole dataset; num_samples takes a part")
+            raise ValueError("data.streaming: a tokenizer is learned from a whole dataset; num_samples takes a part")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -121,7 +122,7 @@ class TokenizerStage(Stage):
         tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
         save(tokenizer, directory)
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
-        print(f"{self.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
+        print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
         """Of a text tower with all tokens that it may learn."""
