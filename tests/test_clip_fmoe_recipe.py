@@ -23,8 +23,9 @@ from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.presets import PRESETS
 from conversion.processors import copy_processor
 from conversion.upcycle import upcycle
+from training.embedding import load_features
 from training.engine import checkpoint_layers
-from training.feature_clusters import FeatureClusters
+from training.feature_clusters import FeatureClusters, split
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
@@ -211,22 +212,34 @@ def test_ablations_of_the_gate(run, tmp_path, overrides, num_experts, gated):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "stage", "columns"),
     [
-        {
-            "clusters.num_image_clusters": 1,
-            "clusters.num_random_clusters": 2,
-            "defaults.train_experts.clusters": "clusters",
-        },
-        {"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2},
-        {"sub_clusters.num_image_clusters": 2, "sub_clusters.num_text_clusters": 2},
+        (
+            {
+                "clusters.num_image_clusters": 1,
+                "clusters.num_random_clusters": 2,
+                "defaults.train_experts.clusters": "clusters",
+            },
+            "clusters",
+            {"random": 2},
+        ),
+        ({"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2}, "clusters", {"text": 2}),
+        ({"sub_clusters.num_text_clusters": 2}, "sub_clusters", {"image": 2, "text": 2}),
     ],
     ids=["random, one level", "text", "image x text"],
 )
-def test_ablations_of_the_clusters(run, tmp_path, overrides):
+def test_ablations_of_the_clusters(run, tmp_path, overrides, stage, columns):
+    """The clusters are those of the chosen features, and each expert is trained on its own."""
     short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
     output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
-    assert (output / "expert_2" / "model.safetensors").exists() and not (output / "unified").exists()
+    first, found = (load_arrays(output / name / "clusters.safetensors") for name in ("clusters", stage))
+    groups = first["labels"] if stage == "sub_clusters" else None
+    labels = split(load_features(output / "features"), columns, 0, groups)
+    expected = np.ravel_multi_index(tuple(labels.values()), tuple(columns.values()))
+    assert np.array_equal(found["tuples"][found["labels"], -1], expected)
+    fused, *experts = (weights(output / name) for name in ("fused", "expert_1", "expert_2"))
+    assert all(moved(fused, expert) for expert in experts) and moved(*experts)
+    assert not (output / "unified").exists()
 
 
 def test_size_is_announced_before_it_is_written(run, whole, capsys):

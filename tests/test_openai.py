@@ -288,7 +288,7 @@ def test_as_a_program(state, tmp_path):
     command = [sys.executable, "-m", "conversion.openai", tmp_path / "archive.pt", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "config.json").is_file()
+    assert_matches_reference(CLIPModel.from_pretrained(tmp_path / "out"), state)
 
 
 class Malicious:
