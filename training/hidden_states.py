@@ -47,7 +47,7 @@ def frozen_weights_hash(model: CLIPMoEModel) -> str:
     return digest.hexdigest()
 
 
-def captions_of_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
+def captions_per_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
     """How many captions of an image hidden states are of: all, or the only one.
 
     Raises:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from conversion import average, dense, long_context, unify
 from conversion.checkpoints import architecture, load_model
 from conversion.files import save
 from conversion.folders import load_config
+from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
@@ -27,7 +29,7 @@ from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.expected import Unknown, is_hub_name
+from training.expected import Unknown
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
@@ -209,6 +211,8 @@ class UnifyStage(Stage):
     kind: ClassVar[str] = "unify"
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
+    # Fields of the preset that `experts` settles
+    FIXED: ClassVar[tuple[str, ...]] = ("num_experts",)
 
     # What the experts were trained from.
     model: Model
@@ -224,13 +228,13 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset, config = _preset(self), load_config(inputs.model)
+        preset, config = _preset(self, self.FIXED), load_config(inputs.model)
         if isinstance(config, CLIPMoEConfig):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
-        preset, base, number = _preset(self), inputs.model.clip, len(self.experts)
+        preset, base, number = _preset(self, self.FIXED), inputs.model.clip, len(self.experts)
         if isinstance(base, CLIPMoEConfig):
             self._require_fit(base)
             options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
@@ -314,10 +318,10 @@ class DenseStage(Stage):
         return dense.dense_config(config)
 
 
-def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
-    """The preset of a stage with its changes."""
-    try:  # what is unified has as many experts as it has
-        return changed_preset(stage.preset, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
+def _preset(stage: UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
+    """The preset of a stage with its changes, see `changed_preset`; its errors name the setting."""
+    try:
+        return changed_preset(stage.preset, stage.changes, fixed)
     except ValueError as error:
         raise ValueError(f"{stage.name}.changes: {error}") from error
 
