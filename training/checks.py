@@ -26,7 +26,9 @@ MODEL_FILES = ("config.json", "modules.json")
 
 
 class RecipeError(ValueError):
-    """The faults of a recipe: a first line that counts them, then a line for each, whose settings it names.
+    """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
+
+    One alone stands in the first line.
 
     Args:
         faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
@@ -37,9 +39,9 @@ class RecipeError(ValueError):
         for fault in dict.fromkeys(faults):
             setting, _, what = " ".join(fault.split()).partition(": ")
             settings.setdefault(what, []).append(setting)
-        lines = [f"  {', '.join(alike)}: {what}" for what, alike in settings.items()]
-        number = "a fault" if len(lines) == 1 else f"{len(lines)} faults"
-        super().__init__("\n".join([f"{recipe} has {number}:", *lines]))
+        lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
+        several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
+        super().__init__(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
 
 
 class Outlook:

@@ -34,7 +34,7 @@ def frozen_weights_hash(model: CLIPMoEModel) -> str:
     for tower in ("text_model", "vision_model"):
         submodel = getattr(model, tower)
         if not submodel.config.moe_layers:
-            raise ValueError(f"{tower} has no sparse layer, so no layers below it whose output could be kept")
+            raise ValueError(no_sparse_layer(tower))
         for name, tensor in sorted(submodel.state_dict().items()):
             parts = name.split(".")
             in_encoder = parts[:2] == ["encoder", "layers"]
@@ -45,6 +45,10 @@ def frozen_weights_hash(model: CLIPMoEModel) -> str:
                 digest.update(f"{tower}.{name}".encode())
                 digest.update(tensor.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def no_sparse_layer(tower: str) -> str:
+    return f"{tower} has no sparse layer, so no layers below it whose output could be kept"
 
 
 def captions_per_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:

@@ -30,6 +30,7 @@ from training.hidden_states import (
     captions_per_image,
     frozen_weights_hash,
     keep_hidden_states,
+    no_sparse_layer,
     size_on_disk,
 )
 from training.loader import PairLoader
@@ -166,10 +167,9 @@ class HiddenStatesStage(Stage):
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         config = inputs.model.clip
-        towers = {"text": config.text_config, "vision": config.vision_config}
-        dense = [name for name, tower in towers.items() if not getattr(tower, "moe_layers", None)]
-        if dense:
-            raise ValueError(f"{self.name}.model: the {dense[0]} tower of {self.model} has no sparse layer to keep for")
+        for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
+            if not getattr(of_tower, "moe_layers", None):
+                raise ValueError(f"{self.name}.model: {no_sparse_layer(tower)}")
         return config
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:

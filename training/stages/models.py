@@ -245,9 +245,8 @@ class UnifyStage(Stage):
         experts = [expert.clip for expert in inputs.experts]
         for name, expert in zip(self.experts, experts, strict=True):
             if type(expert) is not type(base):
-                raise ValueError(
-                    f"{self.name}.experts: {name} is {expert.model_type}, but {self.model} {base.model_type}"
-                )
+                needed = f"a model of type {base.model_type!r} is needed, as {self.model} is"
+                raise ValueError(f"{self.name}.experts: {needed}; {name} is {expert.model_type!r}")
         dtypes = [one.dtype or torch.float32 for one in (base, *experts)]
         config.dtype = functools.reduce(torch.promote_types, dtypes)
         return config
