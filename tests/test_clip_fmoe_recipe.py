@@ -16,7 +16,7 @@ from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from tiny_recipes import tiny_run
-from tiny_runs import as_made_before
+from tiny_runs import as_made_before, losses
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
@@ -32,9 +32,6 @@ from training.loader import PairLoader
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-PAIRS = {"source": "captions", "in_memory": True}
-WEIGHTS = [0.1, 0.6, 0.3]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +47,6 @@ def whole(run):
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def moved(before, after):

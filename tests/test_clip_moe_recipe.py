@@ -29,7 +29,6 @@ from training.loader import PairLoader
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NAMES = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 MODELS = ["dense", "expert_1", "expert_2", "unified", "clip_moe"]
 

@@ -37,7 +37,6 @@ from training.recipe import load_recipe
 from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {"source": "glyphs", "num_samples": 160, "captions": "web", "in_memory": True}
 TASKS = ["glyphs_digits", "glyphs_retrieval", "glyphs_pairs", "glyphs_linear_probe"]
 
