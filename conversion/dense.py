@@ -20,14 +20,7 @@ from pathlib import Path
 import torch
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from conversion.checkpoints import (
-    TOLERANCE,
-    architecture,
-    check_equal,
-    load_model,
-    model_outputs,
-    sample_inputs,
-)
+from conversion.checkpoints import TOLERANCE, architecture, check_equal, load_model, model_outputs, sample_inputs
 from conversion.files import new_folder, one_line_errors, read_json
 from conversion.processors import copy_processor
 from conversion.provenance import weights_fingerprint
@@ -40,7 +33,6 @@ BASE = "base"
 
 def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
     """The config of the dense model: CLIP's fields of the sparse one."""
-
     return CLIPConfig(
         **architecture(config, CLIPConfig)
         | {
@@ -186,6 +178,7 @@ def read_scale(value: str, source: str | Path) -> Scale:
 
 
 def expert_argument(value: str) -> int | str:
+    """The type of an argument that names an expert."""
     if value == BASE or value.isdecimal():
         return value if value == BASE else int(value)
     raise argparse.ArgumentTypeError(f"{value!r} is neither a number nor {BASE!r}")

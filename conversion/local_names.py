@@ -22,6 +22,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def is_url(text: str) -> bool:
+    """Whether a text begins as a URL, of a file on this machine not counted."""
     return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", text) is not None
 
 

@@ -1,7 +1,8 @@
-"""Names in error messages."""
+"""Names and values in error messages."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 NAMES_PER_ERROR = 8
 
@@ -11,6 +12,12 @@ def cut(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - NAMES_PER_ERROR} more" if len(names) > NAMES_PER_ERROR else ""
     return ", ".join(names[:NAMES_PER_ERROR]) + more
+
+
+def shortened(value: Any) -> str:
+    """A value for an error message, in at most 60 letters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def most_similar(name: str, known: Iterable[str]) -> str | None:

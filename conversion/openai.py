@@ -33,13 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
 
-from conversion.checkpoints import (
-    check_equal,
-    check_weights,
-    load_model,
-    load_pickle,
-    sample_inputs,
-)
+from conversion.checkpoints import check_equal, check_weights, load_model, load_pickle, sample_inputs
 from conversion.files import new_folder, one_line_errors
 from conversion.folders import loading
 from conversion.messages import cut
@@ -149,11 +143,9 @@ def is_torchscript(archive: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+    """The hash of a file, in hexadecimal digits."""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def infer_config(
@@ -203,7 +195,11 @@ def _is_not_of(tensor: Tensor, dims: int) -> bool:
 
 
 def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> dict[str, int]:
-    """The sizes of one tower as transformers' config fields."""
+    """The sizes of one tower as transformers' config fields.
+
+    Raises:
+        ValueError: the heads do not divide the width, or a block is missing.
+    """
     block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape

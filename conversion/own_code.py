@@ -82,6 +82,7 @@ def require_own_code(folder: Path) -> None:
 
 
 def settings_files(folder: Path) -> list[Path]:
+    """The files of a folder that may name code."""
     return _files(folder, SETTINGS)
 
 

@@ -312,6 +312,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
+    """Write a released checkpoint as a new folder, and verify it.
+
+    Raises:
+        ValueError: it is another kind of file, its weights do not fit, or the folder is there already.
+    """
     with new_folder(output) as folder:
         if checkpoint.is_file() and is_torchscript(checkpoint):
             raise ValueError(f"{checkpoint} is a TorchScript archive: what was released is a state dict")
@@ -327,6 +332,11 @@ def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, proces
 
 
 def write_checkpoint(source: str, output: Path) -> None:
+    """Write a model as a new file in the format that was released, and verify it.
+
+    Raises:
+        ValueError: the model has no such format, or the file is there already.
+    """
     if output.exists():
         raise ValueError(f"{output} already exists: remove it or choose another output")
     model = load_model(CLIPMoEModel, source)

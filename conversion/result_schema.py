@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from conversion.files import read_json
+from conversion.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
@@ -46,7 +47,7 @@ def require_result(content: Any, where: str) -> dict[str, Any]:
         missing = [str(part["loc"][0]) for part in errors if part["type"] == "missing"]
         if missing:
             raise ValueError(f"{where} is no result of an evaluation: it lacks {', '.join(missing)}") from error
-        wrong = [f"{'.'.join(map(str, part['loc']))} is {_short(part['input'])} ({part['msg']})" for part in errors]
+        wrong = [f"{'.'.join(map(str, part['loc']))} is {shortened(part['input'])} ({part['msg']})" for part in errors]
         raise ValueError(f"{where} is no result of an evaluation: {'; '.join(wrong[:3])}") from error
     return content
 
@@ -59,8 +60,3 @@ def read_result(path: str | Path) -> dict[str, Any]:
         ValueError: it is damaged, or holds no result.
     """
     return require_result(read_json(Path(path)), str(path))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

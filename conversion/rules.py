@@ -18,7 +18,7 @@ from conversion.messages import NAMES_PER_ERROR, cut
 logger = logging.getLogger(__name__)
 
 
-def identity(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -47,7 +47,7 @@ class Rule:
 
     source: str
     target: str | tuple[str, ...]
-    transform: Callable[..., Tensor | Iterable[Tensor]] = identity
+    transform: Callable[..., Tensor | Iterable[Tensor]] = unchanged
     merges: bool = False
     reason: str = ""
 

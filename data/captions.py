@@ -1,6 +1,5 @@
 """Several captions for every image, made once from those of a dataset (CLIP-FMoE section 5.1 and appendix A.1)."""
 
-import logging
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -12,8 +11,6 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from data.pairs import present_texts
-
-logger = logging.getLogger(__name__)
 
 # A line's end, or the space between a full stop, question or exclamation mark, perhaps with a closing quote or bracket,
 # and a capital or a digit, unless the full stop is that of one of a few abbreviations

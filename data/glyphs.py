@@ -70,7 +70,7 @@ ATTRIBUTES = {
 
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
 CAPTION_STYLES = ("web", "detailed")
-WRONG = 0.1  # share of the web captions with a wrong word
+WRONG_SHARE = 0.1  # of the web captions with a wrong word
 SPLITS = {"train": 0, "test": 1}
 TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
@@ -197,7 +197,7 @@ def build_processor(context_length: int, image_size: int) -> CLIPProcessor:
     return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=build_tokenizer(context_length))
 
 
-def contact_sheet(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6, zoom: int = 4) -> None:
+def draw_samples(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6, zoom: int = 4) -> None:
     """Draw training images with both captions under each, for a person to judge."""
     import matplotlib
 
@@ -270,7 +270,7 @@ def _shape(kind: str) -> PILImage.Image:
 
 
 def _distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
-    """A small random rotation, shear and stretch about the centre."""
+    """A small random rotation, shear and stretch about the center."""
     angle, shear = rng.uniform(-0.2, 0.2), rng.uniform(-0.15, 0.15)
     width, height = rng.uniform(0.9, 1.1, 2)
     matrix = np.array([[np.cos(angle), np.sin(angle) + shear], [-np.sin(angle), np.cos(angle)]])
@@ -307,7 +307,7 @@ def _article(words: str) -> str:
 
 def _web_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
     glyph = dict(glyph)
-    if rng.random() < WRONG:
+    if rng.random() < WRONG_SHARE:
         name = _choose(rng, ["kind", "color", "background"])
         glyph[name] = _choose(rng, [value for value in ATTRIBUTES[name] if value != glyph[name]])
     kind, color, size, position, background, texture = (glyph[name] for name in ATTRIBUTES)
@@ -366,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
-        contact_sheet(arguments.contact_sheet, arguments.seed)
+        draw_samples(arguments.contact_sheet, arguments.seed)
     except (OSError, ValueError) as error:  # no such folder, no kind of picture
         raise SystemExit(f"error: {arguments.contact_sheet} cannot be written: {error}") from None
 

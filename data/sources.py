@@ -99,6 +99,16 @@ def open_rows(arguments: DataArguments) -> Rows:
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
 
+def is_here(source: str) -> bool:
+    """Whether a source of data lies on this machine, or a pattern that matches something."""
+    return os.path.exists(source) or (Path(source).suffix in BUILDERS and bool(glob.glob(source, recursive=True)))
+
+
+def is_saved(source: str) -> bool:
+    """Whether a source is a dataset that `save_to_disk` wrote."""
+    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 @contextmanager
 def reading(arguments: DataArguments) -> Iterator[None]:
     """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source
@@ -147,7 +157,7 @@ def _open(arguments: DataArguments) -> Rows:
     source, split, streaming = arguments.source, arguments.split, arguments.streaming
     if source.endswith(".json"):
         return _open_sharegpt4v(Path(source), arguments)
-    if (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+    if is_saved(source):
         return _open_saved(arguments)
     if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)

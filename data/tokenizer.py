@@ -1,4 +1,4 @@
-"""CLIP tokenizers: learnt from captions, and how well one knows the words of others."""
+"""CLIP tokenizers: learned from captions, and how well one knows the words of others."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ SAMPLE = 1000
 
 
 def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
-    """CLIP's tokenizer with a vocabulary learnt from captions: byte-pair encoding of the bytes of words, in lower case.
+    """CLIP's tokenizer with a vocabulary learned from captions: byte-pair encoding of words' bytes, in lower case.
 
     As in OpenAI's, the end token's number is the highest, and it pads. The same captions, in any order, give the same
     tokenizer.
@@ -48,8 +48,8 @@ def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(captions, trainer)
-    learnt = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    tokens = [*(token for token, _ in learnt), *SPECIAL]
+    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [*(token for token, _ in learned), *SPECIAL]
     return CLIPTokenizer(
         vocab={token: number for number, token in enumerate(tokens)},
         merges=[tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]],
@@ -68,7 +68,7 @@ def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str])
 
 
 def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str], stage: str) -> None:
-    """Says so if a tokenizer knows few of the words of these captions, as one learnt from others does."""
+    """Says so if a tokenizer knows few of the words of these captions, as one learned from others does."""
     pieces = pieces_per_word(tokenizer, itertools.islice(captions, SAMPLE))
     if pieces > MANY_PIECES:
         logger.warning(

@@ -16,24 +16,22 @@ from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from tiny_recipes import tiny_run
-from tiny_runs import as_made_before
+from tiny_runs import as_made_before, losses
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.presets import PRESETS
 from conversion.processors import copy_processor
 from conversion.upcycle import upcycle
+from training.embedding import load_features
 from training.engine import checkpoint_layers
-from training.feature_clusters import FeatureClusters
+from training.feature_clusters import FeatureClusters, split
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-PAIRS = {"source": "captions", "in_memory": True}
-WEIGHTS = [0.1, 0.6, 0.3]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,6 @@ def whole(run):
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def moved(before, after):
@@ -211,22 +205,34 @@ def test_ablations_of_the_gate(run, tmp_path, overrides, num_experts, gated):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "stage", "columns"),
     [
-        {
-            "clusters.num_image_clusters": 1,
-            "clusters.num_random_clusters": 2,
-            "defaults.train_experts.clusters": "clusters",
-        },
-        {"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2},
-        {"sub_clusters.num_image_clusters": 2, "sub_clusters.num_text_clusters": 2},
+        (
+            {
+                "clusters.num_image_clusters": 1,
+                "clusters.num_random_clusters": 2,
+                "defaults.train_experts.clusters": "clusters",
+            },
+            "clusters",
+            {"random": 2},
+        ),
+        ({"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2}, "clusters", {"text": 2}),
+        ({"sub_clusters.num_text_clusters": 2}, "sub_clusters", {"image": 2, "text": 2}),
     ],
     ids=["random, one level", "text", "image x text"],
 )
-def test_ablations_of_the_clusters(run, tmp_path, overrides):
+def test_ablations_of_the_clusters(run, tmp_path, overrides, stage, columns):
+    """The clusters are those of the chosen features, and each expert is trained on its own."""
     short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
     output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
-    assert (output / "expert_2" / "model.safetensors").exists() and not (output / "unified").exists()
+    first, found = (load_arrays(output / name / "clusters.safetensors") for name in ("clusters", stage))
+    groups = first["labels"] if stage == "sub_clusters" else None
+    labels = split(load_features(output / "features"), columns, 0, groups)
+    expected = np.ravel_multi_index(tuple(labels.values()), tuple(columns.values()))
+    assert np.array_equal(found["tuples"][found["labels"], -1], expected)
+    fused, *experts = (weights(output / name) for name in ("fused", "expert_1", "expert_2"))
+    assert all(moved(fused, expert) for expert in experts) and moved(*experts)
+    assert not (output / "unified").exists()
 
 
 def test_size_is_announced_before_it_is_written(run, whole, capsys):

@@ -23,12 +23,12 @@ from transformers import AutoModel, AutoProcessor
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from training import runner
+from training.contact_sheet import contact_sheet
 from training.feature_clusters import load_feature_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NAMES = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 MODELS = ["dense", "expert_1", "expert_2", "unified", "clip_moe"]
 
@@ -79,9 +79,20 @@ def test_all_stages_are_there(whole):
     model = AutoModel.from_pretrained(whole / "clip_moe")
     assert model.config.vision_config.num_experts == 3
     assert not (whole / "features_0" / "parts").exists()
-    sheets = {path.name for path in (whole / "clusters_2").glob("*.png")}
-    assert sheets == {"clusters.png", "accumulated_clusters.png"}
     assert not list(whole.glob("*/checkpoints"))
+
+
+def test_sheets_show_the_clusters_of_a_stage_and_of_all_so_far(whole, tmp_path):
+    pairs = load_pairs(load_recipe(whole / "recipe.yaml").stages[1].data)
+    clusters = load_feature_clusters(whole / "clusters_2", data_fingerprint(pairs))
+    image, text = np.divmod(clusters.tuples[clusters.labels, 1], 2)
+    titles = {
+        "clusters.png": [f"image {i}, text {t}" for i, t in zip(image, text, strict=True)],
+        "accumulated_clusters.png": [f"cluster {label}" for label in clusters.labels],
+    }
+    for name, of_samples in titles.items():
+        contact_sheet(tmp_path / name, pairs, np.array(of_samples), None, seed=0)
+        assert (whole / "clusters_2" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_only_ffns_move_in_mcl(whole):

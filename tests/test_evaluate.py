@@ -15,10 +15,7 @@ from data import glyphs
 from evaluation import evaluate, report, seeds
 from evaluation.evaluate import evaluate_model
 from evaluation.report import write_report
-from evaluation.tasks import (
-    TASKS,
-    find_tasks,
-)
+from evaluation.tasks import TASKS, find_tasks
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 

@@ -110,7 +110,8 @@ def test_the_method_runs(done):
     unified, routed, mine = (load_file(run / name / "model.safetensors") for name in ("unified", "routed", "mine"))
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, (unified[name] + routed[name]) / 2, msg=name)
-    assert (run / "evaluation" / "report.md").is_file()
+    report = (run / "evaluation" / "report.md").read_text()
+    assert "| dense " in report and "| mine " in report
 
 
 def test_manifests_name_the_class_and_its_code(done):

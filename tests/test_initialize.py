@@ -10,12 +10,7 @@ import torch
 from tiny_runs import DENSE, HARBOR_CAPTIONS, WORDS, run_stages
 from tiny_sources import saved_pairs
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModel,
-    AutoProcessor,
-    CLIPModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
 from conversion.lineage import Provenance
 from data import glyphs

@@ -30,13 +30,13 @@ from evaluation.sentence_encoders import load_encoder
 from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
+from training.contact_sheet import contact_sheet
 from training.loader import PairLoader
 from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
-TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {"source": "glyphs", "num_samples": 160, "captions": "web", "in_memory": True}
 TASKS = ["glyphs_digits", "glyphs_retrieval", "glyphs_pairs", "glyphs_linear_probe"]
 
@@ -74,7 +74,7 @@ def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
     assert centers.shape == (8, 16) and np.array_equal(labels, distances.argmin(axis=1))
 
 
-def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
+def test_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
     fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
     clusters, metadata = load_caption_clusters(out / "coarse")
     labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows))
@@ -83,7 +83,8 @@ def test_every_pair_belongs_to_the_expert_of_its_center(out, rows):
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
     random = load_expert_of_pair(out / "random", data_fingerprint(rows))
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
-    assert (out / "coarse" / "clusters.png").stat().st_size > 10_000
+    contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), None, seed=0)
+    assert (out / "coarse" / "clusters.png").read_bytes() == (tmp_path / "sheet.png").read_bytes()
 
 
 def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
@@ -352,7 +353,8 @@ def test_a_mistake_leaves_nothing_behind(run, out):
     with pytest.raises(ValueError, match="^expert_1: cluster 0 .* fewer than global_batch_size 128"):
         run(target.name, {"expert_1.global_batch_size": 128}, only=["expert_1"])
     run(target.name, only=["expert_1"])
-    assert (target / "expert_1" / "model.safetensors").is_file()
+    whole, again = (load_file(folder / "expert_1" / "model.safetensors") for folder in (out, target))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 def test_contradictions_are_refused(run):

@@ -79,9 +79,9 @@ def reference(state, images, tokens, activation):
     """(logits per image, image embeddings, text embeddings), one image, one text, one head at a time."""
 
     def norm(x, name):
-        centred = x - x.mean(dim=-1, keepdim=True)
-        variance = (centred**2).mean(dim=-1, keepdim=True)
-        return centred / torch.sqrt(variance + 1e-5) * state[f"{name}.weight"] + state[f"{name}.bias"]
+        centered = x - x.mean(dim=-1, keepdim=True)
+        variance = (centered**2).mean(dim=-1, keepdim=True)
+        return centered / torch.sqrt(variance + 1e-5) * state[f"{name}.weight"] + state[f"{name}.bias"]
 
     def attention(x, name, causal):
         length, width = x.shape
@@ -288,7 +288,7 @@ def test_as_a_program(state, tmp_path):
     command = [sys.executable, "-m", "conversion.openai", tmp_path / "archive.pt", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "config.json").is_file()
+    assert_matches_reference(CLIPModel.from_pretrained(tmp_path / "out"), state)
 
 
 class Malicious:

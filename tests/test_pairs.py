@@ -66,15 +66,6 @@ def test_malformed_json(tmp_path):
         load_pairs(DataArguments(source=str(tmp_path / "x.json")))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"source": "glyphs"}, "num_samples"), ({"source": "x", "streaming": True, "in_memory": True}, "streaming")],
-)
-def test_contradictions(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DataArguments(**settings)
-
-
 def test_captions_that_are_no_texts(tmp_path):
     table = {"image": [picture(0)], "caption": [5]}
     datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")

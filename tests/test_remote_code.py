@@ -10,12 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from modeling_clip_moe import (
-    CLIPMoEConfig,
-    CLIPMoEForImageClassification,
-    CLIPMoEModel,
-    CLIPMoETextModelWithProjection,
-)
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoETextModelWithProjection
 
 CODE = {"configuration_clip_moe.py", "modeling_clip_moe.py"}
 # The package is installed where the tests run: the other process is told that it is not

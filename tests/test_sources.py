@@ -230,6 +230,8 @@ def test_no_such_folder(tmp_path, processor):
         ({"source": ""}, "source is empty"),
         ({"source": "  "}, "source is empty"),
         ({"source": "x", "image_column": "caption"}, "the column caption cannot hold both the images and"),
+        ({"source": "glyphs"}, "num_samples"),
+        ({"source": "x", "streaming": True, "in_memory": True}, "streaming"),
     ],
 )
 def test_arguments_that_cannot_be(settings, message):

@@ -75,13 +75,13 @@ def test_the_tables_numbers_are_those_of_the_rows():
     )
 
 
-def labelled(tmp_path, labels, features=None):
+def labeled(tmp_path, labels, features=None):
     images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
     rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
     if features is not None:
         rows = rows.cast_column("label", features)
-    rows.to_parquet(tmp_path / "labelled.parquet")
-    return DataArguments(source=str(tmp_path / "labelled.parquet"), split="test", caption_column="label")
+    rows.to_parquet(tmp_path / "labeled.parquet")
+    return DataArguments(source=str(tmp_path / "labeled.parquet"), split="test", caption_column="label")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def labelled(tmp_path, labels, features=None):
     ids=["class labels", "numbers", "texts"],
 )
 def test_labels_of_every_sort(tmp_path, labels, features, classes):
-    task = zero_shot_task(labelled(tmp_path, labels, features), ["a {}"], classes)
+    task = zero_shot_task(labeled(tmp_path, labels, features), ["a {}"], classes)
     rows, skipped = task.load()
     assert list(task.classes) == ["one", "two"] and skipped == 0
     assert list(rows["caption"]) == ["one", "two", "two", "one"]
@@ -126,7 +126,7 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
 )
 def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
     with pytest.raises(ValueError, match=message):
-        zero_shot_task(labelled(tmp_path, labels), templates, classes)
+        zero_shot_task(labeled(tmp_path, labels), templates, classes)
 
 
 def class_folders(root, **names):
@@ -141,7 +141,7 @@ def class_folders(root, **names):
 
 def test_classes_are_those_of_the_column_by_name(tmp_path):
     column = datasets.ClassLabel(names=["cat", "dog", "emu"])
-    arguments = labelled(tmp_path, [0, 1, 1, 0], column)
+    arguments = labeled(tmp_path, [0, 1, 1, 0], column)
     for classes in (["dog", "cat"], ["ant", "cat", "dog"]):
         rows, _ = zero_shot_task(arguments, ["{}"], classes).load()
         assert list(rows["caption"]) == ["cat", "dog", "dog", "cat"]

@@ -13,13 +13,7 @@ import yaml
 from PIL import Image
 from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
 from tiny_sources import saved_pairs
-from transformers import (
-    AutoModel,
-    AutoProcessor,
-    AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPTokenizer,
-)
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
 from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word

@@ -223,7 +223,9 @@ def test_as_a_program(source, tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    found = CLIPMoEModel.from_pretrained(tmp_path / "out").state_dict()
+    expected = upcycle(tiny_clip(), PRESETS["clip_moe"], seed=0).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert again.returncode == 1 and "Traceback" not in again.stderr
     assert again.stderr.splitlines()[-1].startswith("error: ") and "already exists" in again.stderr.splitlines()[-1]

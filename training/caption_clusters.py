@@ -112,6 +112,7 @@ def load_expert_of_pair(directory: Path, dataset_fingerprint: str) -> np.ndarray
 
 
 def save_index(directory: Path, index: dict) -> None:
+    """Keep what the parts in a folder belong to, see `load_index`."""
     write_text(directory / INDEX, json.dumps(index))
 
 

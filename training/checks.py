@@ -3,21 +3,32 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.files import read_record
+from conversion.local_names import is_hub_name
+from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
-from data.sources import BUILDERS, DataArguments
-from training.expected import Expected, Unknown, count_pairs, is_here, is_hub_name, is_saved, model_configs
-from training.settings import Reads, did_you_mean, dump
+from data.sources import BUILDERS, DataArguments, is_here, is_saved
+from training.expected import Expected, Unknown, count_pairs, model_configs
+from training.settings import Reads, dump
+from training.stages import STAGES
 from training.stages.base import Reference, Stage, kinds, map_inputs, references
 
 # What a wrong setting makes configurations and libraries raise
-WRONG = (ValueError, OSError, StrictDataclassError, TypeError, ArithmeticError, LookupError, RuntimeError)
+SETTING_ERRORS = (
+    ValueError,
+    OSError,
+    StrictDataclassError,
+    TypeError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+)
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
 
@@ -76,13 +87,10 @@ class Outlook:
                 configs = found if isinstance(found, tuple) else (found,)
         except Unknown as why:
             configs = str(why)
-        except WRONG as error:
+        except SETTING_ERRORS as error:
             self.wrong[stage.name] = str(error)
             configs = f"{stage.name} has a fault"
-        data = getattr(inputs, "data", None)
-        inputs = [data] if data else [one for one in vars(inputs).values() if isinstance(one, Expected)]
-        numbers = [one.pairs for one in inputs]
-        return Expected(configs, next((n for n in numbers if isinstance(n, int)), next(iter(numbers), "no data")))
+        return Expected(configs, _pairs(inputs))
 
     def _look_up(self, value: str | DataArguments, reads: Reads) -> Expected:
         if isinstance(value, DataArguments):
@@ -98,19 +106,28 @@ class Outlook:
 
     def _stage(self, name: str) -> Expected | None:
         if name in self.broken or name in self.stages:
-            return self.outputs.get(name, Expected(*[f"{name} cannot be read"] * 2))
+            return self.outputs.get(name, Expected.unknown(f"{name} cannot be read"))
         return None
 
-    def _once(self, key: str, look) -> Expected:
+    def _once(self, key: str, look: Callable[[], Expected]) -> Expected:
+        """What is known of something that is no stage, such as a model on the Hub: it is looked up once."""
         if key not in self._known:
             try:
                 self._known[key] = look()
             except Unknown as why:
-                self._known[key] = Expected(str(why), str(why))
-            except WRONG as error:
+                self._known[key] = Expected.unknown(str(why))
+            except SETTING_ERRORS as error:
                 self.wrong[key] = str(error)
-                self._known[key] = Expected(*[f"{key} cannot be read" if key[:1] != "{" else "see the faults"] * 2)
+                self._known[key] = Expected.unknown("see the faults")
         return self._known[key]
+
+
+def _pairs(inputs: SimpleNamespace) -> int | str:
+    """How many pairs a stage's output is of: those of its data, else of what it reads. A text: why it is unknown."""
+    data = getattr(inputs, "data", None)
+    sources = [data] if data else [one for one in vars(inputs).values() if isinstance(one, Expected)]
+    numbers = [source.pairs for source in sources]
+    return next((number for number in numbers if isinstance(number, int)), next(iter(numbers), "no data"))
 
 
 def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Iterator[str]:
@@ -130,7 +147,7 @@ def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Itera
             elif at is not None and at >= number:
                 yield f"{key}: {value} is {'this stage itself' if at == number else 'a later stage: move it up'}"
             elif at is None and value not in broken and _is_misspelt(value, fitting):
-                yield f"{key}: there is no stage or folder {value!r}: {did_you_mean(value, fitting)}"
+                yield f"{key}: there is no stage or folder {value!r}: {what_is_meant(value, fitting)}"
 
 
 def _is_misspelt(value: str, names: list[str]) -> bool:
@@ -159,7 +176,7 @@ def find_faults(outlook: Outlook, wanted: Collection[str], num_processes: int) -
                 yield _line(stage, setting, problem)
         except Unknown:
             pass
-        except WRONG as error:
+        except SETTING_ERRORS as error:
             if not stage.makes_model or str(error) != outlook.wrong.get(stage.name):
                 yield _line(stage, "", str(error))
 
@@ -199,8 +216,6 @@ def _problem_of_outside(reference: Reference) -> str:
         return f"{value} is the folder of neither a model nor a stage: it has no config.json and no {MANIFEST}"
     stage = read_record(folder / MANIFEST, dict).get("stage")
     kind = stage.get("stage") if isinstance(stage, dict) else None
-    from training.recipe import STAGES  # which imports this module
-
     fits = kind not in STAGES or set(kinds(STAGES[kind])) & set(wanted)
     return "" if fits else f"{value} is the folder of a stage of type {kind}, not {reference.reads}"
 
@@ -230,5 +245,5 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
             split = arguments.split if is_saved(source) else arguments.split.partition("+")[0].partition("[")[0].strip()
             changes = {"streaming": True, "in_memory": False, "num_samples": None, "split": split}
             stage.open_data(dataclasses.replace(arguments, **changes))
-    except WRONG as error:
+    except SETTING_ERRORS as error:
         yield f": {error}"

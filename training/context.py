@@ -71,7 +71,7 @@ class Context:
                 self._pairs[key] = load_pairs(arguments)
         return self._pairs[key]
 
-    def fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
+    def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
         with self._main_process_first():
             return data_fingerprint(rows, arguments.image_root)

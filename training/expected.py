@@ -1,9 +1,7 @@
 """What is known of models and data before anything is computed: configurations and numbers of pairs."""
 
 import functools
-import glob
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +10,11 @@ import pyarrow.parquet
 import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModel, CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_config
-from data.sources import BUILDERS, DataArguments, split_files
+from conversion.local_names import is_hub_name
+from data.sources import DataArguments, is_here, is_saved, split_files
 from evaluation.efficiency import count_parameters, meta_model
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig
 from training.freezing import set_trainable
@@ -49,6 +46,10 @@ class Expected:
 
     configs: tuple[PreTrainedConfig, ...] | str = "it is no model"
     pairs: int | str = "it is of no data"
+
+    @classmethod
+    def unknown(cls, why: str) -> "Expected":
+        return cls(why, why)
 
     @property
     def known_configs(self) -> tuple[PreTrainedConfig, ...]:
@@ -94,15 +95,6 @@ def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig,
     if isinstance(config, CLIPMoDEConfig):
         return tuple(load_config(folder, name) for name in config.experts)
     return (config,)
-
-
-def is_hub_name(source: str) -> bool:
-    """Whether it could be one."""
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _snapshot(name: str, ask_hub: bool) -> Path:
@@ -156,16 +148,6 @@ def _count_rows(arguments: DataArguments, read_json: bool) -> int:
     if builder == "imagefolder":
         return sum(file.lower().endswith(tuple(ImageFolder.EXTENSIONS)) for file in files)
     raise Unknown(f"only loading {source} tells how many pairs it has")
-
-
-def is_here(source: str) -> bool:
-    """Whether a source of data lies on this machine, or a pattern that matches something."""
-    return os.path.exists(source) or (Path(source).suffix in BUILDERS and bool(glob.glob(source, recursive=True)))
-
-
-def is_saved(source: str) -> bool:
-    """Whether a source is a dataset that `save_to_disk` wrote."""
-    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def described(config: PreTrainedConfig) -> PreTrainedModel:

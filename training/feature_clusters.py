@@ -126,6 +126,7 @@ def accumulate(labels: np.ndarray, features: np.ndarray, previous: FeatureCluste
 
 
 def save_feature_clusters(directory: Path, clusters: FeatureClusters, dataset_fingerprint: str) -> None:
+    """Keep clusters and what samples they are of, see `load_feature_clusters`."""
     save_arrays(directory / FEATURE_CLUSTERS, asdict(clusters), {"dataset_fingerprint": dataset_fingerprint})
 
 

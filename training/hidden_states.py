@@ -51,7 +51,7 @@ def no_sparse_layer(tower: str) -> str:
     return f"{tower} has no sparse layer, so no layers below it whose output could be kept"
 
 
-def captions_of_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
+def captions_per_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
     """How many captions of an image hidden states are of: all, or the only one.
 
     Raises:

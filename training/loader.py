@@ -15,12 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import CLIPProcessor
 
 from data.images import decode_image
-from data.pairs import (
-    StreamReport,
-    first_caption,
-    present_captions,
-    read_pair,
-)
+from data.pairs import StreamReport, first_caption, present_captions, read_pair
 from data.sources import DataArguments, Rows, reading
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 

@@ -12,13 +12,7 @@ import torch.distributed.nn.functional as distributed
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from modeling_clip_moe import (
-    CLIPMoEConfig,
-    CLIPMoETextConfig,
-    CLIPMoEVisionConfig,
-    load_balancing_loss,
-    router_z_loss,
-)
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, load_balancing_loss, router_z_loss
 
 
 def contrastive_loss(
@@ -111,6 +105,9 @@ def router_losses(
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
         losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no expert computes because
         all experts they chose are full (`dropped_tokens`).
+
+    Raises:
+        ValueError: the tokens of both towers together are asked for, but their numbers of experts or choices differ.
     """
     towers = [
         (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),

@@ -46,6 +46,7 @@ def comparable(settings: Any) -> Any:
 
 
 def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted keys."""
     flat = {}
     for key, value in settings.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

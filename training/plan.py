@@ -6,14 +6,13 @@ from pathlib import Path
 
 from conversion.files import read_record
 from conversion.provenance import MANIFEST
-from training.checks import WRONG, Outlook, find_faults
+from training.checks import SETTING_ERRORS, Outlook, find_faults
 from training.engine import CHECKPOINTS
-from training.expected import AtMost, Unknown, parameters, trainable_parameters
+from training.expected import AtMost, Unknown, parameters
 from training.manifests import comparable, has_work, require_same
 from training.recipe import Recipe
 from training.settings import dump
 from training.stages.base import Stage, references
-from training.stages.train import TrainStage
 from training.training_state import latest_checkpoint
 
 NUMBERS = ("parameters", "activated", "trainable", "steps", "samples", "memory", "disk", "disk at most")
@@ -66,20 +65,13 @@ def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[
 def _row(stage: Stage, outlook: Outlook) -> Row:
     inputs, output = outlook.inputs[stage.name], outlook.outputs[stage.name]
     reads = [reference.value for reference in references(stage)]
-    source = getattr(stage, "data", None)
     state = _state(stage, outlook)
     asked: dict[str, Callable[[], int]] = {}
     if stage.makes_model:
         asked["parameters"] = lambda: parameters(output.known_configs)["total"]
         asked["activated"] = lambda: parameters(output.known_configs)["activated"]
-    if isinstance(stage, TrainStage) and state != "done":
-        asked["trainable"] = lambda: trainable_parameters(inputs.model.clip, stage.trainable)
-        asked["steps"] = lambda: stage.steps(inputs)
-        asked["samples"] = lambda: type(stage.steps(inputs))(stage.steps(inputs) * stage.global_batch_size)
-        asked["memory"] = lambda: stage.memory(inputs)
-    elif source is not None and state != "done":
-        asked["samples"] = lambda: output.known_pairs
     if state != "done":
+        asked |= stage.amounts(inputs, output)
         asked["disk"] = lambda: stage.disk(inputs, output)[0]
         asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
     numbers = {name: number for name, ask in asked.items() if (number := _told(ask)) != 0}
@@ -91,7 +83,7 @@ def _told(ask: Callable[[], int]) -> int | str:
         return ask()
     except Unknown as why:
         return str(why)
-    except WRONG:
+    except SETTING_ERRORS:
         return "see the faults"
 
 

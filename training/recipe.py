@@ -14,15 +14,14 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from conversion.messages import most_similar, shortened, what_is_meant
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
-from training.settings import STRICT, did_you_mean, dump
-from training.stages import AnyStage
+from training.settings import STRICT, dump
+from training.stages import STAGES
 from training.stages.base import Stage, kinds
 from training.stages.custom import import_stage
-
-STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -121,7 +120,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     defaults = raw.pop("defaults", None) or {}
     for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
         if not isinstance(settings, dict):
-            raise ValueError(f"{path}: defaults{kind and f'.{kind}'} needs keys with settings, not {_short(settings)}")
+            key = f"defaults.{kind}" if kind else "defaults"
+            raise ValueError(f"{path}: {key} needs keys with settings, not {shortened(settings)}")
     problems: list[str] = []
     stages, broken = _read_stages(raw["stages"], defaults, problems)
     problems += reference_faults(stages, broken)
@@ -160,7 +160,7 @@ def _read_stages(
             stages.append(stage)
     if all_known:  # else those may be meant by unused ones
         problems += [
-            f"defaults.{key}: no stage uses them: {did_you_mean(key, used)}" for key in sorted({*defaults} - used)
+            f"defaults.{key}: no stage uses them: {what_is_meant(key, used)}" for key in sorted({*defaults} - used)
         ]
     return stages, broken
 
@@ -172,7 +172,7 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
     except ValidationError as error:
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
-            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)} (got {_short(e['input'])})")
+            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)} (got {shortened(e['input'])})")
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -183,7 +183,7 @@ def stage_class(stage: str) -> type[Stage]:
     """
     if ":" not in stage:
         if stage not in STAGES:
-            raise ValueError(f"there is no kind of stage {stage!r}: {did_you_mean(stage, STAGES)}")
+            raise ValueError(f"there is no kind of stage {stage!r}: {what_is_meant(stage, STAGES)}")
         return STAGES[stage]
     return import_stage(stage)
 
@@ -209,7 +209,7 @@ def _require_stages(raw: Any, path: Path) -> None:
     for stage in raw["stages"]:
         keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []
         if not keys or not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"{path}: a stage needs the keys name and stage, both texts, got {_short(stage)}")
+            raise ValueError(f"{path}: a stage needs the keys name and stage, both texts, got {shortened(stage)}")
 
 
 def _override(raw: dict, key: str, value: Any) -> None:
@@ -229,7 +229,7 @@ def _override(raw: dict, key: str, value: Any) -> None:
             f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
         )
     if "" in rest or len(rest) > MOST_LEVELS:
-        raise ValueError(f"--{_short(key)}: keys are written KEY.KEY, at most {MOST_LEVELS} of them")
+        raise ValueError(f"--{shortened(key)}: keys are written KEY.KEY, at most {MOST_LEVELS} of them")
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}
@@ -256,14 +256,14 @@ def _message(error: dict, kind: type) -> str:
     """What is wrong with a setting, with the name that may be meant instead."""
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
-        hint = did_you_mean(str(error["input"]), choices) if choices else ""
-        return error["msg"] + (f": {hint}" if hint.startswith("did") else "")
+        similar = most_similar(str(error["input"]), choices)
+        return error["msg"] + (f": did you mean {similar!r}?" if similar else "")
     if error["type"] != "unexpected_keyword_argument":
         return error["msg"]
     *parents, key = error["loc"]
     for parent in parents:
         kind = kind if isinstance(parent, int) else _settings_in(get_type_hints(kind).get(parent))
-    hint = f": {did_you_mean(str(key), [field.name for field in fields(kind)])}" if kind else ""
+    hint = f": {what_is_meant(str(key), [field.name for field in fields(kind)])}" if kind else ""
     return f"there is no such key, here or in the defaults of this stage{hint}"
 
 
@@ -272,8 +272,3 @@ def _settings_in(hint: Any) -> type | None:
     if isinstance(hint, type) and is_dataclass(hint):
         return hint
     return next(filter(None, map(_settings_in, get_args(hint))), None)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -219,18 +219,19 @@ class Runner:
 
     def _manifest(self, stage: Stage) -> dict[str, Any]:
         context, data = self.context, getattr(stage, "data", None)
-        inputs = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
+        read = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
+        fingerprints = {name: self._input_fingerprint(name) for name in read}
         code = own_code(type(stage))
         return {
             "stage": comparable(dump(stage)),
             **({"code": code} if code else {}),
             "seed": context.seed,
             "mixed_precision": context.accelerator.mixed_precision,
-            "inputs": {name: self._fingerprint(name) for name in inputs} | stage.fingerprints(resolve(stage, context)),
+            "inputs": fingerprints | stage.fingerprints(resolve(stage, context)),
             "data": None if data is None else context.identity(data),
         }
 
-    def _fingerprint(self, reference: str) -> str:
+    def _input_fingerprint(self, reference: str) -> str:
         """What a stage, a folder or a hub name holds, which is read once after it was made."""
         folder = self.context.folder(reference)
         key = reference

@@ -1,6 +1,5 @@
 """What all settings have in common: unknown keys are errors, and what they read is part of their type."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,10 +27,3 @@ class Reads:
 def dump(settings: Any) -> dict[str, Any]:
     """The plain dictionary of settings, as YAML and JSON can hold it."""
     return TypeAdapter(type(settings)).dump_python(settings, mode="json")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the end of an error: the name that is most like a wrong one, or else all that there are."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known) or 'none'}"

@@ -14,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from data.captions import CaptionPolicy
 from data.sources import DataArguments
-from training.recipe import STAGES, Recipe
+from training.recipe import Recipe
 from training.settings import Reads
+from training.stages import STAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections

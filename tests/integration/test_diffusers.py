@@ -6,9 +6,7 @@ import sys
 
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-)
+from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file

@@ -9,12 +9,7 @@ from llava.model.multimodal_encoder import builder
 from llava.model.multimodal_encoder.clip_encoder import CLIPVisionTower
 from PIL import Image
 from tiny_models import IMAGE_TOKEN, save_dense_llava, tiny_llava
-from transformers import (
-    AutoProcessor,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
 
 from conversion import llava as conversion
 from conversion.presets import PRESETS

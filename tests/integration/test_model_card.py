@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from tiny_models import save_dense_llava, stable_diffusion
-from transformers import AutoProcessor, CLIPModel, CLIPTextModel
+from transformers import AutoProcessor, CLIPModel, CLIPTextModel, LlavaForConditionalGeneration
 
 from conversion import publish
-from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/glyph_clip"
@@ -57,7 +58,9 @@ def test_examples_run(repository, place, number):
 def test_the_command_runs(repository, place):
     (command,) = examples(repository, "bash")
     run([sys.executable, *command.split()[1:]], place)
-    assert (place / "OUTPUT" / "config.json").is_file()
+    found = LlavaForConditionalGeneration.from_pretrained(place / "OUTPUT").model.vision_tower.state_dict()
+    expected = CLIPMoEVisionModel.from_pretrained(repository).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_examples_of_other_models_run(tmp_path):

@@ -1,6 +1,9 @@
 """The kinds of stages that a recipe knows by name. A new one is a class in one of the files, and a line here."""
 
+from typing import get_args
+
 from training.stages import data_experts, evaluate, features, models, train
+from training.stages.base import Stage
 
 AnyStage = (
     models.TokenizerStage
@@ -27,3 +30,5 @@ AnyStage = (
     | evaluate.EvaluateStage
     | evaluate.AnalyzeStage
 )
+
+STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}

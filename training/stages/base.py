@@ -76,6 +76,10 @@ class Stage:
         """The columns that it needs of its data, of which no row is read."""
         return select_columns(open_rows(arguments), arguments)
 
+    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        """What it computes: functions for columns of --plan, which may raise `Unknown`."""
+        return {"samples": lambda: output.known_pairs} if getattr(self, "data", None) is not None else {}
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """Bytes of its folder when it is done, and the most that it has while it runs. Small files do not count.
 

@@ -183,7 +183,7 @@ class AssignStage(Stage):
         else:
             rows, encoder = context.pairs(inputs.data), load_encoder(captions / ENCODER, accelerator.device)
             index = _index(rows, self, encoder.name)
-            index["dataset_fingerprint"] = context.fingerprint(rows, self.data)
+            index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data)
 
             def features(start: int, stop: int) -> np.ndarray:
                 return encoder.encode(_texts(rows, start, stop), self.batch_size)
@@ -306,7 +306,7 @@ class TrainDataExpertStage(TrainStage):
         known = len(load_caption_clusters(folder)[0].coarse_centers)
         if self.cluster >= known:
             raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
-        chosen = np.flatnonzero(load_expert_of_pair(folder, context.fingerprint(rows, self.data)) == self.cluster)
+        chosen = np.flatnonzero(load_expert_of_pair(folder, context.data_fingerprint(rows, self.data)) == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
                 f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "

@@ -23,17 +23,11 @@ from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.expected import AtMost, Expected, Unknown, bound_as
-from training.feature_clusters import (
-    FeatureClusters,
-    accumulate,
-    load_feature_clusters,
-    save_feature_clusters,
-    split,
-)
+from training.feature_clusters import FeatureClusters, accumulate, load_feature_clusters, save_feature_clusters, split
 from training.hidden_states import (
     INDEX,
     announce_size,
-    captions_of_image,
+    captions_per_image,
     frozen_weights_hash,
     keep_hidden_states,
     no_sparse_layer,
@@ -161,8 +155,8 @@ class HiddenStatesStage(Stage):
         loader = PairLoader(rows, processor, self.data, batch_size, caption_weights=self.caption_weights)
         dtype = getattr(torch, self.dtype)
         index = {
-            "captions": captions_of_image(rows, self.caption_weights),
-            "dataset_fingerprint": context.fingerprint(rows, self.data),
+            "captions": captions_per_image(rows, self.caption_weights),
+            "dataset_fingerprint": context.data_fingerprint(rows, self.data),
             "weights": frozen_weights_hash(model),
         }
         announce_size(accelerator, model, loader, dtype, directory)

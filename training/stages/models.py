@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from conversion import average, dense, long_context, unify
 from conversion.checkpoints import architecture, load_model
 from conversion.files import save
 from conversion.folders import load_config
+from conversion.local_names import is_hub_name
+from conversion.messages import what_is_meant
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.provenance import PROCESSOR, model_fingerprint
@@ -26,15 +29,15 @@ from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.expected import Unknown, is_hub_name
+from training.expected import Unknown
 from training.initialize import clip_config, random_clip
-from training.settings import STRICT, Reads, did_you_mean
+from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
 class InitializeStage(Stage):
-    """A randomly initialised dense CLIP, to be trained from scratch."""
+    """A randomly initialized dense CLIP, to be trained from scratch."""
 
     kind: ClassVar[str] = "initialize"
     makes_model: ClassVar[bool] = True
@@ -59,7 +62,7 @@ class InitializeStage(Stage):
         unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
         if unknown:
             known = [field.name for field in fields(config_class)]
-            hint = did_you_mean(unknown[0], known)
+            hint = what_is_meant(unknown[0], known)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
@@ -98,7 +101,7 @@ class InitializeStage(Stage):
 
 @dataclass(config=STRICT, kw_only=True)
 class TokenizerStage(Stage):
-    """A tokenizer learnt from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+    """A tokenizer learned from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
 
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True
@@ -113,7 +116,7 @@ class TokenizerStage(Stage):
     @model_validator(mode="after")
     def _check(self):
         if self.data.streaming:
-            raise ValueError("data.streaming: a tokenizer is learnt from a whole dataset; num_samples takes a part")
+            raise ValueError("data.streaming: a tokenizer is learned from a whole dataset; num_samples takes a part")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -121,7 +124,7 @@ class TokenizerStage(Stage):
         tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
         save(tokenizer, directory)
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
-        print(f"{self.name}: {len(tokenizer)} tokens, learnt from {len(rows)} pairs; {pieces:.2f} pieces a word")
+        print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
         """Of a text tower with all tokens that it may learn."""
@@ -210,6 +213,8 @@ class UnifyStage(Stage):
     kind: ClassVar[str] = "unify"
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
+    # Fields of the preset that `experts` settles
+    FIXED: ClassVar[tuple[str, ...]] = ("num_experts",)
 
     # What the experts were trained from.
     model: Model
@@ -225,13 +230,13 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset, config = _preset(self), load_config(inputs.model)
+        preset, config = _preset(self, self.FIXED), load_config(inputs.model)
         if isinstance(config, CLIPMoEConfig):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
-        preset, base, number = _preset(self), inputs.model.clip, len(self.experts)
+        preset, base, number = _preset(self, self.FIXED), inputs.model.clip, len(self.experts)
         if isinstance(base, CLIPMoEConfig):
             self._require_fit(base)
             options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
@@ -314,10 +319,10 @@ class DenseStage(Stage):
         return dense.dense_config(config)
 
 
-def _preset(stage: UpcycleStage | UnifyStage) -> Preset:
-    """The preset of a stage with its changes."""
-    try:  # what is unified has as many experts as it has
-        return changed_preset(stage.preset, stage.changes, ("num_experts",) if isinstance(stage, UnifyStage) else ())
+def _preset(stage: UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
+    """The preset of a stage with its changes, see `changed_preset`; its errors name the setting."""
+    try:
+        return changed_preset(stage.preset, stage.changes, fixed)
     except ValueError as error:
         raise ValueError(f"{stage.name}.changes: {error}") from error
 

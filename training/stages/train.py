@@ -7,7 +7,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -42,7 +42,7 @@ from training.expected import (
 )
 from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
-from training.hidden_states import HiddenStates, captions_of_image
+from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.losses import contrastive_loss, multi_positive_loss, router_losses
 from training.manifests import flatten
@@ -248,6 +248,14 @@ class TrainStage(Stage):
         config.dtype = torch.float32
         return config
 
+    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        return {
+            "trainable": lambda: trainable_parameters(inputs.model.clip, self.trainable),
+            "steps": lambda: self.steps(inputs),
+            "samples": lambda: bound_as(self.steps(inputs), self.steps(inputs) * self.global_batch_size),
+            "memory": lambda: self.memory(inputs),
+        }
+
     def steps(self, inputs: SimpleNamespace) -> int:
         """Optimizer steps in all. Raises Unknown."""
         if self.max_steps is not None:
@@ -303,8 +311,8 @@ class TrainStage(Stage):
         if inputs.hidden_states is None:
             return None
         self._require_frozen_below(model, trainable)
-        fingerprint = context.fingerprint(rows, self.data)
-        captions = captions_of_image(rows, self.caption_weights)
+        fingerprint = context.data_fingerprint(rows, self.data)
+        captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
 
     def _require_choices(self, model: PreTrainedModel) -> None:
@@ -363,7 +371,7 @@ class TrainExpertsStage(TrainStage):
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
-        clusters = load_feature_clusters(Path(inputs.clusters), context.fingerprint(rows, self.data))
+        clusters = load_feature_clusters(Path(inputs.clusters), context.data_fingerprint(rows, self.data))
         labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
         return ClusterBatchSampler(labels, *share, self.order)
 
