@@ -20,10 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conversion.folders import has_file, require_source
+from conversion.folders import MOST_LAYERS, has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
-    MOST_LAYERS,
     TOKENIZER_FILES,
     forget_last_call,
     load_image_processor,
