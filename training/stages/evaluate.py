@@ -30,7 +30,7 @@ class EvaluateStage(Stage):
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
-    # Names in evaluation.tasks.
+    # Names of glyph tasks, which docs/evaluation.md lists.
     tasks: list[str] = Field(min_length=1)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
@@ -73,7 +73,7 @@ class AnalyzeStage(Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # Names in evaluation.tasks.
+    # Names of glyph tasks, which docs/evaluation.md lists.
     tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)

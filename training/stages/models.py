@@ -171,9 +171,12 @@ class UpcycleStage(Stage):
     preset: Literal[tuple(PRESETS)]
     # Which towers become sparse.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of conversion.upcycle.Preset to change.
+    # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `every_second`,
+    # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`), norm_topk_prob,
+    # fusion_gate, capacity_factor, router_aux_loss_coef, router_z_loss_coef.
     changes: dict[str, Any] = Field(default_factory=dict)
-    # conversion.upcycle.ROUTING_FIELDS of CLIPMoETextConfig and CLIPMoEVisionConfig, such as capacity_factor.
+    # What routing takes besides, of the text tower: num_experts_per_tok, norm_topk_prob, capacity_factor,
+    # eval_capacity_factor, capacity_group_size, router_jitter_noise, attention_dropout.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
@@ -226,7 +229,7 @@ class UnifyStage(Stage):
     base_expert: bool = True
     # Which towers become sparse, if they are not yet.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of conversion.upcycle.Preset to change; the number of experts is that of `experts`.
+    # Fields of the preset to change, as of an upcycle stage; the number of experts is that of `experts`.
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
