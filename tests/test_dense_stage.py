@@ -48,6 +48,7 @@ def test_scales_of_an_analysis_reach_the_last_layer(run, tmp_path):
     scales = {"text": {"1": 0.5, "3": 0.25}, "vision": {"1": 2.0, "3": 1.0}}
     analysis = {"weights": weights_fingerprint("out/sparse"), "scales": scales}
     (tmp_path / "scales/experts.json").write_text(json.dumps(analysis))
+    (tmp_path / "scales/manifest.json").write_text(json.dumps({"stage": {"stage": "analyze"}}))  # as of another run
     before, after = map(weights, run("clip_up", take=5, scale="scales"))
     for tower, layers in scales.items():
         for layer, scale in layers.items():
