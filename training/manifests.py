@@ -1,5 +1,6 @@
 """What made a stage's folder, as its `manifest.json` tells, and whether that is what a run asks for."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     old, new = flatten(old), flatten(new)
     # A setting that is younger than the folder counts as its default, None or False
     old = {key: False for key, value in new.items() if value is False} | old
-    changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    keys = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+    changed = [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
     if changed:
         raise ValueError(f"{folder} was made with other settings ({'; '.join(changed)}). {way_out}")
     if data_then is not None and data_now is not None and data_then != data_now:
@@ -88,6 +90,12 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
             f"{folder} was made with other data: {data.source} was {_short(data_then)} and is {_short(data_now)}"
             f"{newest}. {way_out}"
         )
+
+
+def _shown(value: Any) -> str:
+    """A setting, or the beginning of a hash."""
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return repr(value[:12] if is_hash else value)
 
 
 def _short(identity: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What a run will take, told before it begins: `--plan`. Nothing is computed or written."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conversion.files import read_record
@@ -24,7 +24,7 @@ class Row:
     """What is known of a stage.
 
     Args:
-        state: done, to do, or the step that it goes on from.
+        state: done, to do, the step that it goes on from, or that its folder was made otherwise.
         reads: the references of its settings.
         numbers: by the names of `NUMBERS`; a text: why it is unknown. Those that a stage has not are left out.
     """
@@ -44,10 +44,11 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
     """
     outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
     stages = list(stages)
-    rows = [_row(stage, outlook) for stage in stages]
-    faults = [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
+    rows, faults = [], [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
     for stage in stages:
-        faults += [f"{stage.name}: {error}" for error in _made_otherwise(stage, recipe, outlook.output_dir)]
+        errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
+        faults += [f"{stage.name}: {error}" for error in errors]
+        rows.append(replace(_row(stage, outlook), **({"state": "made otherwise"} if errors else {})))
     return rows, faults
 
 
