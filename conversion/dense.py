@@ -103,21 +103,24 @@ def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None)
     Raises:
         ValueError: some sparse tower has no such expert, or there is no sparse layer; else as `layer_scales`.
     """
-    ffns = sparse_ffns(sparse.config)
-    if not ffns:
-        raise ValueError("the model has no sparse layer")
-    for config in ffns.values():
-        if expert == BASE and not config.fusion_gate:
-            raise ValueError(f"{config.base_config_key}: there is no base FFN, since fusion_gate is False")
-        if expert != BASE and not 0 <= expert < config.num_experts:
-            raise ValueError(
-                f"{config.base_config_key}: there is no expert {expert}, only 0 to {config.num_experts - 1}"
-            )
+    require_expert(sparse.config, expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = CLIPModel(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
     dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, rules))
     return dense.eval()
+
+
+def require_expert(config: CLIPMoEConfig, expert: int | str) -> None:
+    """Raises a ValueError where a sparse tower has no such expert, or where none is sparse."""
+    ffns = sparse_ffns(config)
+    if not ffns:
+        raise ValueError("the model has no sparse layer")
+    for tower in ffns.values():
+        if expert == BASE and not tower.fusion_gate:
+            raise ValueError(f"{tower.base_config_key}: there is no base FFN, since fusion_gate is False")
+        if expert != BASE and not 0 <= expert < tower.num_experts:
+            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only 0 to {tower.num_experts - 1}")
 
 
 # Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts

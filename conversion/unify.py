@@ -26,6 +26,7 @@ from transformers import CLIPModel, PreTrainedModel
 from conversion.checkpoints import check_equal, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
+from conversion.folders import load_config
 from conversion.messages import cut
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
 from conversion.processors import copy_processor
@@ -292,14 +293,15 @@ def main(argv: list[str] | None = None) -> None:
         "--sparse-layers",
         nargs="+",
         metavar="LAYERS",
-        default=["all"],
         help=f"{', '.join(LAYERS)} (default: all), or layers from 0 such as 1,3; of each tower as in text=1,3 "
         "vision=5,7; of dense models only",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
     args = parser.parse_args(argv)
     with one_line_errors():
-        layers = read_sparse_layers(args.sparse_layers)
+        if args.sparse_layers is not None and isinstance(load_config(args.base), CLIPMoEConfig):
+            raise ValueError(f"--sparse-layers: {args.base} is sparse already, which settles its sparse layers")
+        layers = read_sparse_layers(args.sparse_layers or ["all"])
         changes = {"num_experts_per_tok": args.num_experts_per_tok, "sparse_layers": layers}
         with new_folder(args.output) as folder:
             convert(args.base, args.experts, folder, changed_preset("clip_moe", changes), args.towers, args.seed)

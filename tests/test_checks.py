@@ -230,3 +230,19 @@ def test_forty_stages_are_checked_at_once(path):
     started = time.process_time()
     list(find_faults(Outlook(recipe.stages, recipe.output_dir), set(), 1))
     assert time.process_time() - started < 1
+
+
+def test_names_that_settings_know(tmp_path):
+    """A stage may have the name of an encoder that is built in, or be called as the model that it reads."""
+    captions = {"stage": "embed_captions", "data": {"source": "glyphs", "num_samples": 20}, "dim": 4}
+    stages = [
+        {"name": "tfidf", "encoder": "tfidf", **captions},
+        {"name": "again", "encoder": "tfidf", **captions},
+        {"name": "centers", "stage": "cluster_fine", "captions": "tfidf", "num_centers": 2},
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    run_recipe(load_recipe(recipe))
+    of_hub = {"name": "bert_base_uncased", "encoder": "bert-base-uncased", **captions}
+    recipe.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [*stages, of_hub]}))
+    assert load_recipe(recipe).stages[-1].encoder == "bert-base-uncased"

@@ -69,3 +69,10 @@ def test_scales_of_an_analysis_reach_the_last_layer(run, tmp_path):
 def test_what_cannot_be_taken_is_named(run, preset, settings, message):
     with pytest.raises(ValueError, match=message):
         run(preset, **settings)
+
+
+def test_an_expert_that_is_not_there_is_a_fault_before_anything_runs(run, tmp_path):
+    for take, message in ((4, "there is no expert 4, only 0 to 3"), ("base", "there is no base FFN")):
+        with pytest.raises(ValueError, match=rf"expert\.take: text_config: {message}"):
+            run("clip_moe", take=take)
+        assert not (tmp_path / "out").exists()

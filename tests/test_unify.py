@@ -207,3 +207,11 @@ def test_command_with_fused_models(tmp_path, capsys):
     assert AutoModel.from_pretrained(tmp_path / "out").config.text_config.num_experts == 2
     with pytest.raises(ValueError, match="does not compute what the source does: see expert 0: "):
         verify(names[0], [names[2], names[1]], tmp_path / "out")
+
+
+def test_layers_of_a_sparse_base_are_settled(tmp_path):
+    one_expert().save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    with pytest.raises(SystemExit, match="--sparse-layers: .* is sparse already"):
+        main([base, str(tmp_path / "out"), "--experts", base, base, "--sparse-layers", "0"])
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
 from data.sources import BUILDERS, DataArguments, is_here, is_saved
-from training.expected import Expected, Unknown, count_pairs, model_configs
+from training.expected import Expected, Unknown, count_pairs, is_cached, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
 from training.stages.base import Reference, Stage, kinds, map_inputs, references
@@ -100,7 +100,9 @@ class Outlook:
             if isinstance(made.pairs, int) and value.num_samples is not None:
                 return Expected(pairs=type(made.pairs)(min(made.pairs, value.num_samples)))
             return made
-        if value in reads.literals or "model" not in reads.kinds:
+        if value in reads.literals:
+            return Expected()
+        if "model" not in reads.kinds:
             return self._stage(value) or Expected()
         return self._stage(value) or self._once(value, lambda: Expected(model_configs(value, self.thorough)))
 
@@ -146,14 +148,16 @@ def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Itera
                 yield f"{key}: {value} is a stage of type {stages[at].stage}, not {reads}"
             elif at is not None and at >= number:
                 yield f"{key}: {value} is {'this stage itself' if at == number else 'a later stage: move it up'}"
-            elif at is None and value not in broken and _is_misspelt(value, fitting):
-                yield f"{key}: there is no stage or folder {value!r}: {what_is_meant(value, fitting)}"
+            elif at is None and value not in broken:
+                others = [name for name in fitting if name != stage.name]  # a stage may be called as what it reads
+                if _is_misspelt(value, others):
+                    yield f"{key}: there is no stage or folder {value!r}: {what_is_meant(value, others)}"
 
 
 def _is_misspelt(value: str, names: list[str]) -> bool:
     """Whether a plain word, which a hub name may be, is rather the name of a stage with a slip."""
     plain = not set(value) & set("/\\.*~") and value != "glyphs" and not Path(value).exists()
-    return plain and bool(difflib.get_close_matches(value, names, n=1, cutoff=0.75))
+    return plain and not is_cached(value) and bool(difflib.get_close_matches(value, names, n=1, cutoff=0.75))
 
 
 def find_faults(outlook: Outlook, wanted: Collection[str], num_processes: int) -> Iterator[str]:

@@ -97,6 +97,11 @@ def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig,
     return (config,)
 
 
+def is_cached(name: str) -> bool:
+    """Whether it is the hub name of a model in the Hub's cache here."""
+    return is_hub_name(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
 def _snapshot(name: str, ask_hub: bool) -> Path:
     """The folder of the cache with the configuration of a hub name."""
     path = try_to_load_from_cache(name, "config.json") if is_hub_name(name) else None

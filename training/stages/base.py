@@ -130,9 +130,13 @@ def resolve(stage: Stage, context: Context) -> SimpleNamespace:
     Raises:
         FileNotFoundError: one of the stages has not finished.
     """
-    return map_inputs(
-        stage, lambda value, _: context.resolve(value) if isinstance(value, DataArguments) else context.folder(value)
-    )
+
+    def look_up(value: str | DataArguments, reads: Reads) -> str | DataArguments:
+        if isinstance(value, DataArguments):
+            return context.resolve(value)
+        return value if value in reads.literals else context.folder(value)
+
+    return map_inputs(stage, look_up)
 
 
 def map_inputs(stage: Stage, look_up: Callable[[str | DataArguments, Reads], Any]) -> SimpleNamespace:

@@ -319,6 +319,10 @@ class DenseStage(Stage):
         config = inputs.model.clip
         if not isinstance(config, CLIPMoEConfig):
             raise ValueError(f"{self.name}.model: {self.model} is dense already")
+        try:
+            dense.require_expert(config, self.take)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.take: {error}") from error
         return dense.dense_config(config)
 
 
