@@ -171,8 +171,8 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
 
 
 def test_what_is_begun_goes_on(plan_of, tmp_path, monkeypatch):
-    settings = REAL | {"stages": [{"name": "tuned", "stage": "train", "model": str(ROOT / "training/glyph_clip")}]}
-    del settings["defaults"]["embed"], settings["defaults"]["hidden_states"]
+    stage = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/glyph_clip")}
+    settings = {"output_dir": "out", "stages": [stage | TRAINED]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     original = engine.save_checkpoint
 
