@@ -109,7 +109,7 @@ def _snapshot(name: str, ask_hub: bool) -> Path:
         try:
             path = hf_hub_download(name, "config.json", etag_timeout=SECONDS_FOR_THE_HUB)
         except (OSError, ValueError) as error:
-            raise Unknown(f"{name} cannot be had from the Hub: {type(error).__name__}") from error
+            raise Unknown(f"{name} is not here, and cannot be had from the Hub now") from error
     if not isinstance(path, str):
         raise Unknown(f"{name} is not here")
     return Path(path).parent
