@@ -364,7 +364,7 @@ def test_defaults_by_kind_and_by_class(own):
     assert (stages["expert_1"].order, stages["expert_1"].bias, stages["routed"].bias) == ("round_robin", -2.0, -10.0)
     assert stages["routed"].trainable == r"\.mlp\.router\."
     recipe["defaults"]["my_method.stages:Other"] = {}
-    with pytest.raises(ValueError, match="stage types that the recipe does not use: my_method.stages:Other"):
+    with pytest.raises(ValueError, match="defaults.my_method.stages:Other: no stage uses them"):
         loaded(recipe)
 
 

@@ -12,7 +12,7 @@ from tiny_sources import saved_pairs
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
-from conversion.lineage import Provenance
+from conversion.lineage import Lineage
 from data import glyphs
 from data.tokenizer import learn_tokenizer
 
@@ -86,8 +86,8 @@ def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder,
     inputs = json.loads((output / "dense" / "manifest.json").read_text())["inputs"]
     assert set(inputs) == {str(tmp_path / "half"), str(tmp_path / "words")}
     # A model card names what weights start from: neither
-    provenance = Provenance.of(output / "dense")
-    assert (provenance.bases, provenance.unknown) == ([], [])
+    lineage = Lineage.of(output / "dense")
+    assert (lineage.bases, lineage.unknown) == ([], [])
 
 
 @pytest.mark.parametrize("setting, file", [("processor", "processor_config.json"), ("tokenizer", "tokenizer.json")])

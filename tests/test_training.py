@@ -183,7 +183,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(run, tmp_path):
     done = launch_two(tmp_path)
     assert done.returncode == 1
     (error,) = errors(done.stderr)
-    assert error.startswith("error: tuned: global_batch_size 7 cannot be shared by 2 processes")
+    assert error.startswith("error: ") and "tuned.global_batch_size: 7 cannot be shared by 2 processes" in error
 
 
 def test_the_process_that_fails_says_why(run, tmp_path):

@@ -285,7 +285,7 @@ class AverageStage(Stage):
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         first, *others = (model.clip for model in inputs.models)
         for name, other in zip(self.models[1:], others, strict=True):
-            if type(other) is not type(first) or len({str(architecture(one, type(one))) for one in (first, other)}) > 1:
+            if type(other) is not type(first) or _shape(other) != _shape(first):
                 raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
         return first
 
@@ -332,6 +332,13 @@ def _preset(stage: UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Pres
         return changed_preset(stage.preset, stage.changes, fixed)
     except ValueError as error:
         raise ValueError(f"{stage.name}.changes: {error}") from error
+
+
+def _shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
+    """What two configurations have in common whose parameters can be averaged, however they were stored."""
+    parts = (config, config.text_config, config.vision_config)
+    towers = ("text_config", "vision_config")
+    return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
 
 
 def _sparse_config(stage: UpcycleStage | UnifyStage, dense: CLIPConfig, preset: Preset) -> CLIPMoEConfig:
