@@ -34,6 +34,8 @@ def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it again
             if int(os.environ.get("RANK", 0)) == 0:  # of several processes, all get it
                 print(f"interrupted: {interrupted}", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)

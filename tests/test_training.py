@@ -212,13 +212,15 @@ def test_ctrl_c_of_two_processes_ends_in_one_line(run, tmp_path):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
     command += ["training/upcycle.py", "--config", str(tmp_path / "recipe.yaml"), "--output-dir", str(tmp_path / "out")]
     log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
-        while process.poll() is None and not (log.exists() and log.read_text()):
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
-        assert process.wait() != 0
-    text = (tmp_path / "stderr").read_text()
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    # Accelerate's launcher does not wait for the processes; the pipe's end does
+    text = process.communicate()[1]
+    assert process.returncode != 0
     ours = text.split("Traceback")[0]  # Accelerate's launcher adds its own
     assert text.count("interrupted: run the same command again") == 1
     assert not errors(ours) and "training/upcycle.py" not in text.replace(ours, "").split("KeyboardInterrupt")[0]
