@@ -24,7 +24,7 @@ TASK_TYPES = {
     "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
     "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
 }
-BUILT_IN = "glyphs"  # data that this package draws
+BUILT_IN = ("glyphs", "symbols")  # data that this package draws
 
 
 class Attempt(BaseModel):
@@ -199,7 +199,7 @@ def _data(folder: Path) -> list[tuple[str | None, str]]:
     made = {reference: is_known for reference, _, is_known in _all_inputs(folder)}
     if not isinstance(source, str) or made.get(source):
         return []
-    if source == BUILT_IN or is_url(source):
+    if source in BUILT_IN or is_url(source):
         return [(None, source)]
     is_local = source in made or source in _local_data(manifest)
     is_public = not is_local and ("commit" in _identity(manifest) or is_hub_name(source))

@@ -9,7 +9,6 @@ that name every attribute. Everything follows from the arguments of `load` and `
 """
 
 import argparse
-import io
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -19,12 +18,27 @@ import numpy as np
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from PIL import ImageDraw
-from sklearn.datasets import load_digits
-from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
+from transformers import CLIPTokenizer
 
+from data.drawing import (
+    BACKGROUNDS,
+    COLORS,
+    DIGITS,
+    POSITIONS,
+    SPLITS,
+    TEXTURES,
+    article,
+    choose,
+    distort,
+    ground,
+    inked,
+    photographed,
+    place,
+    png,
+    stroke,
+)
 from data.tokenizer import learn_tokenizer
 
-DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SHAPES = ["disc", "square", "triangle", "star", "cross", "heart"]
 KINDS = DIGITS + SHAPES
 # The domain that models are fine-tuned on; what happens to the other kinds is what fine-tuning forgets.
@@ -32,33 +46,7 @@ SEEN_KINDS = ["zero", "two", "four", "six", "eight", "disc", "triangle", "cross"
 UNSEEN_KINDS = [kind for kind in KINDS if kind not in SEEN_KINDS]
 KIND_SETS = {"all": KINDS, "seen": SEEN_KINDS, "unseen": UNSEEN_KINDS, "digit": DIGITS, "shape": SHAPES}
 
-# Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
-# colors, a small CLIP would have to learn every glyph in every pair of them, and needs several times as many steps.
-COLORS = {
-    "red": (200, 30, 30),
-    "green": (20, 120, 40),
-    "blue": (30, 60, 190),
-    "purple": (125, 30, 145),
-    "brown": (110, 65, 25),
-    "black": (25, 25, 25),
-}
-BACKGROUNDS = {
-    "white": (245, 245, 245),
-    "yellow": (245, 225, 100),
-    "orange": (250, 175, 85),
-    "pink": (250, 180, 205),
-    "turquoise": (130, 225, 220),
-    "gray": (190, 190, 190),
-}
 SIZES = {"small": 0.36, "medium": 0.53, "large": 0.72}  # of the image's side
-POSITIONS = {
-    "center": (0, 0),
-    "top left": (-1, -1),
-    "top right": (1, -1),
-    "bottom left": (-1, 1),
-    "bottom right": (1, 1),
-}
-TEXTURES = ["plain", "striped", "dotted", "checkered"]
 ATTRIBUTES = {
     "kind": KINDS,
     "color": list(COLORS),
@@ -71,8 +59,6 @@ ATTRIBUTES = {
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
 CAPTION_STYLES = ("web", "detailed")
 WRONG_SHARE = 0.1  # of the web captions with a wrong word
-SPLITS = {"train": 0, "test": 1}
-TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
 
 def load(
@@ -106,7 +92,7 @@ def load(
         glyph = draw_attributes(rng, kinds)
         image = render(glyph, split, rng, image_size)
         texts = [caption(glyph, captions, rng) for _ in range(captions_per_image)]
-        rows.append({"image": _png(image), "caption": texts if captions_per_image > 1 else texts[0], **glyph})
+        rows.append({"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **glyph})
     text = Value("string")
     features = Features(
         {
@@ -138,11 +124,11 @@ def load_minimal_pairs(
         name = names[index % len(names)]
         first = draw_attributes(rng, kinds)
         values = list(kinds) if name == "kind" else ATTRIBUTES[name]
-        second = {**first, name: _choose(rng, [value for value in values if value != first[name]])}
+        second = {**first, name: choose(rng, [value for value in values if value != first[name]])}
         wording = int(rng.integers(2**32))
         row = {"attribute": name}
         for side, glyph in enumerate((first, second)):
-            row[f"image_{side}"] = _png(render(glyph, split, rng, image_size))
+            row[f"image_{side}"] = png(render(glyph, split, rng, image_size))
             row[f"caption_{side}"] = caption(glyph, "detailed", np.random.default_rng(wording))
         rows.append(row)
     text = Value("string")
@@ -152,7 +138,7 @@ def load_minimal_pairs(
 
 def draw_attributes(rng: np.random.Generator, kinds: Sequence[str]) -> dict[str, str]:
     """A random glyph: attribute -> value."""
-    return {name: _choose(rng, kinds if name == "kind" else values) for name, values in ATTRIBUTES.items()}
+    return {name: choose(rng, kinds if name == "kind" else values) for name, values in ATTRIBUTES.items()}
 
 
 def caption(glyph: dict[str, str], style: str, rng: np.random.Generator) -> str:
@@ -162,39 +148,16 @@ def caption(glyph: dict[str, str], style: str, rng: np.random.Generator) -> str:
 
 def render(glyph: dict[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a glyph, (image_size, image_size, 3) uint8."""
+    mask = stroke(glyph["kind"], split, rng) if glyph["kind"] in DIGITS else _shape(glyph["kind"])
     side = max(4, round(SIZES[glyph["size"]] * image_size))
-    mask = _stroke(glyph["kind"], split, rng) if glyph["kind"] in DIGITS else _shape(glyph["kind"])
-    mask = _distort(mask, rng).resize((side, side), PILImage.Resampling.BOX)
-    free = image_size - side
-    x, y = (
-        int(np.clip(round(free / 2 + direction * free * 0.4 + rng.uniform(-0.04, 0.04) * image_size), 0, free))
-        for direction in POSITIONS[glyph["position"]]
-    )
-    alpha = np.zeros((image_size, image_size, 1), np.float32)
-    alpha[y : y + side, x : x + side, 0] = np.asarray(mask, np.float32) / 255
-    ink = np.float32(COLORS[glyph["color"]]) + rng.normal(0, 8, 3)
-    image = _background(glyph, rng, image_size) * (1 - alpha) + ink * alpha
-    return np.clip(image + rng.normal(0, 4, image.shape), 0, 255).astype(np.uint8)
+    alpha = place(distort(mask, rng), side, POSITIONS[glyph["position"]], rng, image_size)
+    ink = inked(glyph["color"], rng)
+    return photographed(ground(glyph, rng, image_size) * (1 - alpha) + ink * alpha, rng)
 
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:
     """A CLIP tokenizer that knows every word of the glyph captions."""
     return learn_tokenizer(_all_words(), 2000, context_length)
-
-
-def build_image_processor(image_size: int) -> CLIPImageProcessorPil:
-    """Scales images to `image_size` and to [-1, 1]."""
-    return CLIPImageProcessorPil(
-        size={"height": image_size, "width": image_size},
-        do_center_crop=False,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
-
-
-def build_processor(context_length: int, image_size: int) -> CLIPProcessor:
-    """The glyph world's `CLIPProcessor`."""
-    return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=build_tokenizer(context_length))
 
 
 def draw_samples(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6, zoom: int = 4) -> None:
@@ -223,27 +186,6 @@ def _check(split: str, kinds: Sequence[str]) -> None:
         raise ValueError(f"kinds has {unknown or 'nothing'}; the glyph world's kinds are {', '.join(KINDS)}")
 
 
-def _choose(rng: np.random.Generator, values: Sequence):
-    return values[int(rng.integers(len(values)))]
-
-
-@cache
-def _digit_images(split: str) -> dict[str, np.ndarray]:
-    images, labels = load_digits(return_X_y=True)
-    is_test = np.arange(len(images)) % TEST_DIGITS == 0
-    chosen = is_test if split == "test" else ~is_test
-    images = (images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    return {name: images[chosen & (labels == number)] for number, name in enumerate(DIGITS)}
-
-
-def _stroke(kind: str, split: str, rng: np.random.Generator) -> PILImage.Image:
-    stroke = PILImage.fromarray(_choose(rng, _digit_images(split)[kind]))
-    image = PILImage.new("L", (64, 64))
-    # A margin: many strokes touch the border of their 8 x 8 pixels and would be cut when they are turned.
-    image.paste(stroke.resize((54, 54), PILImage.Resampling.BICUBIC), (5, 5))
-    return image
-
-
 @cache
 def _shape(kind: str) -> PILImage.Image:
     image = PILImage.new("L", (64, 64))
@@ -269,65 +211,29 @@ def _shape(kind: str) -> PILImage.Image:
     return image
 
 
-def _distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
-    """A small random rotation, shear and stretch about the center."""
-    angle, shear = rng.uniform(-0.2, 0.2), rng.uniform(-0.15, 0.15)
-    width, height = rng.uniform(0.9, 1.1, 2)
-    matrix = np.array([[np.cos(angle), np.sin(angle) + shear], [-np.sin(angle), np.cos(angle)]])
-    matrix = matrix * [[width], [height]]
-    center = np.array([32, 32])
-    shift = center - matrix @ center
-    coefficients = (matrix[0, 0], matrix[0, 1], shift[0], matrix[1, 0], matrix[1, 1], shift[1])
-    return mask.transform(mask.size, PILImage.Transform.AFFINE, coefficients, PILImage.Resampling.BILINEAR)
-
-
-def _background(glyph: dict[str, str], rng: np.random.Generator, image_size: int) -> np.ndarray:
-    color = np.float32(BACKGROUNDS[glyph["background"]]) + rng.normal(0, 8, 3)
-    # The texture is a darker shade of the background itself, still lighter than every ink.
-    shade = color * 0.8
-    y, x = np.mgrid[:image_size, :image_size] + rng.integers(8, size=2)[:, None, None]
-    pattern = {
-        "plain": np.zeros_like(x, bool),
-        "striped": (x + y) % 8 < 3,
-        "dotted": ((x % 6) < 2) & ((y % 6) < 2),
-        "checkered": (x // 4 + y // 4) % 2 == 0,
-    }[glyph["texture"]]
-    return np.where(pattern[..., None], shade, color)
-
-
-def _png(image: np.ndarray) -> dict[str, bytes]:
-    buffer = io.BytesIO()
-    PILImage.fromarray(image).save(buffer, "png", compress_level=1)
-    return {"bytes": buffer.getvalue(), "path": None}
-
-
-def _article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeio8' and words != 'one' else 'a'} {words}"
-
-
 def _web_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
     glyph = dict(glyph)
     if rng.random() < WRONG_SHARE:
-        name = _choose(rng, ["kind", "color", "background"])
-        glyph[name] = _choose(rng, [value for value in ATTRIBUTES[name] if value != glyph[name]])
+        name = choose(rng, ["kind", "color", "background"])
+        glyph[name] = choose(rng, [value for value in ATTRIBUTES[name] if value != glyph[name]])
     kind, color, size, position, background, texture = (glyph[name] for name in ATTRIBUTES)
     noun = kind
     if kind in DIGITS:
         number = str(DIGITS.index(kind))
-        noun = _choose(rng, [kind, kind, number, f"number {number}", f"digit {kind}"])
+        noun = choose(rng, [kind, kind, number, f"number {number}", f"digit {kind}"])
     pattern = [
         noun,
         f"{color} {noun}",
         f"{size} {noun}",
         f"{noun} on {background}",
-        f"{color} {noun} on {_article(background)} background",
+        f"{color} {noun} on {article(background)} background",
         f"{noun} in the {position}" if position != "center" else f"{noun} in the middle",
         f"{size} {color} {noun}",
         f"{noun}, {texture} background",
-        f"{background} {texture} wallpaper with {_article(noun)}",
+        f"{background} {texture} wallpaper with {article(noun)}",
     ]
-    opening = _choose(rng, ["", "", "", "a picture of ", "photo: ", "my ", "an image with "])
-    return opening + _choose(rng, pattern)
+    opening = choose(rng, ["", "", "", "a picture of ", "photo: ", "my ", "an image with "])
+    return opening + choose(rng, pattern)
 
 
 def _detailed_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
@@ -336,15 +242,15 @@ def _detailed_caption(glyph: dict[str, str], rng: np.random.Generator) -> str:
     place = "in the center" if position == "center" else f"in the {position} corner"
     ground = f"{background} background" if texture == "plain" else f"{texture} {background} background"
     quality = "plain, without a pattern" if texture == "plain" else texture
-    return _choose(
+    return choose(
         rng,
         [
-            f"The image shows {_article(f'{size} {color} {noun}')}. It is placed {place}. "
-            f"Behind it is {_article(ground)}.",
-            f"{_article(f'{color} {noun}').capitalize()} of {size} size is {place}. "
+            f"The image shows {article(f'{size} {color} {noun}')}. It is placed {place}. "
+            f"Behind it is {article(ground)}.",
+            f"{article(f'{color} {noun}').capitalize()} of {size} size is {place}. "
             f"The background is {background} and {quality}.",
-            f"On {_article(ground)} there is {_article(noun)}. It is {color} and {size}. It stands {place}.",
-            f"{place.capitalize()} of the picture stands {_article(f'{size} {noun}')}. It is drawn in {color} ink. "
+            f"On {article(ground)} there is {article(noun)}. It is {color} and {size}. It stands {place}.",
+            f"{place.capitalize()} of the picture stands {article(f'{size} {noun}')}. It is drawn in {color} ink. "
             f"The {background} background is {quality}.",
         ],
     )

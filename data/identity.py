@@ -24,6 +24,7 @@ from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
 from data.sources import DataArguments, file_stamp, named_images, open_rows, reading, split_files
+from data.worlds import WORLDS
 
 # What others say of a fingerprint that is not that of the pairs
 OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
@@ -76,10 +77,10 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 
     Returns:
         The number of files and the hash of their names and contents; of a Hub dataset, its commit; None where that is
-        all in the settings (glyphs) or cannot be known now (data that are gone, a Hub that cannot be reached).
+        all in the settings (a built-in world) or cannot be known now (data that are gone, a Hub out of reach).
     """
     source = arguments.source
-    if source == "glyphs":
+    if source in WORLDS:
         return None
     files = source_files(arguments)
     if not files:

@@ -10,9 +10,9 @@ import datasets
 import numpy as np
 import PIL.Image
 
-from data import glyphs
 from data.images import read_image
 from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, reading
+from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,8 @@ def load_pairs(arguments: DataArguments) -> Rows:
         FileNotFoundError: a local source is not there.
         ValueError: a column is missing, or more than `max_unreadable` of the pairs cannot be read; names the first.
     """
-    if arguments.source == "glyphs":
-        kinds = glyphs.KIND_SETS[arguments.kinds]
-        return glyphs.load(arguments.split, arguments.captions, arguments.num_samples, kinds, arguments.seed)
+    if arguments.source in WORLDS:
+        return _draw(arguments, arguments.captions)
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows
@@ -40,25 +39,33 @@ def load_pairs(arguments: DataArguments) -> Rows:
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
-    """The column `image` and these columns of any source. The glyphs have `caption` (detailed) and `raw_caption` (web).
+    """The column `image` and these columns of any source.
+
+    Built-in worlds have `caption` (detailed) and `raw_caption` (web).
 
     Raises:
         FileNotFoundError: a local source is not there.
         ValueError: a column is missing or holds no texts.
     """
-    if arguments.source == "glyphs":
-        kinds, number, seed = glyphs.KIND_SETS[arguments.kinds], arguments.num_samples, arguments.seed
-        detailed, web = (glyphs.load(arguments.split, style, number, kinds, seed) for style in ("detailed", "web"))
+    if arguments.source in WORLDS:
+        detailed, web = (_draw(arguments, style) for style in ("detailed", "web"))
         rows = detailed.add_column("raw_caption", list(web["caption"]))
     else:
         rows = open_rows(arguments)
-    image = "image" if arguments.source == "glyphs" else arguments.image_column
+    image = "image" if arguments.source in WORLDS else arguments.image_column
     for column in rows.features.keys() & columns:
         kind = getattr(rows.features[column], "feature", rows.features[column])
         if getattr(kind, "dtype", kind) not in ("string", "large_string", "null"):
             raise ValueError(f"column {column} of {arguments.source} holds {kind}, not text")
     rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
     return with_image_root(rows, arguments)
+
+
+def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
+    """Pairs of a built-in world."""
+    world = WORLDS[arguments.source]
+    kinds = world.KIND_SETS[arguments.kinds]
+    return world.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed)
 
 
 def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:

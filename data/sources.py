@@ -21,7 +21,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data import glyphs
+from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ Rows = datasets.Dataset | datasets.IterableDataset
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "glyphs"; a hub name; a folder of images with metadata.csv or metadata.jsonl, of parquet files or of webdataset
-    # shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar files; a ShareGPT4V-style
-    # .json.
+    # "glyphs" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or metadata.jsonl, of
+    # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar
+    # files; a ShareGPT4V-style .json.
     source: str
     # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
     # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
@@ -58,7 +58,7 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
-    # Only the first so many pairs; for glyphs, how many are drawn.
+    # Only the first so many pairs; of a built-in world, how many are drawn.
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
     in_memory: bool = False
@@ -67,11 +67,11 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Of the glyphs only.
+    # Of a built-in world only.
     captions: Literal["web", "detailed"] = "web"
-    # Of the glyphs only: which of them are drawn.
-    kinds: Literal[tuple(glyphs.KIND_SETS)] = "all"
-    # Of the glyphs only: of how they are drawn.
+    # Of a built-in world only: a set of its kinds, such as "all", glyphs' "seen" or symbols' "planet".
+    kinds: str = "all"
+    # Of a built-in world only: of how its pictures are drawn.
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
@@ -80,15 +80,19 @@ class DataArguments:
             raise ValueError("source is empty: name a dataset")
         if self.image_column == self.caption_column:
             raise ValueError(f"the column {self.image_column} cannot hold both the images and the captions or labels")
-        if self.source == "glyphs" and self.num_samples is None:
-            raise ValueError("num_samples must say how many glyphs to draw")
-        if self.streaming and (self.source == "glyphs" or self.in_memory):
-            raise ValueError("streaming neither goes with the source glyphs nor with in_memory")
+        is_drawn = self.source in WORLDS
+        if is_drawn and self.num_samples is None:
+            raise ValueError(f"num_samples must say how many {self.source} to draw")
+        if self.streaming and (is_drawn or self.in_memory):
+            raise ValueError("streaming neither goes with a built-in world nor with in_memory")
+        if is_drawn and self.kinds not in WORLDS[self.source].KIND_SETS:
+            sets = ", ".join(WORLDS[self.source].KIND_SETS)
+            raise ValueError(f"{self.source} have no set of kinds {self.kinds!r}, only {sets}")
         return self
 
 
 def open_rows(arguments: DataArguments) -> Rows:
-    """The rows of any source but the glyphs, with all their columns.
+    """The rows of any source but the built-in worlds, with all their columns.
 
     Raises:
         FileNotFoundError: a local source is not there.

@@ -17,6 +17,7 @@ from conversion.messages import what_is_meant
 from data import glyphs
 from data.pairs import load_pairs, readable_pairs, select_columns, with_image_root
 from data.sources import DataArguments, open_rows
+from data.worlds import WORLDS
 from evaluation.results import content_hash
 
 Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
@@ -156,7 +157,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
     """
 
     def load():
-        if arguments.source == "glyphs":
+        if arguments.source in WORLDS:
             return load_pairs(arguments), 0
         return _readable(open_rows(arguments), arguments)
 
@@ -354,7 +355,7 @@ def _is_template(text: str) -> bool:
 
 def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
-    if arguments.source != "glyphs":
+    if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
     return chosen | more

@@ -14,6 +14,7 @@ from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
 from data.sources import BUILDERS, DataArguments, is_here, is_saved
+from data.worlds import WORLDS
 from training.expected import Expected, Unknown, count_pairs, is_cached, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
@@ -156,7 +157,7 @@ def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Itera
 
 def _is_misspelt(value: str, names: list[str]) -> bool:
     """Whether a plain word, which a hub name may be, is rather the name of a stage with a slip."""
-    plain = not set(value) & set("/\\.*~") and value != "glyphs" and not Path(value).exists()
+    plain = not set(value) & set("/\\.*~") and value not in WORLDS and not Path(value).exists()
     return plain and not is_cached(value) and bool(difflib.get_close_matches(value, names, n=1, cutoff=0.75))
 
 
@@ -232,7 +233,7 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
             if source not in outlook.broken and getattr(arguments, column) != made:
                 yield f".{column}: {source} makes the column {made}, not {getattr(arguments, column)}"
         return
-    if source == "glyphs":
+    if source in WORLDS:
         return
     if root is not None and not Path(root).is_dir():
         yield f".image_root: there is no folder {root}"

@@ -15,6 +15,7 @@ from transformers import AutoModel, CLIPConfig, PreTrainedConfig, PreTrainedMode
 from conversion.checkpoints import load_config
 from conversion.local_names import is_hub_name
 from data.sources import DataArguments, is_here, is_saved, split_files
+from data.worlds import WORLDS
 from evaluation.efficiency import count_parameters, meta_model
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig
 from training.freezing import set_trainable
@@ -125,7 +126,7 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
         Unknown: they are not here, or only loading them tells.
         OSError, ValueError: a file is damaged, or there is no such split.
     """
-    if arguments.source == "glyphs":
+    if arguments.source in WORLDS:
         return arguments.num_samples
     if arguments.streaming:
         raise Unknown(f"{arguments.source} is a stream")

@@ -16,6 +16,7 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     CLIPTextConfig,
+    CLIPTokenizer,
     CLIPVisionConfig,
     PreTrainedTokenizerBase,
 )
@@ -30,7 +31,8 @@ from conversion.processors import (
     require_context_length,
     require_fit,
 )
-from data import glyphs
+from data.drawing import build_image_processor
+from data.worlds import WORLDS
 
 LARGEST_IMAGE = 5000  # one is made to look at what comes of it
 
@@ -46,7 +48,7 @@ def random_clip(
 
     Args:
         text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
-        processor: a folder or hub name, or "glyphs"; None: CLIP's own image processor.
+        processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
 
     Raises:
@@ -111,13 +113,13 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     if processor is None:
         square = {"height": image_size, "width": image_size}
         images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
-    elif processor == "glyphs":
-        images = glyphs.build_image_processor(image_size)
+    elif processor in WORLDS:
+        images = build_image_processor(image_size)
     else:
         _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
-    if tokenizer is None and processor == "glyphs":
-        texts = copy.deepcopy(_glyph_tokenizer(context_length))
+    if tokenizer is None and processor in WORLDS:
+        texts = copy.deepcopy(_tokenizer_of(processor, context_length))
     else:
         source = processor if tokenizer is None else tokenizer
         _require_half(source, "tokenizer", TOKENIZER_FILES)
@@ -125,8 +127,9 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     return CLIPProcessor(image_processor=images, tokenizer=texts)
 
 
-# The checks of a recipe need it, and then the stage
-_glyph_tokenizer = functools.lru_cache(maxsize=4)(glyphs.build_tokenizer)
+@functools.lru_cache(maxsize=4)  # the checks of a recipe need it, and then the stage
+def _tokenizer_of(world: str, context_length: int) -> CLIPTokenizer:
+    return WORLDS[world].build_tokenizer(context_length)
 
 
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from data.sources import DataArguments, Rows
+from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.contact_sheet import contact_sheet
 from training.context import Context
@@ -42,7 +43,7 @@ from training.stages.base import Data, Model, Stage
 class CaptionsStage(Stage):
     """A dataset whose images have several captions each, for `caption_weights`; others use it as their `data.source`.
 
-    The glyphs have the columns `caption` (detailed) and `raw_caption` (web).
+    The built-in worlds have the columns `caption` (detailed) and `raw_caption` (web).
     """
 
     kind: ClassVar[str] = "captions"
@@ -76,9 +77,12 @@ class CaptionsStage(Stage):
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
         columns = ("caption", "raw_caption")
-        for policy in self.captions if self.data.source == "glyphs" else ():
+        for policy in self.captions if self.data.source in WORLDS else ():
             if policy.column not in columns:
-                yield "captions", f"glyphs has no column {policy.column}; its columns are {', '.join(columns)}"
+                yield (
+                    "captions",
+                    f"{self.data.source} has no column {policy.column}; its columns are {', '.join(columns)}",
+                )
 
     def open_data(self, arguments: DataArguments) -> Rows:
         return caption_columns(arguments, {policy.column for policy in self.captions})

@@ -27,6 +27,7 @@ from conversion.provenance import PROCESSOR, model_fingerprint
 from conversion.upcycle import change_routing, require_routing, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
+from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
 from training.expected import Unknown
@@ -49,8 +50,8 @@ class InitializeStage(Stage):
     vision_config: dict[str, JsonValue]
     # Size of the embeddings that images and texts share.
     projection_dim: int = Field(gt=0)
-    # A folder or hub name with a processor, or "glyphs": the tokenizer and image processor of the glyph world. None:
-    # CLIP's own image processor, at the model's image size.
+    # A folder or hub name with a processor, or "glyphs" or "symbols": the tokenizer and image processor of that
+    # world. None: CLIP's own image processor, at the model's image size.
     processor: str | None = None
     # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
@@ -88,14 +89,14 @@ class InitializeStage(Stage):
                 text_config=sizes | width | text_config, vision_config=width | self.vision_config, **width
             )
         for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
-            if source not in (None, "glyphs") and not (source and Path(source).is_dir()):
+            if source not in (None, *WORLDS) and not (source and Path(source).is_dir()):
                 if not is_hub_name(source):
                     raise ValueError(f"{self.name}.{setting}: no such folder: {source!r}, which is no hub name either")
                 raise Unknown(f"{source} is not here")
         return clip_config(text_config, self.vision_config, self.projection_dim, self.processor, tokenizer)[0]
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, "glyphs"}
+        folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, *WORLDS}
         return {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
 
 

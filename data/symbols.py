@@ -1,0 +1,442 @@
+"""The symbol world: captioned pictures of about 190 kinds of symbols in 15 topics, that need no download.
+
+A picture shows one or two symbols on a ground: letters, Greek, Hebrew, chess pieces, zodiac signs, ... of the fonts
+that matplotlib carries, by their Unicode names, and handwritten digits (scikit-learn's `load_digits`). Topics have
+habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: often
+they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything.
+Training and test pictures use different fonts and pen strokes. Everything follows from the arguments of `load` and
+`load_minimal_pairs`, to the bit.
+
+    python -m data.symbols --contact-sheet symbols.png
+"""
+
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+from transformers import CLIPTokenizer
+
+from data.drawing import (
+    BACKGROUNDS,
+    COLORS,
+    POSITIONS,
+    SPLITS,
+    TEXTURES,
+    article,
+    choose,
+    distort,
+    ground,
+    inked,
+    photographed,
+    place,
+    png,
+    stroke,
+)
+from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from data.tokenizer import learn_tokenizer
+
+# The first of each split has all characters; those that lack one are left out for it
+FONTS = {
+    "train": [
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+        "DejaVuSansMono",
+    ],
+    "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
+}
+SIZES = {"small": 0.5, "medium": 0.68, "large": 0.9}  # of the image's side
+# Of the first of two symbols; the second is opposite. Each is small.
+SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
+OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+SMALLEST_IMAGE = 16
+
+TWO = 0.35  # of the pictures have two symbols
+SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
+HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
+COVERED = 0.2  # of the symbols have a piece of paper on them
+WRONG_SHARE = 0.1  # of the web captions have a wrong word
+
+# The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
+ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]
+DIFFERENCES = ["kind", "color", "size", "position", "background", "texture", "binding"]
+
+KIND_SETS = {"all": KINDS, **{name: list(topic.kinds) for name, topic in TOPICS.items()}}
+# Two and four groups of whole topics, of about as many kinds: what clustering would find at best
+_GROUPS = [
+    ["letter", "die", "card suit", "tool"],
+    ["greek letter", "hebrew letter"],
+    ["chess piece", "arrow", "currency", "digit"],
+    ["zodiac sign", "planet", "weather", "musical note", "trigram"],
+]
+for _number, _names in enumerate(_GROUPS):
+    KIND_SETS[f"quarter {_number + 1}"] = [kind for name in _names for kind in TOPICS[name].kinds]
+KIND_SETS["half 1"] = KIND_SETS["quarter 1"] + KIND_SETS["quarter 2"]
+KIND_SETS["half 2"] = KIND_SETS["quarter 3"] + KIND_SETS["quarter 4"]
+
+TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
+CAPTION_STYLES = ("web", "detailed")
+
+
+def load(
+    split: str,
+    captions: str,
+    num_samples: int,
+    kinds: Sequence[str] = tuple(KINDS),
+    seed: int = 0,
+    image_size: int = 32,
+    captions_per_image: int = 1,
+    single: bool = False,
+) -> Dataset:
+    """Captioned symbols.
+
+    Args:
+        split: "train" or "test"; no font and no pen stroke is in both.
+        captions: "web" or "detailed".
+        kinds: of the first symbol of a picture, and of a second one.
+        captions_per_image: with more than one, `caption` is a list.
+        single: whether every picture has one symbol.
+
+    Returns:
+        Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
+
+    Raises:
+        ValueError: an unknown split, caption style or kind, an image too small to draw in, or matplotlib's fonts lack a
+            character.
+    """
+    _check(split, kinds, image_size)
+    if captions not in CAPTION_STYLES:
+        raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
+    rows = []
+    for index in range(num_samples):
+        rng = np.random.default_rng([SPLITS[split], seed, index])
+        scene = draw_scene(rng, kinds, two=False if single else None)
+        image = render(scene, split, rng, image_size)
+        texts = [caption(scene, captions, rng) for _ in range(captions_per_image)]
+        rows.append({"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **scene})
+    text = Value("string")
+    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
+    return Dataset.from_list(rows, features=Features(features | dict.fromkeys(ATTRIBUTES, text)))
+
+
+def load_minimal_pairs(
+    split: str, num_pairs: int, kinds: Sequence[str] = tuple(KINDS), seed: int = 0, image_size: int = 32
+) -> Dataset:
+    """Pairs of pictures that differ in exactly one thing, as MMVP-VLM's pairs of images do.
+
+    Returns:
+        Rows of `image_0`, `caption_0`, `image_1`, `caption_1` (detailed, in the same words) and `attribute`: one of
+        `DIFFERENCES`, all equally frequent. "binding" are two symbols whose colors are exchanged.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    _check(split, kinds, image_size)
+    rows = []
+    for index in range(num_pairs):
+        rng = np.random.default_rng([SPLITS[split] + len(SPLITS), seed, index])
+        difference = DIFFERENCES[index % len(DIFFERENCES)]
+        first = draw_scene(rng, kinds, two=difference == "binding")
+        second = _differ(first, difference, kinds, rng)
+        wording = int(rng.integers(2**32))
+        row = {"attribute": difference}
+        for number, scene in enumerate((first, second)):
+            row[f"image_{number}"] = png(render(scene, split, rng, image_size))
+            row[f"caption_{number}"] = caption(scene, "detailed", np.random.default_rng(wording))
+        rows.append(row)
+    text = Value("string")
+    features = {"image_0": Image(), "caption_0": text, "image_1": Image(), "caption_1": text, "attribute": text}
+    return Dataset.from_list(rows, features=Features(features))
+
+
+def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None = None) -> dict[str, str]:
+    """What a random picture shows: attribute -> value, "" for the second symbol of one that has a single one.
+
+    Args:
+        two: whether there are two symbols; None: `TWO` of the pictures have.
+    """
+    kind = choose(rng, kinds)
+    topic = TOPICS[TOPIC_OF[kind]]
+
+    def tends(usual: str, values: Sequence[str]) -> str:
+        return usual if rng.random() < HABIT else choose(rng, values)
+
+    scene = {"kind": kind, "topic": TOPIC_OF[kind], "color": tends(topic.color, list(COLORS))}
+    two = rng.random() < TWO if two is None else two
+    scene["size"] = "small" if two else choose(rng, list(SIZES))
+    scene["position"] = choose(rng, list(SIDES if two else POSITIONS))
+    scene["background"] = tends(topic.background, list(BACKGROUNDS))
+    scene["texture"] = tends(topic.texture, TEXTURES)
+    scene["second_kind"] = scene["second_color"] = ""
+    if two:
+        same = [name for name in kinds if TOPIC_OF[name] == scene["topic"] and name != kind]
+        others = [name for name in kinds if name != kind] or [kind]
+        scene["second_kind"] = choose(rng, same if same and rng.random() < SAME_TOPIC else others)
+        scene["second_color"] = choose(rng, [color for color in COLORS if color != scene["color"]])
+    return scene
+
+
+def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
+    """A random caption of a scene in one of `CAPTION_STYLES`."""
+    return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
+
+
+def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
+    """The picture of a scene, (image_size, image_size, 3) uint8."""
+    image = ground(scene, rng, image_size)
+    side = round(SIZES[scene["size"]] * image_size)
+    symbols = [("kind", "color", scene["position"])]
+    if scene["second_kind"]:
+        side = round(0.47 * image_size)
+        symbols += [("second_kind", "second_color", OPPOSITE[scene["position"]])]
+    for kind, color, position in symbols:
+        direction = SIDES[position] if scene["second_kind"] else POSITIONS[position]
+        mask = distort(_symbol(scene[kind], split, rng), rng)
+        if rng.random() < COVERED:
+            mask = _covered(mask, rng)
+        alpha = place(mask, side, direction, rng, image_size)
+        image = image * (1 - alpha) + inked(scene[color], rng) * alpha
+    return photographed(image, rng)
+
+
+def build_tokenizer(context_length: int) -> CLIPTokenizer:
+    """A CLIP tokenizer that knows every word of the symbol world's captions."""
+    return learn_tokenizer(_all_words(), 3000, context_length)
+
+
+def draw_kinds(path: str | Path, zoom: int = 48) -> None:
+    """Draw all kinds by topic, each in a training and a test picture, for a person to judge."""
+    figure, axes = _figure(len(TOPICS), max(len(topic.kinds) for topic in TOPICS.values()), width=0.9, height=1.75)
+    for row, (name, topic) in zip(axes, TOPICS.items(), strict=True):
+        row[0].set_title(name, fontsize=12, loc="left", pad=16)
+        for number, kind in enumerate(topic.kinds):
+            pictures = []
+            for split in SPLITS:
+                rng = np.random.default_rng([SPLITS[split], KINDS.index(kind)])
+                scene = draw_scene(rng, [kind], two=False) | {"size": "large", "position": "center"}
+                pictures.append(render(scene, split, rng, 32))
+            row[number].imshow(np.concatenate(pictures))
+            row[number].text(0, -2, textwrap.fill(kind, 16), fontsize=5)
+    _save(figure, path)
+
+
+def draw_samples(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6) -> None:
+    """Draw training images with both captions under each, for a person to judge."""
+    web, detailed = (load("train", style, columns * rows, seed=seed) for style in CAPTION_STYLES)
+    figure, axes = _figure(rows, columns, width=2.6, height=3.3)
+    for axis, first, second in zip(axes.flat, web, detailed, strict=True):
+        axis.imshow(first["image"])
+        axis.set_title(f"{first['caption']}\n\n{textwrap.fill(second['caption'], 44)}", fontsize=7)
+    _save(figure, path)
+
+
+def _figure(rows: int, columns: int, width: float, height: float):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    return figure, axes
+
+
+def _save(figure, path: str | Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=70, format="png")
+    plt.close(figure)
+
+
+def _check(split: str, kinds: Sequence[str], image_size: int) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, must be one of {', '.join(SPLITS)}")
+    unknown = [kind for kind in kinds if kind not in TOPIC_OF]
+    if unknown or not kinds:
+        raise ValueError(f"kinds has {unknown or 'nothing'}; the symbol world's kinds are {', '.join(KINDS)}")
+    if image_size < SMALLEST_IMAGE:
+        raise ValueError(f"image_size is {image_size}: symbols need at least {SMALLEST_IMAGE} pixels")
+    _fonts_of(split)
+
+
+@cache
+def _fonts_of(split: str) -> dict[str, list[str]]:
+    """The files of the fonts that have each character.
+
+    Raises:
+        ValueError: the first font of the split lacks one.
+    """
+    import matplotlib
+    from matplotlib.ft2font import FT2Font
+
+    fonts = {}
+    for name in FONTS[split]:
+        path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+        try:
+            fonts[str(path)] = FT2Font(str(path)).get_charmap()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"matplotlib {matplotlib.__version__} has no font {name}: {error}") from error
+    first = next(iter(fonts))
+    by_character = {}
+    for kind, character in ((kind, text) for topic in TOPICS.values() for kind, text in topic.kinds.items() if text):
+        if ord(character) not in fonts[first]:
+            raise ValueError(
+                f"the font {FONTS[split][0]} of matplotlib {matplotlib.__version__} has no {kind} "
+                f"(U+{ord(character):04X}): install the version of constraints.txt"
+            )
+        by_character[character] = [path for path, characters in fonts.items() if ord(character) in characters]
+    return by_character
+
+
+def _symbol(kind: str, split: str, rng: np.random.Generator) -> PILImage.Image:
+    """A symbol in one of its fonts, (64, 64), white on black."""
+    character = TOPICS[TOPIC_OF[kind]].kinds[kind]
+    if not character:
+        return stroke(kind.split()[-1], split, rng)
+    return _printed(character, choose(rng, _fonts_of(split)[character]))
+
+
+@cache
+def _printed(character: str, font: str) -> PILImage.Image:
+    """A character as large as it fits into (64, 64) with a margin."""
+    font = ImageFont.truetype(font, 96)
+    left, top, right, bottom = font.getbbox(character)
+    drawn = PILImage.new("L", (right - left, bottom - top))
+    ImageDraw.Draw(drawn).text((-left, -top), character, 255, font)
+    scale = 58 / max(drawn.size)
+    drawn = drawn.resize([max(1, round(side * scale)) for side in drawn.size], PILImage.Resampling.BICUBIC)
+    image = PILImage.new("L", (64, 64))
+    image.paste(drawn, ((64 - drawn.width) // 2, (64 - drawn.height) // 2))
+    return image
+
+
+def _covered(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
+    """The drawing without what is behind a piece of paper at one of its corners."""
+    x, y = (int(corner) for corner in rng.choice([0, 40], 2))
+    mask = mask.copy()
+    mask.paste(0, (x, y, x + 24, y + 24))
+    return mask
+
+
+def _differ(first: dict[str, str], difference: str, kinds: Sequence[str], rng: np.random.Generator) -> dict[str, str]:
+    """The scene with another value, or with exchanged colors."""
+    if difference == "binding":
+        return {**first, "color": first["second_color"], "second_color": first["color"]}
+    if difference == "kind":
+        kind = choose(rng, [name for name in kinds if name != first["kind"]] or list(kinds))
+        return {**first, "kind": kind, "topic": TOPIC_OF[kind]}
+    tables = {"color": COLORS, "size": SIZES, "position": POSITIONS, "background": BACKGROUNDS, "texture": TEXTURES}
+    return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}
+
+
+def _web_noun(kind: str, rng: np.random.Generator) -> str:
+    """What the web calls a symbol: by its name, by a shorter one or by its topic."""
+    topic, draw = TOPIC_OF[kind], rng.random()
+    if draw < 0.45:
+        return kind
+    return TOPICS[topic].short[kind] if draw < 0.8 else topic
+
+
+def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
+    scene = dict(scene)
+    if rng.random() < WRONG_SHARE:
+        if rng.random() < 0.5:
+            scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
+        else:
+            scene["color"] = choose(rng, list(COLORS))
+    noun = _web_noun(scene["kind"], rng)
+    color, size, position, background, texture = (
+        scene[name] for name in ("color", "size", "position", "background", "texture")
+    )
+    place_ = {"center": "in the middle"}.get(position, f"at the {position}")
+    if scene["second_kind"]:
+        second, color_2, opposite = _web_noun(scene["second_kind"], rng), scene["second_color"], OPPOSITE[position]
+        phrases = [
+            second, f"{noun} and {second}", f"{color} {noun}", f"{noun} {place_}", f"{second} and {color} {noun}",
+            f"{color} {noun} and {color_2} {second}", f"{noun} {place_} and {second} at the {opposite}",
+        ]  # fmt: skip
+    else:
+        phrases = [
+            noun, f"{color} {noun}", f"{size} {noun}", f"{noun} on {background}", f"{noun} {place_}",
+            f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
+            f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
+        ]  # fmt: skip
+    text = choose(rng, phrases)
+    if rng.random() < 0.8:
+        words = choose(rng, TOPICS[scene["topic"]].words)
+        text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
+    return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
+
+
+def _detailed_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
+    kind, color, size, position, background, texture = (
+        scene[name] for name in ("kind", "color", "size", "position", "background", "texture")
+    )
+    ground_ = f"{background} background" if texture == "plain" else f"{texture} {background} background"
+    quality = "plain, without a pattern" if texture == "plain" else texture
+    if scene["second_kind"]:
+        second, color_2, opposite = scene["second_kind"], scene["second_color"], OPPOSITE[position]
+        return choose(
+            rng,
+            [
+                f"{article(f'{color} {kind}').capitalize()} is at the {position} and {article(f'{color_2} {second}')} "
+                f"at the {opposite}. Behind them is {article(ground_)}.",
+                f"The image shows two symbols. At the {position} is {article(kind)} in {color}, at the {opposite} "
+                f"{article(second)} in {color_2}. The background is {background} and {quality}.",
+                f"On {article(ground_)} there are {article(f'{color_2} {second}')} at the {opposite} and "
+                f"{article(f'{color} {kind}')} at the {position}.",
+            ],
+        )
+    place_ = "in the center" if position == "center" else f"in the {position} corner"
+    return choose(
+        rng,
+        [
+            f"The image shows {article(f'{size} {color} {kind}')}. It is placed {place_}. Behind it is "
+            f"{article(ground_)}.",
+            f"{article(f'{color} {kind}').capitalize()} of {size} size is {place_}. The background is {background} and "
+            f"{quality}.",
+            f"On {article(ground_)} there is {article(kind)}. It is {color} and {size}. It stands {place_}.",
+            f"{place_.capitalize()} of the picture stands {article(f'{size} {kind}')}. It is drawn in {color} ink. "
+            f"The {background} background is {quality}.",
+        ],
+    )
+
+
+def _all_words():
+    """Captions enough to contain every word of the world."""
+    for kind in KINDS:
+        yield from (kind, TOPICS[TOPIC_OF[kind]].short[kind], TOPIC_OF[kind], *TOPICS[TOPIC_OF[kind]].words)
+    for index in range(4000):
+        rng = np.random.default_rng([len(SPLITS) * 2, index])
+        scene = draw_scene(rng, KINDS)
+        for style in CAPTION_STYLES:
+            yield caption(scene, style, rng)
+    yield from TEMPLATES
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Look at the symbol world.")
+    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw all kinds into")
+    parser.add_argument("--samples", metavar="PNG", help="file to draw sample images with their captions into")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    arguments = parser.parse_args(argv)
+    try:
+        draw_kinds(arguments.contact_sheet)
+        if arguments.samples:
+            draw_samples(arguments.samples, arguments.seed)
+    except (OSError, ValueError) as error:  # no such folder, no kind of picture
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
