@@ -79,7 +79,7 @@ TOPICS = {
         "purple pink dotted",
     ),
     "planet": _topic(
-        "solar disc, planet mercury, planet venus, planet earth, planet mars, planet jupiter, planet saturn, "
+        "sun disc, planet mercury, planet venus, planet earth, planet mars, planet jupiter, planet saturn, "
         "planet uranus, planet neptune, planet pluto, crescent moon",
         "☉☿♀♁♂♃♄♅♆♇☾",
         "astronomy, telescope, solar system, orbit, night sky",
