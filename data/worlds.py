@@ -4,6 +4,15 @@ A world is a module with `load`, `load_minimal_pairs`, `build_tokenizer`, `KINDS
 `data.glyphs`.
 """
 
+from transformers import CLIPProcessor
+
 from data import glyphs, symbols
+from data.drawing import build_image_processor
 
 WORLDS = {"glyphs": glyphs, "symbols": symbols}
+
+
+def build_processor(world: str, context_length: int, image_size: int) -> CLIPProcessor:
+    """The `CLIPProcessor` of a world: it knows the words of its captions, and scales images to [-1, 1]."""
+    tokenizer = WORLDS[world].build_tokenizer(context_length)
+    return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)

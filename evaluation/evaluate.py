@@ -20,9 +20,9 @@ from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
 from evaluation.results import named_folder, require_free, task_name, write_result
+from evaluation.task import PRIMARY_METRICS
 from evaluation.tasks import (
     OWN_TASKS,
-    PRIMARY_METRICS,
     TASKS,
     Task,
     add_own_data_options,

@@ -11,7 +11,7 @@ from evaluation.ensemble import Ensemble, concatenate
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
-from evaluation.tasks import Task
+from evaluation.task import Task
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 Model = Embedder | Ensemble
@@ -26,13 +26,39 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
 def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
     """Each image against the names of all classes."""
     rows, num_skipped = task.load()
-    prompts = [template.format(name) for name in task.classes for template in task.templates]
-    shape = (len(task.classes), len(task.templates), -1)
-    embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
-    images, classes = zip(*embeds, strict=True)
+    images, classes = _zero_shot_embeds(task, rows, model)
     weights = model.weights([list(task.classes)])
     metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights), _labels(task, rows))
     return _result(model, metrics, len(rows), num_skipped, {"classes": weights})
+
+
+def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
+    """A zero-shot task for each group of classes: images against the names of their own group, for which an ensemble is
+    routed. `accuracy` is the mean over the groups that have images."""
+    rows, num_skipped = task.load()
+    images, classes = _zero_shot_embeds(task, rows, model)
+    labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
+    accuracies, weights = {}, []
+    for group in dict.fromkeys(group_of_class[labels].tolist()):
+        members = np.flatnonzero(group_of_class == group)
+        chosen = np.isin(labels, members)
+        weights.append(model.weights([[task.classes[member] for member in members]])[0])
+        metrics = zero_shot_metrics(
+            concatenate([part[chosen] for part in images]),
+            concatenate([part[members] for part in classes], weights[-1][None]),
+            np.searchsorted(members, labels[chosen]),
+        )
+        accuracies[f"accuracy/{group}"] = metrics["accuracy"]
+    metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
+    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights)})
+
+
+def _zero_shot_embeds(task: Task, rows: Dataset, model: Model) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Of each expert, the images (rows, D) and the classes (classes, D)."""
+    prompts = [template.format(name) for name in task.classes for template in task.templates]
+    shape = (len(task.classes), len(task.templates), -1)
+    embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
+    return tuple(zip(*embeds, strict=True))
 
 
 def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
@@ -84,6 +110,7 @@ def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
 
 MEASURES = {
     "zero_shot": measure_zero_shot,
+    "zero_shot_groups": measure_zero_shot_groups,
     "retrieval": measure_retrieval,
     "pairs": measure_pairs,
     "linear_probe": measure_linear_probe,

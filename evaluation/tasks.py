@@ -3,56 +3,25 @@
 import argparse
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 from pydantic import ValidationError
 
 from conversion.messages import what_is_meant
-from data import glyphs
 from data.pairs import load_pairs, readable_pairs, select_columns, with_image_root
 from data.sources import DataArguments, open_rows
 from data.worlds import WORLDS
+from evaluation.built_in_tasks import glyph_tasks, symbol_tasks
 from evaluation.results import content_hash
-
-Kind = Literal["zero_shot", "retrieval", "pairs", "linear_probe"]
-
-# Kind -> the metrics that a table shows -> the titles of their columns
-PRIMARY_METRICS = {
-    "zero_shot": {"accuracy": "accuracy"},
-    "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
-    "pairs": {"group": "group score"},
-    "linear_probe": {"accuracy": "accuracy"},
-}
-
+from evaluation.task import Task
 
 # Settings that decide how rows are read, not which
 READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One kind of measure on one dataset.
-
-    `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
-    Rows have the columns `image` and `caption` (zero-shot: the class name; retrieval: a text or a list of texts),
-    or for pairs those of `data.glyphs.load_minimal_pairs`.
-    `data` is all that was chosen of a dataset given by columns: results in which it differs are of different tasks.
-    """
-
-    kind: Kind
-    title: str
-    protocol: str
-    load: Callable[[], tuple[Dataset, int]]
-    classes: Sequence[str] = ()
-    templates: Sequence[str] = ()
-    load_train: Callable[[], tuple[Dataset, int]] | None = None
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 def loaded_once(tasks: Mapping[str, Task]) -> dict[str, Task]:
@@ -64,58 +33,7 @@ def loaded_once(tasks: Mapping[str, Task]) -> dict[str, Task]:
     }
 
 
-def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
-    """Glyphs with their kinds."""
-    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds])
-    return rows.remove_columns("caption").rename_column("kind", "caption")
-
-
-def _glyph_zero_shot(title: str, number: int, kinds: str, classes: Sequence[str] = tuple(glyphs.KINDS)) -> Task:
-    candidates = f"all {len(classes)} kinds" if len(classes) == len(glyphs.KINDS) else f"these {len(classes)}"
-    templates = len(glyphs.TEMPLATES)
-    return Task(
-        kind="zero_shot",
-        title=title,
-        protocol=f"{number:,} test glyphs of {kinds} kinds; {candidates} are candidates, {templates} templates",
-        load=lambda: (_glyph_kinds("test", number, kinds), 0),
-        classes=classes,
-        templates=glyphs.TEMPLATES,
-    )
-
-
-def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, train: int = 4000) -> dict[str, Task]:
-    """The tasks on glyphs, with these numbers of samples."""
-    return {
-        "glyphs_zero_shot": _glyph_zero_shot("zero-shot", number, "all"),
-        "glyphs_zero_shot_seen": _glyph_zero_shot("zero-shot, seen kinds", number, "seen"),
-        "glyphs_zero_shot_unseen": _glyph_zero_shot("zero-shot, unseen kinds", number, "unseen"),
-        "glyphs_digits": _glyph_zero_shot("zero-shot, digits alone", number, "digit", glyphs.DIGITS),
-        "glyphs_shapes": _glyph_zero_shot("zero-shot, shapes alone", number, "shape", glyphs.SHAPES),
-        "glyphs_retrieval": Task(
-            kind="retrieval",
-            title="retrieval",
-            protocol=f"{retrieval:,} test glyphs of seen kinds, one detailed caption each",
-            load=lambda: (glyphs.load("test", "detailed", retrieval, glyphs.SEEN_KINDS), 0),
-        ),
-        "glyphs_pairs": Task(
-            kind="pairs",
-            title="attribute pairs",
-            protocol=f"{pairs:,} pairs of test glyphs of all kinds that differ in one of six attributes, detailed "
-            "captions",
-            load=lambda: (glyphs.load_minimal_pairs("test", pairs), 0),
-        ),
-        "glyphs_linear_probe": Task(
-            kind="linear_probe",
-            title="linear probe",
-            protocol=f"{number:,} test glyphs of all 16 kinds; logistic regression on {train:,} training glyphs",
-            load=lambda: (_glyph_kinds("test", number), 0),
-            load_train=lambda: (_glyph_kinds("train", train), 0),
-            classes=glyphs.KINDS,
-        ),
-    }
-
-
-TASKS = glyph_tasks()
+TASKS = glyph_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns
 OWN_TASKS = ("retrieval", "zero_shot", "linear_probe")
 

@@ -14,15 +14,16 @@ from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import glyphs
+from data.worlds import build_processor
 from evaluation import evaluate
 from evaluation.report import plt
-from evaluation.tasks import TASKS, glyph_tasks
+from evaluation.tasks import TASKS, glyph_tasks, symbol_tasks
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = glyphs.build_processor(16, 32)
+    processor = build_processor("glyphs", 16, 32)
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = processor.tokenizer
     text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
@@ -45,8 +46,9 @@ def sparse(dense):
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
-    """The glyph tasks on a few glyphs."""
-    for name, task in glyph_tasks(number=40, retrieval=40, pairs=12, train=400).items():
+    """The built-in tasks on a few pictures."""
+    sizes = {"number": 40, "retrieval": 40, "pairs": 14, "train": 400}
+    for name, task in (glyph_tasks(**sizes | {"pairs": 12}) | symbol_tasks(**sizes)).items():
         monkeypatch.setitem(TASKS, name, task)
 
 

@@ -19,6 +19,7 @@ from data.captions import CaptionPolicy, build_captions, pack_sentences, split_s
 from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
+from data.worlds import build_processor
 from training.engine import ContrastiveTask
 from training.loader import PairLoader
 from training.stages.features import CaptionsStage
@@ -61,7 +62,7 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
 @pytest.fixture(scope="module")
 def built():
     arguments = DataArguments(source="glyphs", captions="detailed", num_samples=40)
-    tokenizer = glyphs.build_processor(64, 32).tokenizer
+    tokenizer = build_processor("glyphs", 64, 32).tokenizer
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
         CaptionPolicy(policy="first_sentence", column="caption"),
@@ -141,7 +142,7 @@ def test_policies_leave_missing_captions_out():
 def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
     model = CLIPModel.from_pretrained("training/glyph_clip").eval()
-    processor = glyphs.build_processor(64, 32)
+    processor = build_processor("glyphs", 64, 32)
     rows = glyphs.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
@@ -171,7 +172,7 @@ def test_the_batch_of_several_captions():
 def test_missing_captions_are_counted(caplog):
     rows = glyphs.load("train", "web", 3, captions_per_image=2)
     rows = rows.remove_columns("caption").add_column("caption", [["a", ""], ["a", "b"], ["", "b"]])
-    arguments, processor = DataArguments(source="glyphs", num_samples=3), glyphs.build_processor(64, 32)
+    arguments, processor = DataArguments(source="glyphs", num_samples=3), build_processor("glyphs", 64, 32)
     PairLoader(rows, processor, arguments, 3, caption_weights=[0.5, 0.5])
     assert "of 3 images, 1, 1 have no caption in place 0, 1" in caplog.text
     with pytest.raises(ValueError, match=r"image 2 of glyphs has no caption with a weight: \['', 'b'\]"):

@@ -15,6 +15,7 @@ from conversion.dense import main as dense_main
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import glyphs
+from data.worlds import build_processor
 from evaluation.embedder import Embedder
 from evaluation.experts import analyze_experts, main
 from evaluation.measures import measure
@@ -42,7 +43,7 @@ def sparse(tmp_path_factory):
             elif ".router." in name:
                 parameter.mul_(10)
     model.save_pretrained(folder)
-    glyphs.build_processor(64, 32).save_pretrained(folder)
+    build_processor("glyphs", 64, 32).save_pretrained(folder)
     return model.eval(), folder
 
 
@@ -133,7 +134,7 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     result = json.loads((tmp_path / "out" / "experts.json").read_text())
     for expert in range(4):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
-        glyphs.build_processor(64, 32).save_pretrained(tmp_path / str(expert))
+        build_processor("glyphs", 64, 32).save_pretrained(tmp_path / str(expert))
         for name, task in TASKS.items():
             expected = measure(task, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
             assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
@@ -176,7 +177,7 @@ def unnormalized(tmp_path_factory):
             if ".router." in name:
                 parameter.mul_(3)
     model.save_pretrained(folder)
-    glyphs.build_processor(64, 32).save_pretrained(folder)
+    build_processor("glyphs", 64, 32).save_pretrained(folder)
     return model.eval(), folder
 
 
@@ -296,7 +297,7 @@ def gated(tmp_path_factory):
             elif ".experts." in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std())
     model.save_pretrained(folder)
-    glyphs.build_processor(64, 32).save_pretrained(folder)
+    build_processor("glyphs", 64, 32).save_pretrained(folder)
     return model.eval(), folder
 
 
@@ -343,7 +344,7 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
     model.save_pretrained(tmp_path / "four")
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 2
-    glyphs.build_processor(64, 32).save_pretrained(tmp_path / "four")
+    build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "four")
     expected = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
     assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]

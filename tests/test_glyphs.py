@@ -13,7 +13,8 @@ import torch
 from datasets import Image
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 
-from data import glyphs
+from data import drawing, glyphs
+from data.worlds import build_processor
 
 NUM_SAMPLES = 300
 
@@ -44,7 +45,7 @@ def detailed():
 
 @pytest.fixture(scope="module")
 def processor():
-    return glyphs.build_processor(context_length=64, image_size=32)
+    return build_processor("glyphs", 64, 32)
 
 
 def test_domains_are_disjoint_and_hold_digits_and_shapes():
@@ -94,8 +95,8 @@ def test_splits_and_seeds_differ():
 
 
 def test_no_pen_stroke_is_in_both_splits():
-    train, test = (glyphs._digit_images(split) for split in ("train", "test"))
-    for digit in glyphs.DIGITS:
+    train, test = (drawing._digit_images(split) for split in ("train", "test"))
+    for digit in drawing.DIGITS:
         seen = {image.tobytes() for image in train[digit]}
         assert len(train[digit]) > 100 and len(test[digit]) > 20
         assert not seen & {image.tobytes() for image in test[digit]}

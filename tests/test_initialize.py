@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
 from conversion.lineage import Lineage
-from data import glyphs
 from data.tokenizer import learn_tokenizer
+from data.worlds import build_processor
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def run(tmp_path):
 def processor_folder(tmp_path_factory):
     """The glyph world's processor: images of 32 x 32, texts of 16 tokens."""
     folder = tmp_path_factory.mktemp("processor")
-    glyphs.build_processor(16, 32).save_pretrained(folder)
+    build_processor("glyphs", 16, 32).save_pretrained(folder)
     return folder
 
 

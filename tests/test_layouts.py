@@ -12,9 +12,9 @@ import torch
 from tiny_sources import write_shard
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from data import glyphs
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from data.worlds import build_processor
 from training.loader import PairLoader
 
 NUMBER = 24
@@ -24,7 +24,7 @@ SPLITS = {"train": slice(0, 20), "test": slice(20, 24)}
 
 @pytest.fixture(scope="module")
 def processor():
-    return glyphs.build_processor(16, 16)
+    return build_processor("glyphs", 16, 16)
 
 
 def picture(number):

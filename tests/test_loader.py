@@ -17,12 +17,13 @@ from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, we
 from data import glyphs
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from data.worlds import build_processor
 from training.loader import PairLoader
 
 
 @pytest.fixture(scope="module")
 def processor():
-    return glyphs.build_processor(16, 16)
+    return build_processor("glyphs", 16, 16)
 
 
 def batches(loader, start, number):
@@ -296,7 +297,7 @@ def test_several_captions_that_are_cut_are_counted_each(processor, caplog):
 
 
 def test_a_tokenizer_without_a_limit_cuts_nothing(caplog):
-    processor = glyphs.build_processor(16, 16)
+    processor = build_processor("glyphs", 16, 16)
     processor.tokenizer.model_max_length = int(1e30)
     arguments = DataArguments(source="glyphs", num_samples=8, captions="detailed")
     PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()

@@ -148,7 +148,7 @@ def test_no_rows_outlive_the_call_that_loaded_them(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(glyphs, "load", lambda *_, rows=rows: rows)
             patch.setattr(glyphs, "load_minimal_pairs", lambda *_, rows=rows: rows)
-            for task in TASKS.values():
+            for task in (task for name, task in TASKS.items() if name.startswith("glyphs")):
                 assert len(task.load()[0]) == number
                 assert task.load_train is None or len(task.load_train()[0]) == number
 

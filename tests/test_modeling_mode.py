@@ -8,6 +8,7 @@ from tiny_clip_mode import dense, mixture, sparse, texts_and_images, unit
 from transformers import CLIPModel, pipeline
 
 from data import glyphs
+from data.worlds import build_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
 
 
@@ -130,7 +131,7 @@ def test_zero_shot_pipeline(tmp_path):
     base = CLIPModel.from_pretrained("training/glyph_clip")
     model = CLIPMoDEModel.from_experts([base, base])
     model.save_pretrained(tmp_path)
-    glyphs.build_processor(64, 32).save_pretrained(tmp_path)
+    build_processor("glyphs", 64, 32).save_pretrained(tmp_path)
     image = glyphs.load("test", "detailed", 1)[0]["image"]
     names = ["a zero", "a star", "a heart"]
     expected = pipeline("zero-shot-image-classification", "training/glyph_clip")(image, candidate_labels=names)

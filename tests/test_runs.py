@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tiny_runs import as_made_before, recipe, same_weights
 
-from data import glyphs
+from data.worlds import build_processor
 from training import engine, upcycle
 from training.caption_clusters import load_index
 from training.hidden_states import HiddenStates
@@ -187,7 +187,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
     data = {"source": "glyphs", "num_samples": 8}
     settings["stages"].append({"name": "features", "stage": "embed", "model": "dense", "data": data})
     settings["stages"].append({"name": "words", "stage": "tokenizer", "data": data})
-    processor = glyphs.build_processor(16, 32)
+    processor = build_processor("glyphs", 16, 32)
     processor.tokenizer.add_tokens([str(number) * 1000 for number in range(300)])
     processor.save_pretrained(tmp_path / "processor")
     settings["stages"][0]["processor"] = str(tmp_path / "processor")

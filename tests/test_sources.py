@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_sources import images_and_texts, png, rows, write_shard
 
-from data import glyphs
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from data.worlds import build_processor
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -26,7 +26,7 @@ def patience(monkeypatch):
 
 @pytest.fixture(scope="module")
 def processor():
-    return glyphs.build_processor(16, 16)
+    return build_processor("glyphs", 16, 16)
 
 
 def read(processor, source, streaming, batches=30, **settings):

@@ -1,0 +1,111 @@
+"""The tasks on the worlds that this package draws."""
+
+from collections.abc import Sequence
+
+from datasets import Dataset
+
+from data import glyphs, symbols
+from evaluation.task import Task
+
+
+def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
+    """Glyphs with their kinds."""
+    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds])
+    return rows.remove_columns("caption").rename_column("kind", "caption")
+
+
+def _glyph_zero_shot(title: str, number: int, kinds: str, classes: Sequence[str] = tuple(glyphs.KINDS)) -> Task:
+    candidates = f"all {len(classes)} kinds" if len(classes) == len(glyphs.KINDS) else f"these {len(classes)}"
+    templates = len(glyphs.TEMPLATES)
+    return Task(
+        kind="zero_shot",
+        title=title,
+        protocol=f"{number:,} test glyphs of {kinds} kinds; {candidates} are candidates, {templates} templates",
+        load=lambda: (_glyph_kinds("test", number, kinds), 0),
+        classes=classes,
+        templates=glyphs.TEMPLATES,
+    )
+
+
+def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, train: int = 4000) -> dict[str, Task]:
+    """The tasks on glyphs, with these numbers of samples."""
+    return {
+        "glyphs_zero_shot": _glyph_zero_shot("zero-shot", number, "all"),
+        "glyphs_zero_shot_seen": _glyph_zero_shot("zero-shot, seen kinds", number, "seen"),
+        "glyphs_zero_shot_unseen": _glyph_zero_shot("zero-shot, unseen kinds", number, "unseen"),
+        "glyphs_digits": _glyph_zero_shot("zero-shot, digits alone", number, "digit", glyphs.DIGITS),
+        "glyphs_shapes": _glyph_zero_shot("zero-shot, shapes alone", number, "shape", glyphs.SHAPES),
+        "glyphs_retrieval": Task(
+            kind="retrieval",
+            title="retrieval",
+            protocol=f"{retrieval:,} test glyphs of seen kinds, one detailed caption each",
+            load=lambda: (glyphs.load("test", "detailed", retrieval, glyphs.SEEN_KINDS), 0),
+        ),
+        "glyphs_pairs": Task(
+            kind="pairs",
+            title="attribute pairs",
+            protocol=f"{pairs:,} pairs of test glyphs of all kinds that differ in one of six attributes, detailed "
+            "captions",
+            load=lambda: (glyphs.load_minimal_pairs("test", pairs), 0),
+        ),
+        "glyphs_linear_probe": Task(
+            kind="linear_probe",
+            title="linear probe",
+            protocol=f"{number:,} test glyphs of all 16 kinds; logistic regression on {train:,} training glyphs",
+            load=lambda: (_glyph_kinds("test", number), 0),
+            load_train=lambda: (_glyph_kinds("train", train), 0),
+            classes=glyphs.KINDS,
+        ),
+    }
+
+
+def _symbol_kinds(split: str, num_samples: int) -> Dataset:
+    """Pictures of one symbol, with its kind."""
+    rows = symbols.load(split, "detailed", num_samples, single=True)
+    return rows.remove_columns("caption").rename_column("kind", "caption")
+
+
+def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000) -> dict[str, Task]:
+    """The tasks on symbols, with these numbers of samples."""
+    kinds, topics, templates = len(symbols.KINDS), len(symbols.TOPICS), len(symbols.TEMPLATES)
+    pictures = f"{number:,} test pictures of one symbol"
+    return {
+        "symbols_zero_shot": Task(
+            kind="zero_shot",
+            title="zero-shot",
+            protocol=f"{pictures}; all {kinds} kinds are candidates, {templates} templates",
+            load=lambda: (_symbol_kinds("test", number), 0),
+            classes=symbols.KINDS,
+            templates=symbols.TEMPLATES,
+        ),
+        "symbols_topics": Task(
+            kind="zero_shot_groups",
+            title=f"zero-shot, {topics} topics",
+            protocol=f"{pictures}; a task for each topic, its kinds are candidates, {templates} templates",
+            load=lambda: (_symbol_kinds("test", number), 0),
+            classes=symbols.KINDS,
+            templates=symbols.TEMPLATES,
+            group_of_class=symbols.TOPIC_OF,
+        ),
+        "symbols_retrieval": Task(
+            kind="retrieval",
+            title="retrieval",
+            protocol=f"{retrieval:,} test pictures, one detailed caption each",
+            load=lambda: (symbols.load("test", "detailed", retrieval), 0),
+        ),
+        "symbols_pairs": Task(
+            kind="pairs",
+            title="attribute pairs",
+            protocol=f"{pairs:,} pairs of test pictures that differ in one of {len(symbols.DIFFERENCES)} things, "
+            "detailed captions",
+            load=lambda: (symbols.load_minimal_pairs("test", pairs), 0),
+        ),
+        "symbols_linear_probe": Task(
+            kind="linear_probe",
+            title="linear probe",
+            protocol=f"{pictures} of {kinds} kinds; logistic regression on {train:,} training pictures",
+            load=lambda: (_symbol_kinds("test", number), 0),
+            load_train=lambda: (_symbol_kinds("train", train), 0),
+            classes=symbols.KINDS,
+        ),
+    }
