@@ -59,7 +59,7 @@ SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 SMALLEST_IMAGE = 16
 
-TWO = 0.35  # of the pictures have two symbols
+TWO = 0.3  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
 COVERED = 0.2  # of the symbols have a piece of paper on them
@@ -82,6 +82,7 @@ for _number, _names in enumerate(_GROUPS):
 KIND_SETS["half 1"] = KIND_SETS["quarter 1"] + KIND_SETS["quarter 2"]
 KIND_SETS["half 2"] = KIND_SETS["quarter 3"] + KIND_SETS["quarter 4"]
 
+ANYTHING = ["symbol", "icon", "drawing", "something"]
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
 CAPTION_STYLES = ("web", "detailed")
 
@@ -340,11 +341,14 @@ def _differ(first: dict[str, str], difference: str, kinds: Sequence[str], rng: n
 
 
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
-    """What the web calls a symbol: by its name, by a shorter one or by its topic."""
+    """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
     topic, draw = TOPIC_OF[kind], rng.random()
     if draw < 0.45:
         return kind
-    return TOPICS[topic].short[kind] if draw < 0.8 else topic
+    if draw < 0.7:
+        return TOPICS[topic].short[kind]
+    # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
+    return topic if draw < 0.8 else choose(rng, ANYTHING)
 
 
 def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
@@ -371,8 +375,10 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
             f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
             f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
         ]  # fmt: skip
+    if noun in ANYTHING:  # the longer ones say more
+        phrases = phrases[4:]
     text = choose(rng, phrases)
-    if rng.random() < 0.8:
+    if rng.random() < 0.8 and noun not in ANYTHING:
         words = choose(rng, TOPICS[scene["topic"]].words)
         text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
     return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
