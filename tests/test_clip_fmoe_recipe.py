@@ -65,11 +65,11 @@ def test_only_copies_and_gates_move_in_stage_1_and_only_routers_and_gates_in_sta
     for name in ("expert_1", "expert_2"):
         names = moved(fused, weights(whole / name))
         assert names == {name for name in fused if re.search(r"layers\.3\.mlp\.(experts|fusion_gate)\.", name)}
-        assert len(names) == 2 * (4 + 2)
+        assert len(names) == 2 * (4 + 1)
     unified = weights(whole / "unified")
     names = moved(unified, weights(whole / "clip_fmoe"))
     assert names == {name for name in unified if re.search(r"layers\.3\.mlp\.(router|fusion_gate)\.", name)}
-    assert len(names) == 2 * (1 + 2)
+    assert len(names) == 2 * (1 + 1)
 
 
 def test_every_expert_has_its_own_cluster(whole):
