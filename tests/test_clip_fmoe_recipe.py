@@ -87,6 +87,28 @@ def test_every_expert_has_its_own_cluster(whole):
     assert steps == [2 * sum(size // 8 for size in sizes[:2]), 2 * sum(size // 8 for size in sizes[2:])]
 
 
+def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
+    """Text features are the captions' mean, weighted as the loss weighs them, not the raw caption's."""
+    shutil.copytree(whole, tmp_path / "out")
+    rows = load_from_disk(whole / "captions")
+    model, processor = (kind.from_pretrained(whole / "dense") for kind in (AutoModel, AutoProcessor))
+    raw = load_features(whole / "features")
+    shutil.rmtree(tmp_path / "out" / "features")
+    run("x", {"output_dir": str(tmp_path / "out"), "features.caption_weights": [0.1, 0.6, 0.3]}, only=["features"])
+    found = load_features(tmp_path / "out" / "features")
+    assert np.array_equal(found["image"], raw["image"])
+    missing = 0
+    for row, feature, of_raw in zip(rows, found["text"], raw["text"], strict=True):
+        there = [caption for caption in row["caption"] if caption]
+        missing += len(there) < 3
+        texts = model.get_text_features(**processor.tokenizer(there, padding=True, return_tensors="pt")).pooler_output
+        texts = torch.nn.functional.normalize(texts.detach(), dim=-1)
+        mean = sum(weight * text for weight, text in zip((0.1, 0.6, 0.3), texts, strict=False))
+        np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
+        np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
+    assert 0 < missing < len(rows)
+
+
 def test_captions_are_stored_with_the_dataset(whole):
     rows = load_from_disk(whole / "captions")
     assert len(rows) == 120 and {len(captions) for captions in rows["caption"]} == {3}

@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from conversion.checkpoints import load_clip
 import modeling_clip_moe.modeling_clip_moe as modeling
+from conversion.checkpoints import load_clip
 from modeling_clip_moe import (
     CLIPMoEConfig,
     CLIPMoEForImageClassification,
