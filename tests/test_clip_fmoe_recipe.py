@@ -30,6 +30,7 @@ from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
 from training.recipe import load_recipe
+from training.samplers import ClusterBatchSampler
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,6 +108,28 @@ def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
         np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
         np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
     assert 0 < missing < len(rows)
+
+
+@pytest.mark.parametrize("recipe", ["recap_cc3m", "sharegpt4v", "8_experts"])
+def test_experts_see_together_what_direct_fine_tuning_sees(recipe):
+    """One pass of each cluster, in batches of one sub-cluster in turn, without what fills no batch of it."""
+    stages = {stage.name: stage for stage in load_recipe(ROOT / f"training/recipes/clip_fmoe_{recipe}.yaml").stages}
+    experts = [stage for stage in stages.values() if stage.kind == "train_experts"]
+    shape, batch = (len(experts), stages["sub_clusters"].num_image_clusters), 8
+    labels = np.random.default_rng(0).integers(np.prod(shape), size=np.prod(shape) * 80)
+    clusters = FeatureClusters(labels, np.array(list(np.ndindex(shape))), np.zeros((np.prod(shape), 2)))
+    seen = []
+    for stage in experts:
+        of_expert = stage.labels(clusters, batch, SimpleNamespace(print=print))
+        batches = list(ClusterBatchSampler(of_expert, batch, order=stage.order))
+        turn = [labels[one[0]] for one in batches]
+        assert all((labels[one] == label).all() for one, label in zip(batches, turn, strict=True))
+        assert turn[: shape[1]] == sorted(set(turn))  # one batch of each before the second of any
+        seen += np.concatenate(batches).tolist()
+    assert len(seen) == len(set(seen)) == (np.bincount(labels) // batch * batch).sum()
+    assert {stage.num_epochs for stage in (*experts, stages["clip_fmoe"])} == {1}
+    assert len({stage.global_batch_size for stage in (*experts, stages["clip_fmoe"])}) == 1
+    assert stages["features"].caption_weights == stages["clip_fmoe"].caption_weights
 
 
 def test_captions_are_stored_with_the_dataset(whole):

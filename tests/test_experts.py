@@ -154,6 +154,10 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     for layers in (*result["shares"].values(), *result["output_shares"].values()):
         assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
     assert result["shares"] != result["output_shares"]
+    page = (tmp_path / "out" / "experts.md").read_text()
+    cells = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines()}
+    for tokens, shares in (("all", "shares"), ("end token", "output_shares")):
+        assert ("text", "1", tokens, *(f"{share:.1%}" for share in result[shares]["text"]["1"])) in cells
     assert result["scales"] == {} and "conversion.dense" not in (tmp_path / "out" / "experts.md").read_text()
     rows = [
         row for task in result["metrics"].values() for row in zip(*(of.values() for of in task.values()), strict=True)
