@@ -25,12 +25,11 @@ from conversion.processors import copy_processor
 from conversion.upcycle import upcycle
 from training.embedding import load_features
 from training.engine import checkpoint_layers
-from training.feature_clusters import FeatureClusters, split
+from training.feature_clusters import FeatureClusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
 from training.recipe import load_recipe
-from training.samplers import ClusterBatchSampler
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,10 +92,10 @@ def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "out")
     rows = load_from_disk(whole / "captions")
     model, processor = (kind.from_pretrained(whole / "dense") for kind in (AutoModel, AutoProcessor))
-    raw = load_features(whole / "features")
+    found = load_features(whole / "features")
     shutil.rmtree(tmp_path / "out" / "features")
-    run("x", {"output_dir": str(tmp_path / "out"), "features.caption_weights": [0.1, 0.6, 0.3]}, only=["features"])
-    found = load_features(tmp_path / "out" / "features")
+    run("x", {"output_dir": str(tmp_path / "out"), "features.caption_weights": None}, only=["features"])
+    raw = load_features(tmp_path / "out" / "features")
     assert np.array_equal(found["image"], raw["image"])
     missing = 0
     for row, feature, of_raw in zip(rows, found["text"], raw["text"], strict=True):
@@ -108,28 +107,6 @@ def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
         np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
         np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
     assert 0 < missing < len(rows)
-
-
-@pytest.mark.parametrize("recipe", ["recap_cc3m", "sharegpt4v", "8_experts"])
-def test_experts_see_together_what_direct_fine_tuning_sees(recipe):
-    """One pass of each cluster, in batches of one sub-cluster in turn, without what fills no batch of it."""
-    stages = {stage.name: stage for stage in load_recipe(ROOT / f"training/recipes/clip_fmoe_{recipe}.yaml").stages}
-    experts = [stage for stage in stages.values() if stage.kind == "train_experts"]
-    shape, batch = (len(experts), stages["sub_clusters"].num_image_clusters), 8
-    labels = np.random.default_rng(0).integers(np.prod(shape), size=np.prod(shape) * 80)
-    clusters = FeatureClusters(labels, np.array(list(np.ndindex(shape))), np.zeros((np.prod(shape), 2)))
-    seen = []
-    for stage in experts:
-        of_expert = stage.labels(clusters, batch, SimpleNamespace(print=print))
-        batches = list(ClusterBatchSampler(of_expert, batch, order=stage.order))
-        turn = [labels[one[0]] for one in batches]
-        assert all((labels[one] == label).all() for one, label in zip(batches, turn, strict=True))
-        assert turn[: shape[1]] == sorted(set(turn))  # one batch of each before the second of any
-        seen += np.concatenate(batches).tolist()
-    assert len(seen) == len(set(seen)) == (np.bincount(labels) // batch * batch).sum()
-    assert {stage.num_epochs for stage in (*experts, stages["clip_fmoe"])} == {1}
-    assert len({stage.global_batch_size for stage in (*experts, stages["clip_fmoe"])}) == 1
-    assert stages["features"].caption_weights == stages["clip_fmoe"].caption_weights
 
 
 def test_captions_are_stored_with_the_dataset(whole):
@@ -226,58 +203,6 @@ def test_hidden_states_go_on_where_they_stopped(run, whole, monkeypatch):
     for path in (whole / "states").glob("*.safetensors"):
         first, second = load_file(path), load_file(output / "states" / path.name)
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_experts", "gated"),
-    [
-        ({"fused.changes.fusion_gate": False}, 2, True),
-        (
-            {"fused.changes.fusion_gate": False, "unified.changes.fusion_gate": False, "unified.base_expert": False},
-            2,
-            False,
-        ),
-    ],
-    ids=["gate in stage 2 alone", "no gate"],
-)
-def test_ablations_of_the_gate(run, tmp_path, overrides, num_experts, gated):
-    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 2, "output_dir": str(tmp_path)}
-    output = run("x", {**overrides, **short})
-    model = AutoModel.from_pretrained(output / "clip_fmoe")
-    assert model.config.vision_config.num_experts == num_experts
-    assert model.config.vision_config.fusion_gate is gated
-    assert not AutoModel.from_pretrained(output / "expert_1").config.vision_config.fusion_gate
-
-
-@pytest.mark.parametrize(
-    ("overrides", "stage", "columns"),
-    [
-        (
-            {
-                "clusters.num_image_clusters": 1,
-                "clusters.num_random_clusters": 2,
-                "defaults.train_experts.clusters": "clusters",
-            },
-            "clusters",
-            {"random": 2},
-        ),
-        ({"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2}, "clusters", {"text": 2}),
-        ({"sub_clusters.num_text_clusters": 2}, "sub_clusters", {"image": 2, "text": 2}),
-    ],
-    ids=["random, one level", "text", "image x text"],
-)
-def test_ablations_of_the_clusters(run, tmp_path, overrides, stage, columns):
-    """The clusters are those of the chosen features, and each expert is trained on its own."""
-    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
-    output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
-    first, found = (load_arrays(output / name / "clusters.safetensors") for name in ("clusters", stage))
-    groups = first["labels"] if stage == "sub_clusters" else None
-    labels = split(load_features(output / "features"), columns, 0, groups)
-    expected = np.ravel_multi_index(tuple(labels.values()), tuple(columns.values()))
-    assert np.array_equal(found["tuples"][found["labels"], -1], expected)
-    fused, *experts = (weights(output / name) for name in ("fused", "expert_1", "expert_2"))
-    assert all(moved(fused, expert) for expert in experts) and moved(*experts)
-    assert not (output / "unified").exists()
 
 
 def test_size_is_announced_before_it_is_written(run, whole, capsys):
