@@ -58,6 +58,8 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
+    # The first so many pairs are left out: held out for a test, say.
+    skip: int | None = Field(default=None, gt=0)
     # Only the first so many pairs; for glyphs, how many are drawn.
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
@@ -84,7 +86,14 @@ class DataArguments:
             raise ValueError("num_samples must say how many glyphs to draw")
         if self.streaming and (self.source == "glyphs" or self.in_memory):
             raise ValueError("streaming neither goes with the source glyphs nor with in_memory")
+        if self.skip is not None and (self.source == "glyphs" or self.streaming):
+            raise ValueError("skip goes neither with the source glyphs nor with streaming")
         return self
+
+    def taken(self, pairs: int) -> int:
+        """How many of a source's pairs are left by `skip` and `num_samples`."""
+        left = max(pairs - (self.skip or 0), 0)
+        return left if self.num_samples is None else min(left, self.num_samples)
 
 
 def open_rows(arguments: DataArguments) -> Rows:
@@ -96,6 +105,7 @@ def open_rows(arguments: DataArguments) -> Rows:
     """
     with reading(arguments):
         rows = _open(arguments)
+        rows = rows if arguments.skip is None else rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
 
