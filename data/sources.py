@@ -105,7 +105,10 @@ def open_rows(arguments: DataArguments) -> Rows:
     """
     with reading(arguments):
         rows = _open(arguments)
-        rows = rows if arguments.skip is None else rows.skip(arguments.skip)
+        if arguments.skip is not None:
+            if arguments.skip >= len(rows):
+                raise ValueError(f"skip {arguments.skip} leaves nothing of the {len(rows)} pairs of {arguments.source}")
+            rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
 

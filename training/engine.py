@@ -88,7 +88,7 @@ def drop_activations(model: CLIPMoEModel, share: float) -> None:
     for module in model.modules():
         if isinstance(module, CLIPMoEExperts):
             # Every implementation of the experts calls it, those of transformers too
-            module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share))
+            module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share)).train(module.training)
 
 
 def train(
