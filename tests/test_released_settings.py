@@ -1,6 +1,7 @@
 """What CLIP-MoE's released code does otherwise than the paper, against the obvious computation."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.engine import _clip_gradient, drop_activations
 from training.expected import count_pairs
 from training.loader import PairLoader
-from training.losses import router_losses
+from training.recipe import load_recipe
 
 GLYPHS = {"source": "glyphs", "num_samples": 40, "in_memory": True}
 
@@ -61,10 +62,13 @@ def test_gradients_that_are_not_clipped(limit, factor):
 def test_the_released_router_loss():
     """0.01 * (B_image + B_text / 2) / 8 processes, B = E * sum over choices and experts of share * probability, over
     the tokens of all layers of a tower."""
-    config = tiny_config(router_aux_loss_coef=None)
+    config = tiny_config()
     config.router_aux_loss_coef = 0.01 * config.text_config.num_experts_per_tok / 8
     generator = torch.Generator().manual_seed(0)
-    logits = {"text": torch.randn(3, 5, 10, 4, generator=generator), "vision": torch.randn(2, 5, 7, 4)}
+    logits = {
+        "text": torch.randn(3, 5, 10, 4, generator=generator),
+        "vision": torch.randn(2, 5, 7, 4, generator=generator),
+    }
     logits = {name: values.requires_grad_() for name, values in logits.items()}
 
     def balance(of_tower):
@@ -73,14 +77,16 @@ def test_the_released_router_loss():
         return 4 * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum()
 
     expected = 0.01 * (balance(logits["vision"]) + balance(logits["text"]) / 2) / 8
-    nothing = SimpleNamespace(expert_ids=torch.zeros(1, 5, 7, 2))
     outputs = SimpleNamespace(
         text_router_logits=tuple(logits["text"]),
         vision_router_logits=tuple(logits["vision"]),
         text_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 10, 2)),
-        vision_model_output=nothing,
+        vision_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 7, 2)),
     )
-    found, metrics = router_losses(config, outputs, torch.ones(5, 10), 2, "tower_token", 0.5)
+    recipe = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / "clip_moe_released.yaml")
+    unified, stage = recipe.stages[-2:]
+    assert unified.changes == {"router_aux_loss_coef": config.router_aux_loss_coef}
+    found, metrics = stage.router_loss(config, outputs, torch.ones(5, 10))
     torch.testing.assert_close(found, expected)
     assert 1 < metrics["balance_loss"] < 2  # not weighted
     values = list(logits.values())
