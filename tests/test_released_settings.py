@@ -177,7 +177,7 @@ def test_nothing_is_left(tmp_path):
         ({"expert_dropout": 0.1}, "tuned.expert_dropout: .*goes with a sparse model, but dense is dense"),
         ({"expert_dropout": 1.0}, "tuned.expert_dropout"),
         ({"text_router_weight": 0.5, "balance_mean": "token"}, "text_router_weight goes with a sum over the towers"),
-        ({"data": GLYPHS | {"skip": 3}}, "skip goes neither with the source glyphs nor with streaming"),
+        ({"data": GLYPHS | {"skip": 3}}, "skip goes neither with a built-in world nor with streaming"),
         ({"data": {"source": "x.parquet", "skip": 3, "streaming": True}}, "skip goes neither with"),
         ({"max_grad_norm": 0.0}, "tuned.max_grad_norm"),
     ],
