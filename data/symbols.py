@@ -53,17 +53,18 @@ FONTS = {
     ],
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
-SIZES = {"small": 0.5, "medium": 0.68, "large": 0.9}  # of the image's side
+SIZES = {"small": 0.55, "medium": 0.72, "large": 0.92}  # of the image's side
 # Of the first of two symbols; the second is opposite. Each is small.
 SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 SMALLEST_IMAGE = 16
 
-TWO = 0.3  # of the pictures have two symbols
+TWO = 0.25  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
-COVERED = 0.2  # of the symbols have a piece of paper on them
+COVERED = 0.1  # of the symbols have a piece of paper on them
 WRONG_SHARE = 0.1  # of the web captions have a wrong word
+DESCRIBED = 0.15  # of the web captions describe the picture
 
 # The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
 ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]
@@ -358,7 +359,7 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
             scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
         else:
             scene["color"] = choose(rng, list(COLORS))
-    noun = _web_noun(scene["kind"], rng)
+    noun, is_described = _web_noun(scene["kind"], rng), rng.random() < DESCRIBED
     color, size, position, background, texture = (
         scene[name] for name in ("color", "size", "position", "background", "texture")
     )
@@ -377,8 +378,8 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
         ]  # fmt: skip
     if noun in ANYTHING:  # the longer ones say more
         phrases = phrases[4:]
-    text = choose(rng, phrases)
-    if rng.random() < 0.8 and noun not in ANYTHING:
+    text = _detailed_caption(scene, rng) if is_described else choose(rng, phrases)
+    if rng.random() < 0.8 and (is_described or noun not in ANYTHING):
         words = choose(rng, TOPICS[scene["topic"]].words)
         text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
     return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
