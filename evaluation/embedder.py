@@ -114,7 +114,7 @@ class Embedder:
         """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""
         return [compute(self)]
 
-    def weights(self, metadata: Sequence[Sequence[str]]) -> np.ndarray:
+    def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ()) -> np.ndarray:
         """As `evaluation.ensemble.Ensemble.weights`."""
         return np.ones((len(metadata), 1), np.float32)
 

@@ -1,7 +1,7 @@
 """The experts of a mixture, measured together (MoDE)."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_mixture
@@ -18,6 +19,9 @@ from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 
 logger = logging.getLogger(__name__)
+
+# Fields of its configuration that a mixture can be measured with in place of its own
+CHANGES = ("routing", "routing_temperature", "nearest_center_only")
 
 
 class Ensemble:
@@ -29,9 +33,10 @@ class Ensemble:
     Args:
         model: a folder or hub name.
         cache_dir, batch_size, device, dtype: of `Embedder`.
+        changes: see `require_changes`.
 
     Raises:
-        FileNotFoundError, ValueError: see `Embedder` and `load_mixture`.
+        FileNotFoundError, ValueError: see `Embedder`, `load_mixture` and `require_changes`.
     """
 
     def __init__(
@@ -41,11 +46,13 @@ class Ensemble:
         batch_size: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        changes: Mapping[str, Any] | None = None,
     ):
+        require_changes(changes or {})
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
         self.folder, self.device = folder, device
         self.options = (cache_dir, batch_size, device, dtype)
-        self.router = load_mixture(folder, max_loaded_experts=1)
+        self.router = load_mixture(folder, max_loaded_experts=1, **(changes or {}))
         with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
@@ -56,14 +63,22 @@ class Ensemble:
         names = self.router.config.experts
         return [compute(Embedder(self.folder / name, *self.options, processor=self.folder)) for name in names]
 
-    def weights(self, metadata: Sequence[Sequence[str]]) -> np.ndarray:
+    def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ("{}",)) -> np.ndarray:
         """(m, n) weights of the n experts' cosine similarities, from m lists of metadata, which have the same number of
-        texts, and the experts' own temperatures."""
+        texts, and the experts' own temperatures.
+
+        Args:
+            templates: of prompts. The authors' code takes for each text the mean of its prompts, of length 1
+                (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing the text itself.
+        """
         if self.router.centers is None:
             weights = np.ones((len(metadata), self.router.num_experts))
         else:
-            self._embed({text for texts in metadata for text in texts} - set(self._known))
-            embeds = np.stack([[self._known[text] for text in texts] for texts in metadata])
+            templates = templates if self.router.config.routing == "released" else ("{}",)
+            prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
+            self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._known))
+            means = {text: _mean([self._known[p] for p in of_text]) for text, of_text in prompts.items()}
+            embeds = np.stack([[means[text] for text in texts] for texts in metadata])
             unknown = int((~embeds.any(axis=-1)).sum())
             if unknown:
                 logger.warning(
@@ -85,13 +100,33 @@ class Ensemble:
             self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
 
 
-def open_model(model: str | Path, *options) -> Embedder | Ensemble:
-    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do."""
+def open_model(model: str | Path, *options, changes: Mapping[str, Any] | None = None) -> Embedder | Ensemble:
+    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do, and a
+    ValueError for changes of what is no mixture."""
     try:
         mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
     except (OSError, ValueError):
         mixture = False  # `Embedder` says what is wrong
-    return (Ensemble if mixture else Embedder)(model, *options)
+    if mixture:
+        return Ensemble(model, *options, changes=changes)
+    if changes:
+        raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
+    return Embedder(model, *options)
+
+
+def require_changes(changes: Mapping[str, Any]) -> None:
+    """What a mixture is measured with in place of its own configuration: fields of `CLIPMoDEConfig` named in `CHANGES`.
+
+    Raises:
+        ValueError: another field, or a value that it cannot have.
+    """
+    unknown = sorted(set(changes) - set(CHANGES))
+    if unknown:
+        raise ValueError(f"a mixture can be measured with another {', '.join(CHANGES)}, not {', '.join(unknown)}")
+    try:
+        CLIPMoDEConfig(**changes)
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
@@ -99,3 +134,10 @@ def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None)
     if weights is not None:
         embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
     return np.concatenate(embeds, axis=-1)
+
+
+def _mean(embeds: Sequence[np.ndarray]) -> np.ndarray:
+    """Of length 1; of one embedding or of zeros, the same."""
+    if len(embeds) == 1:
+        return embeds[0]
+    return sum(embeds) / (np.linalg.norm(sum(embeds)) or 1)

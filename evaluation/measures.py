@@ -30,7 +30,7 @@ def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
     shape = (len(task.classes), len(task.templates), -1)
     embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
     images, classes = zip(*embeds, strict=True)
-    weights = model.weights([list(task.classes)])
+    weights = model.weights([list(task.classes)], task.templates)
     metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights), _labels(task, rows))
     return _result(model, metrics, len(rows), num_skipped, {"classes": weights})
 

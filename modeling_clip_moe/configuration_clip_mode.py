@@ -6,6 +6,10 @@ from dataclasses import field
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+ROUTINGS = ("paper", "released")
+# Of new mixtures. A configuration without the field is of a time when there was only the paper's
+DEFAULT_ROUTING = "paper"
+
 
 @strict
 class CLIPMoDEConfig(PreTrainedConfig):
@@ -20,6 +24,8 @@ class CLIPMoDEConfig(PreTrainedConfig):
             made with, and that has to embed a task's metadata. None: there are no centers.
         metadata_dim (`int`, *optional*): size of its embeddings.
         num_centers (`int`): fine-grained cluster centers, m. 0: all experts have the same weight, whatever the task.
+        routing (`str`): `"paper"`, the printed equations, or `"released"`, what the authors' code computes instead; see
+            `routing_weights`.
         routing_temperature (`float`): lambda of MoDE eq. 5.
         nearest_center_only (`bool`): whether of the centers only the nearest one to each piece of metadata counts
             (MoDE appendix E), or all do, as equation 6 has it.
@@ -33,6 +39,7 @@ class CLIPMoDEConfig(PreTrainedConfig):
     metadata_encoder: str | None = None
     metadata_dim: int | None = None
     num_centers: int = 0
+    routing: str = "paper"
     routing_temperature: float | int = 0.2
     nearest_center_only: bool = True
 
@@ -50,6 +57,8 @@ class CLIPMoDEConfig(PreTrainedConfig):
 
     def validate_routing(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {self.routing!r}.")
         if not 0 < self.routing_temperature < math.inf:
             raise ValueError(f"routing_temperature must be greater than 0 and finite, got {self.routing_temperature}.")
         if self.num_centers < 0:

@@ -30,7 +30,7 @@ from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_clip_mode import CLIPMoDEConfig
+from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .modeling_clip_moe import CLIPMoEModel
 
 # Of the repository, beside config.json: the centers and the expert of each
@@ -49,14 +49,21 @@ def routing_weights(
     num_experts: int,
     temperature: float = 0.2,
     nearest_center_only: bool = True,
+    routing: str = DEFAULT_ROUTING,
 ) -> torch.Tensor:
     """
-    How much each data expert counts for a task (MoDE eq. 5 to 7, with the temperatures of appendix E).
+    How much each data expert counts for a task, with L pieces of metadata.
 
-    The similarity of metadata l and center s is A = exp(-|e_l - e_s|^2 / lambda), and an expert's weight the softmax of
-    the sum of A over its centers and all metadata. With fewer than 10 pieces of metadata, A is multiplied by
-    exp(0.5 - sqrt(L)), which makes weights more equal; with more than 200, lambda is divided by log(L), which makes
-    them less so.
+    `routing="paper"` (MoDE eq. 5 to 7, with the temperatures of appendix E): the similarity of metadata l and center s
+    is A = exp(-|e_l - e_s|^2 / lambda), and an expert's weight the softmax of the sum of A over its centers and all
+    metadata. With fewer than 10 pieces of metadata, A is multiplied by exp(0.5 - sqrt(L)), which makes weights more
+    equal; with more than 200, lambda is divided by log(L), which makes them less so.
+
+    `routing="released"` (the authors' code, facebookresearch/MetaCLIP, mode/post_report_ensemble.py):
+    A = exp((a - |e_l - e_s|) * f) of the distance that is not squared, with f = log10(max(10, L - 200)) / lambda and
+    a = exp(0.5 - sqrt(L)) below 10 pieces of metadata, else 0; the weights are the softmax of an eighth of the sums.
+    The authors take for e_l the mean over the prompts of a class, of length 1 (mode/prep_feature.py). Their code routes
+    classifications alone; tasks of other kinds are routed by the same formula here.
 
     Args:
         metadata_embeds: (..., L, d), the metadata of one task or of several: all class names of a classification
@@ -66,13 +73,17 @@ def routing_weights(
         expert_of_center: (m,), the expert that each belongs to.
         temperature: lambda.
         nearest_center_only: whether A counts for the center nearest to l alone, and is 0 for the others.
+        routing: `"paper"` or `"released"`.
 
     Returns:
         (..., n) weights that sum to 1, in float32.
 
     Raises:
-        ValueError: a task without metadata, embeddings of another size than the centers', or that are not finite.
+        ValueError: a task without metadata, embeddings of another size than the centers' or that are not finite, or
+            an unknown routing.
     """
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
     length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
     if length == 0:
         raise ValueError(
@@ -86,8 +97,6 @@ def routing_weights(
         )
     if not metadata_embeds.isfinite().all():
         raise ValueError("The metadata's embeddings are not finite.")
-    if length > 200:
-        temperature = temperature / math.log(length)
     rows = metadata_embeds.reshape(-1, size)
     # In float64, where the matrix product of squared distances does not cancel
     centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
@@ -96,16 +105,26 @@ def routing_weights(
         distances = (chunk.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * chunk @ centers.T).clamp_min(
             0
         )
-        similarity = (-distances / temperature).exp()
+        similarity = _similarity(distances, length, temperature, routing)
         if nearest_center_only:
             nearest = distances.argmin(-1, keepdim=True)
             similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
-        if length < 10:
-            similarity = similarity * math.exp(0.5 - math.sqrt(length))
         similarity = similarity * (chunk != 0).any(-1, keepdim=True)
         per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
     sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
-    return sums.softmax(-1).float()
+    return (sums / 8 if routing == "released" else sums).softmax(-1).float()
+
+
+def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:
+    """A of `routing_weights`, for a task with `length` pieces of metadata."""
+    few = math.exp(0.5 - math.sqrt(length))
+    if routing == "released":
+        factor = math.log10(max(10, length - 200)) / temperature
+        return (((few if length < 10 else 0.0) - squared_distances.sqrt()) * factor).exp()
+    if length > 200:
+        temperature = temperature / math.log(length)
+    similarity = (-squared_distances / temperature).exp()
+    return similarity * few if length < 10 else similarity
 
 
 @dataclass
@@ -187,14 +206,15 @@ class CLIPMoDEModel(PreTrainedModel):
             centers: (m, d), the fine-grained cluster centers. None: all experts always have the same weight.
             expert_of_center: (m,), the expert that each belongs to.
             metadata_encoder: what the centers were made with.
-            config: other fields of `CLIPMoDEConfig`.
+            config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
 
         Raises:
             ValueError: if there is no expert, they do not fit together, or a center has no expert.
         """
         if not experts:
             raise ValueError("A CLIPMoDEModel needs at least one expert.")
-        model = cls(CLIPMoDEConfig(projection_dim=experts[0].config.projection_dim, **config))
+        config = {"projection_dim": experts[0].config.projection_dim, "routing": DEFAULT_ROUTING, **config}
+        model = cls(CLIPMoDEConfig(**config))
         for expert in experts:
             model.add_expert(expert)
         if centers is not None:
@@ -454,6 +474,7 @@ class CLIPMoDEModel(PreTrainedModel):
             self.num_experts,
             self.config.routing_temperature,
             self.config.nearest_center_only,
+            self.config.routing,
         )
 
     def set_task(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """CLIPMoDEModel: routing weights and ensembles, against obvious computations."""
 
-import math
-
 import pytest
 import torch
 from tiny_clip_mode import dense, mixture, sparse, texts_and_images, unit
@@ -14,36 +12,6 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
 @pytest.fixture
 def inputs():
     return texts_and_images()
-
-
-def weights_in_a_loop(metadata, centers, expert_of_center, num_experts, temperature, nearest_only):
-    """The logarithms of the weights of MoDE eq. 5 to 7 and appendix E, one number at a time."""
-    if len(metadata) > 200:
-        temperature = temperature / math.log(len(metadata))
-    totals = [0.0] * num_experts
-    for embed in metadata.tolist():
-        similarities = []
-        for center in centers.tolist():
-            distance = sum((a - b) ** 2 for a, b in zip(embed, center, strict=True))
-            similarity = math.exp(-distance / temperature)
-            if len(metadata) < 10:
-                similarity *= math.exp(0.5 - math.sqrt(len(metadata)))
-            similarities.append(similarity)
-        for number, similarity in enumerate(similarities):
-            if not nearest_only or similarity == max(similarities):
-                totals[expert_of_center[number]] += similarity
-    normalizer = max(totals) + math.log(sum(math.exp(total - max(totals)) for total in totals))
-    return [total - normalizer for total in totals]
-
-
-@pytest.mark.parametrize("nearest_only", [True, False])
-@pytest.mark.parametrize("length", [1, 3, 9, 10, 57, 200, 201, 400])
-def test_routing_weights_are_those_of_the_equations(length, nearest_only):
-    centers, metadata = unit(20, 6), unit(length, 6, seed=length)
-    expert_of_center = torch.randint(3, (20,), generator=torch.Generator().manual_seed(2))
-    expected = weights_in_a_loop(metadata, centers, expert_of_center.tolist(), 3, 0.2, nearest_only)
-    found = routing_weights(metadata, centers, expert_of_center, 3, 0.2, nearest_only)
-    torch.testing.assert_close(found.log(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_several_tasks_are_routed_one_by_one():

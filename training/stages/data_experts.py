@@ -18,6 +18,7 @@ from data.identity import data_fingerprint
 from data.pairs import first_caption
 from data.sources import DataArguments, Rows
 from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
@@ -336,6 +337,9 @@ class AssembleStage(Stage):
     centers: Literal["fine", "coarse"] = "fine"
     # lambda in MoDE eq. 5.
     routing_temperature: float = Field(default=0.2, gt=0)
+    # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
+    # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
+    routing: Literal["paper", "released"] = DEFAULT_ROUTING
 
     @model_validator(mode="after")
     def _check(self):
@@ -362,7 +366,8 @@ class AssembleStage(Stage):
             ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
             centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
-        assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, self.routing_temperature)
+        routing = {"routing_temperature": self.routing_temperature, "routing": self.routing}
+        assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, **routing)
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
         return tuple(expert.clip for expert in inputs.experts)
