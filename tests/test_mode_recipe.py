@@ -244,6 +244,19 @@ def test_oracle_has_the_best_score_of_each_task(out):
         assert best["metrics"] == {name: max(m[name] for m in alone) for name in alone[0]}
 
 
+def test_a_mixture_stands_in_a_table_with_either_routing(run, out):
+    read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("glyphs_digits--*.json")]
+    of_rows = {result["model"]: result for result in read}
+    assert of_rows["released"]["routing_weights"] != of_rows["mode"]["routing_weights"]
+    assert of_rows["released"]["weights"] == of_rows["mode"]["weights"]
+    for changes, message in (
+        ({"other": {"routing": "paper"}}, "changes.other is none of the models"),
+        ({"mode": {"routing": "printed"}}, "routing must be paper or released"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("never", {"evaluation.changes": changes})
+
+
 def test_two_processes_assign_as_one(run, out):
     folder = out.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
