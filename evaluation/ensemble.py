@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_mixture
 from conversion.folders import load_config, loading
+from data.images import decode_image
 from evaluation.embedder import Embedder
-from evaluation.sentence_encoders import SentenceEncoder, load_encoder
+from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 
 logger = logging.getLogger(__name__)
 
 # Fields of its configuration that a mixture can be measured with in place of its own
-CHANGES = ("routing", "routing_temperature", "nearest_center_only")
+CHANGES = ("routing", "routing_temperature", "nearest_center_only", "feature_ensemble")
 
 
 class Ensemble:
@@ -71,7 +73,7 @@ class Ensemble:
             templates: of prompts. The authors' code takes for each text the mean of its prompts, of length 1
                 (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing the text itself.
         """
-        if self.router.centers is None:
+        if self.router.centers is None or self.router.config.metadata_modality == "image":
             weights = np.ones((len(metadata), self.router.num_experts))
         else:
             templates = templates if self.router.config.routing == "released" else ("{}",)
@@ -90,8 +92,24 @@ class Ensemble:
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
 
+    def image_weights(self, rows: Dataset, column: str = "image") -> np.ndarray | None:
+        """(rows, n) weights beside those of `weights`, where every image is its own metadata (MoDE section 5.3), else
+        None."""
+        if self.router.config.metadata_modality == "text":
+            return None
+        batch_size = self.options[1]
+        embeds = [
+            self.encoder.encode([decode_image(value) for value in rows[start : start + batch_size][column]])
+            for start in range(0, len(rows), batch_size)
+        ]
+        return self.router.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
+
+    def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
+        """The embeddings (..., D) of n experts as a linear probe takes them: one after the other, or their sum."""
+        return sum(embeds) if self.router.config.feature_ensemble == "sum" else concatenate(embeds)
+
     @cached_property
-    def encoder(self) -> SentenceEncoder:
+    def encoder(self) -> SentenceEncoder | ImageEncoder:
         return load_encoder(self.folder / ENCODER, self.device)
 
     def _embed(self, texts: Iterable[str]) -> None:

@@ -497,21 +497,22 @@ class CLIPMoDEModel(PreTrainedModel):
     def get_text_features(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
     ) -> tuple | BaseModelOutputWithPooling:
-        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1."""
+        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1; or (B, D),
+        their sum, with `feature_ensemble="sum"`."""
         return self._features("get_text_features", input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     @can_return_tuple
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> tuple | BaseModelOutputWithPooling:
         """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
-        probe takes them (MoDE section 5.4)."""
+        probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D)."""
         return self._features("get_image_features", pixel_values=pixel_values, **kwargs)
 
     def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Embeddings (B, n * D) of texts, see `get_text_features`."""
+        """Embeddings (B, n * D) or (B, D) of texts, see `get_text_features`."""
         return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
 
     def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, n * D) of images, see `get_image_features`."""
+        """Embeddings (B, n * D) or (B, D) of images, see `get_image_features`."""
         return self.get_image_features(pixel_values, return_dict=True).pooler_output
 
     @can_return_tuple
@@ -528,12 +529,13 @@ class CLIPMoDEModel(PreTrainedModel):
         Args:
             input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
-            routing_weights: (n,), or (texts, n) where each text is a task of its own, as in image retrieval. None:
-                those of the task that was set; in a model without centers, equal ones.
+            routing_weights: (n,); (texts, n) where each text is a task of its own, as in image retrieval; or
+                (images, 1, n) where each image is. None: those of the task that was set; in a model without centers,
+                equal ones.
 
         Raises:
-            ValueError: if no task was set and no weights are given, they are of another number of experts or texts, or
-                images or texts are missing.
+            ValueError: if no task was set and no weights are given, they are of another number of experts, texts or
+                images, or images or texts are missing.
         """
         if input_ids is None or pixel_values is None:
             raise ValueError("You have to specify input_ids and pixel_values.")
@@ -547,10 +549,11 @@ class CLIPMoDEModel(PreTrainedModel):
             )
         for name in ("output_hidden_states", "output_attentions"):
             kwargs.setdefault(name, getattr(self.config, name))
-        if weights.shape not in ((self.num_experts,), (len(input_ids), self.num_experts)):
+        n = self.num_experts
+        if weights.shape not in ((n,), (len(input_ids), n), (len(pixel_values), 1, n)):
             raise ValueError(
-                f"routing_weights must be (experts,) or (texts, experts), here ({self.num_experts},) or "
-                f"({len(input_ids)}, {self.num_experts}), got {tuple(weights.shape)}."
+                f"routing_weights must be (experts,), (texts, experts) or (images, 1, experts), here ({n},), "
+                f"({len(input_ids)}, {n}) or ({len(pixel_values)}, 1, {n}), got {tuple(weights.shape)}."
             )
         logits_per_text, expert_outputs = None, []
         used = [True] * self.num_experts
@@ -566,7 +569,8 @@ class CLIPMoDEModel(PreTrainedModel):
                 attention_mask=attention_mask,
                 **{**kwargs, "return_dict": True},
             )
-            weight = weights[..., number].reshape(-1, 1).to(outputs.logits_per_text)
+            weight = weights[..., number].to(outputs.logits_per_text)
+            weight = weight.t() if weight.dim() == 2 else weight.reshape(-1, 1)  # (1, images), (texts, 1) or (1, 1)
             logits = weight * outputs.logits_per_text
             if logits_per_text is not None:
                 logits = logits_per_text + logits.to(logits_per_text.device)
@@ -584,8 +588,9 @@ class CLIPMoDEModel(PreTrainedModel):
         parts = []
         for number in range(self.num_experts):
             features = getattr(self.expert(number), method)(**{**inputs, "return_dict": True}).pooler_output
-            parts.append(F.normalize(features, dim=-1))
-        return BaseModelOutputWithPooling(pooler_output=torch.cat([part.to(parts[0].device) for part in parts], dim=-1))
+            parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
+        summed = self.config.feature_ensemble == "sum"
+        return BaseModelOutputWithPooling(pooler_output=sum(parts) if summed else torch.cat(parts, dim=-1))
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         if self.max_loaded_experts is not None:

@@ -55,6 +55,15 @@ def test_each_text_can_be_a_task_of_its_own(inputs):
         torch.testing.assert_close(found[text], expected)
 
 
+def test_each_image_can_be_a_task_of_its_own(inputs):
+    model = mixture()
+    weights = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    found = model(**inputs, routing_weights=weights[:, None]).logits_per_image
+    for image in range(2):
+        expected = sum(weights[image, i] * model.expert(i)(**inputs).logits_per_image[image] for i in range(4))
+        torch.testing.assert_close(found[image], expected)
+
+
 def test_features_stand_side_by_side_and_give_the_logits(inputs):
     model = mixture(2)
     weights = model.set_equal_weights()
@@ -65,6 +74,19 @@ def test_features_stand_side_by_side_and_give_the_logits(inputs):
     scales = torch.stack([model.expert(i).logit_scale.exp() for i in range(2)])
     expected = torch.einsum("ind,tnd,n->it", images.view(2, 2, 8), texts.view(3, 2, 8), weights * scales)
     torch.testing.assert_close(model(**inputs).logits_per_image, expected)
+
+
+def test_features_are_summed_where_the_configuration_says_so(inputs, tmp_path):
+    """MoDE appendix D, in place of one after the other."""
+    model = mixture(3)
+    pixels, texts = inputs["pixel_values"], (inputs["input_ids"], inputs["attention_mask"])
+    side_by_side = model.encode_image(pixels), model.encode_text(*texts)
+    model.config.feature_ensemble = "sum"
+    model.save_pretrained(tmp_path)
+    summed = CLIPMoDEModel.from_pretrained(tmp_path)
+    for found, expected in zip((summed.encode_image(pixels), summed.encode_text(*texts)), side_by_side, strict=True):
+        assert found.shape == (len(found), 8)
+        torch.testing.assert_close(found, expected[:, :8] + expected[:, 8:16] + expected[:, 16:])
 
 
 def test_an_expert_without_weight_is_not_computed(inputs):
@@ -127,7 +149,7 @@ def test_what_does_not_fit_is_refused(inputs, tmp_path):
         model.set_task(unit(3, 6), "other")
     with pytest.raises(ValueError, match="not finite"):
         model.set_task(torch.full((3, 6), torch.nan))
-    with pytest.raises(ValueError, match=r"here \(2,\) or \(3, 2\), got \(5,\)"):
+    with pytest.raises(ValueError, match=r"here \(2,\), \(3, 2\) or \(2, 1, 2\), got \(5,\)"):
         model(**inputs, routing_weights=torch.ones(5))
     with pytest.raises(ValueError, match="expert_2 has embeddings of size 4, the other experts of 8"):
         model.add_expert(dense(3, projection_dim=4), unit(1, 6))
