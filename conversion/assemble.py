@@ -30,8 +30,7 @@ def convert(
     expert_of_center: torch.Tensor | None = None,
     metadata_encoder: str | None = None,
     encoder_folder: Path | None = None,
-    routing_temperature: float = 0.2,
-    routing: str = DEFAULT_ROUTING,
+    **config,
 ) -> None:
     """Saves experts (folders or hub names), of which one is in memory at a time, and the processor of the first, and
     verifies the result.
@@ -39,7 +38,7 @@ def convert(
     Args:
         centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
         encoder_folder: the metadata's encoder, which is copied.
-        routing_temperature, routing: see `CLIPMoDEConfig`.
+        config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
 
     Raises:
         ValueError: an expert takes other inputs or gives embeddings of another size than the first, or see
@@ -63,13 +62,8 @@ def convert(
                 raise ValueError(f"{source} has {name} {size}, but {experts[0]} has {first[name]}")
         expert.save_pretrained(folder / f"expert_{number}")
     names = [f"expert_{number}" for number in range(len(experts))]
-    CLIPMoDEConfig(
-        experts=names,
-        projection_dim=first["projection_dim"],
-        routing=routing,
-        routing_temperature=routing_temperature,
-        dtype=dtype,
-    ).save_pretrained(folder)
+    config = {"projection_dim": first["projection_dim"], "dtype": dtype, "routing": DEFAULT_ROUTING, **config}
+    CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:
         model.set_centers(centers, expert_of_center, metadata_encoder)

@@ -50,7 +50,7 @@ def mixture(tmp_path_factory):
         torch.tensor([0, 1]),
         encoder.name,
         folder / "encoder",
-        TEMPERATURE,
+        routing_temperature=TEMPERATURE,
     )
     return folder, encoder, centers
 

@@ -15,9 +15,17 @@ from transformers import PreTrainedConfig
 from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
+from data.images import decode_image
 from data.pairs import first_caption
 from data.sources import DataArguments, Rows
-from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from evaluation.sentence_encoders import (
+    ImageEncoder,
+    SentenceEncoder,
+    TfidfEncoder,
+    encode_metadata,
+    load_encoder,
+    open_encoder,
+)
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
@@ -57,6 +65,9 @@ class EmbedCaptionsStage(Stage):
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
     # The pairs whose captions are embedded.
     data: Data
+    # "image" embeds the images in place of the captions, by the image tower of a CLIP as encoder, such as the seed model:
+    # to compare with (MoDE section 5.3). Every test image then routes itself, by all centers.
+    modality: Literal["text", "image"] = "text"
     # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
     # pooler on the first one (supervised SimCSE).
     pooling: Literal["mean", "cls", "pooler"] = "mean"
@@ -71,6 +82,8 @@ class EmbedCaptionsStage(Stage):
     def _check(self):
         if self.data.streaming:
             raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        if self.modality == "image" and self.encoder == "tfidf":
+            raise ValueError("modality image needs a CLIP as encoder, not tfidf")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -81,7 +94,8 @@ class EmbedCaptionsStage(Stage):
         encoder = load_encoder(folder, accelerator.device)
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-            return {"embeddings": encoder.encode(_texts(rows, start, stop), self.batch_size).astype(self.dtype)}
+            embeddings = _encode(encoder, rows, start, stop, self.batch_size, self.data.image_root)
+            return {"embeddings": embeddings.astype(self.dtype)}
 
         index = _index(rows, self, encoder.name)
         write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
@@ -110,7 +124,7 @@ class EmbedCaptionsStage(Stage):
             return
         tfidf = self.encoder == "tfidf"
         encoder = TfidfEncoder.fit(_texts(rows, 0, len(rows)), self.dim, seed) if tfidf else None
-        encoder = encoder or open_encoder(source, self.pooling)
+        encoder = encoder or open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
             encoder.save(partial)
 
@@ -187,7 +201,7 @@ class AssignStage(Stage):
             index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data)
 
             def features(start: int, stop: int) -> np.ndarray:
-                return encoder.encode(_texts(rows, start, stop), self.batch_size)
+                return _encode(encoder, rows, start, stop, self.batch_size, self.data.image_root)
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
             return {"labels": nearest_centers(features(start, stop), on_device)}
@@ -260,6 +274,8 @@ class SelectStage(Stage):
             raise ValueError(
                 f"{self.name}: the centers were made with {encoder_name}, {self.captions} with {encoder.name}"
             )
+        if encoder.modality != "text":
+            raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
         if self.num_nearest > len(centers):
             raise ValueError(f"{self.name}: num_nearest {self.num_nearest} of {len(centers)} centers")
         metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
@@ -340,6 +356,9 @@ class AssembleStage(Stage):
     # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
     # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
     routing: Literal["paper", "released"] = DEFAULT_ROUTING
+    # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
+    # appendix D).
+    feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
 
     @model_validator(mode="after")
     def _check(self):
@@ -349,14 +368,15 @@ class AssembleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         experts = inputs.experts
+        config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
         if self.clusters is None:
-            assemble.convert(experts, directory)
+            assemble.convert(experts, directory, **config)
             return
         clusters, metadata = load_caption_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
-        encoder_name = load_encoder(folder).name
-        if encoder_name != metadata["encoder"]:
-            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder_name}")
+        encoder = load_encoder(folder)
+        if encoder.name != metadata["encoder"]:
+            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder.name}")
         number, known = len(experts), len(clusters.coarse_centers)
         if number > known:
             raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
@@ -366,8 +386,9 @@ class AssembleStage(Stage):
             ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
             centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
-        routing = {"routing_temperature": self.routing_temperature, "routing": self.routing}
-        assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, **routing)
+        config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
+        config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
+        assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
         return tuple(expert.clip for expert in inputs.experts)
@@ -382,6 +403,24 @@ def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
     """The captions of rows, of several the first."""
     captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
     return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
+
+
+def _encode(
+    encoder: SentenceEncoder | ImageEncoder,
+    rows: datasets.Dataset,
+    start: int,
+    stop: int,
+    batch_size: int,
+    image_root: str | None,
+) -> np.ndarray:
+    """(rows, d) what the encoder makes of captions, or of images, of which one batch is in memory at a time."""
+    if encoder.modality == "text":
+        return encoder.encode(_texts(rows, start, stop), batch_size)
+    images, embeddings = rows.select_columns("image"), []
+    for first in range(start, stop, batch_size):
+        batch = images[first : min(first + batch_size, stop)]["image"]
+        embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
+    return np.concatenate(embeddings)
 
 
 def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
