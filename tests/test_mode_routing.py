@@ -18,7 +18,8 @@ CENTERS, EXPERT_OF_CENTER = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor
 NEAR = [0.8, 0.6]
 LENGTHS = [3, 10, 57, 201, 400]
 # length -> the first expert's sum of A, and from it its weight: the second expert's sum is 0.
-#   paper      A = exp(-0.4 / 0.2) = 0.135335; for 3 times exp(0.5 - sqrt 3) = 0.291694; above 200 exp(-2 log L) = 1 / L^2
+#   paper      A = exp(-0.4 / 0.2) = 0.135335; for 3 times exp(0.5 - sqrt 3) = 0.291694; above 200
+#              exp(-2 log L) = 1 / L^2
 #   released   A = exp((a - 0.632456) * 5 * log10(max(10, L - 200))), for 3 with a = 0.291694, else a = 0;
 #              the factor is 5 up to 210, and 5 * 2.301030 = 11.505150 for 400; the sum is divided by 8
 BY_HAND = {

@@ -1,7 +1,8 @@
-"""What MoDE's paper compares with or adds: clusters of images, averages that are trained on, embeddings that are summed,
-and experts that see as many samples as the dense model, whatever their clusters' sizes."""
+"""What MoDE's paper compares with or adds: clusters of images, averages that are trained on, embeddings that are
+summed, and experts that see as many samples as the dense model, whatever the sizes of their clusters."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -160,6 +161,23 @@ def test_an_average_is_trained_on(out):
     assert json.loads((out / "tuned" / "log.jsonl").read_text().splitlines()[-1])["step"] == 3
 
 
-def test_what_does_not_go_with_images_is_refused(run):
+def test_a_mixture_stands_in_a_table_with_either_routing(run, out):
+    read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("glyphs_digits--*.json")]
+    of_rows = {result["model"]: result for result in read}
+    assert of_rows["released"]["routing_weights"] != of_rows["mode"]["routing_weights"]
+    assert of_rows["released"]["weights"] == of_rows["mode"]["weights"]
+    for changes, message in (
+        ({"other": {"routing": "paper"}}, "changes.other is none of the models"),
+        ({"mode": {"routing": "printed"}}, "routing must be paper or released"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("never", {"evaluation.changes": changes})
+
+
+def test_what_does_not_go_with_images_is_refused(run, out):
     with pytest.raises(ValueError, match="modality image needs a CLIP as encoder, not tfidf"):
         run("never", {"images.encoder": "tfidf"})
+    for name in ("dense", "images"):
+        shutil.copytree(out / name, run.folder / "other" / name)
+    with pytest.raises(ValueError, match="again: modality text, but the encoder .*:image is of the other"):
+        run("other", {"again.modality": "text"}, only=["again"])

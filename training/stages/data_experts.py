@@ -15,22 +15,15 @@ from transformers import PreTrainedConfig
 from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
-from data.images import decode_image
-from data.pairs import first_caption
 from data.sources import DataArguments, Rows
-from evaluation.sentence_encoders import (
-    ImageEncoder,
-    SentenceEncoder,
-    TfidfEncoder,
-    encode_metadata,
-    load_encoder,
-    open_encoder,
-)
+from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
     CaptionClusters,
+    captions_of,
+    embed_rows,
     group_centers,
     load_caption_clusters,
     load_centers,
@@ -65,8 +58,8 @@ class EmbedCaptionsStage(Stage):
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
     # The pairs whose captions are embedded.
     data: Data
-    # "image" embeds the images in place of the captions, by the image tower of a CLIP as encoder, such as the seed model:
-    # to compare with (MoDE section 5.3). Every test image then routes itself, by all centers.
+    # "image" embeds the images in place of the captions, with a CLIP as encoder, such as the seed model (MoDE section
+    # 5.3, to compare with). Every test image then routes itself, by all centers.
     modality: Literal["text", "image"] = "text"
     # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
     # pooler on the first one (supervised SimCSE).
@@ -92,9 +85,11 @@ class EmbedCaptionsStage(Stage):
             self._keep_encoder(inputs.encoder, rows, context.seed, folder)
         accelerator.wait_for_everyone()
         encoder = load_encoder(folder, accelerator.device)
+        if encoder.modality != self.modality:
+            raise ValueError(f"{self.name}: modality {self.modality}, but the encoder {encoder.name} is of the other")
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-            embeddings = _encode(encoder, rows, start, stop, self.batch_size, self.data.image_root)
+            embeddings = embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
             return {"embeddings": embeddings.astype(self.dtype)}
 
         index = _index(rows, self, encoder.name)
@@ -123,7 +118,7 @@ class EmbedCaptionsStage(Stage):
                 shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
             return
         tfidf = self.encoder == "tfidf"
-        encoder = TfidfEncoder.fit(_texts(rows, 0, len(rows)), self.dim, seed) if tfidf else None
+        encoder = TfidfEncoder.fit(captions_of(rows, 0, len(rows)), self.dim, seed) if tfidf else None
         encoder = encoder or open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
             encoder.save(partial)
@@ -201,7 +196,7 @@ class AssignStage(Stage):
             index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data)
 
             def features(start: int, stop: int) -> np.ndarray:
-                return _encode(encoder, rows, start, stop, self.batch_size, self.data.image_root)
+                return embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
             return {"labels": nearest_centers(features(start, stop), on_device)}
@@ -397,30 +392,6 @@ class AssembleStage(Stage):
 def _size_of_labels(output: Expected) -> tuple[int, int]:
     """See `Stage.disk`: an int16 a pair."""
     return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
-
-
-def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
-    """The captions of rows, of several the first."""
-    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
-    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
-
-
-def _encode(
-    encoder: SentenceEncoder | ImageEncoder,
-    rows: datasets.Dataset,
-    start: int,
-    stop: int,
-    batch_size: int,
-    image_root: str | None,
-) -> np.ndarray:
-    """(rows, d) what the encoder makes of captions, or of images, of which one batch is in memory at a time."""
-    if encoder.modality == "text":
-        return encoder.encode(_texts(rows, start, stop), batch_size)
-    images, embeddings = rows.select_columns("image"), []
-    for first in range(start, stop, batch_size):
-        batch = images[first : min(first + batch_size, stop)]["image"]
-        embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
-    return np.concatenate(embeddings)
 
 
 def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
