@@ -83,15 +83,8 @@ def evaluate_model(
     results = []
     with output_folder(output_dir):
         for key, task in tasks.items():
-            result = {
-                **names[key],
-                "title": task.title,
-                "data": task.data,
-                **measure(task, opened),
-                "primary": PRIMARY_METRICS[task.kind],
-                **of_model,
-                **environment(),
-            }
+            result = names[key] | {"title": task.title, "data": task.data, **measure(task, opened)}
+            result |= {"primary": PRIMARY_METRICS[task.kind], **of_model, **environment()}
             write_result(result, output_dir)
             results.append(result)
     return results
