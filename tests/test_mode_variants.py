@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from tiny_recipes import tiny_run
@@ -26,6 +27,8 @@ from modeling_clip_moe import CLIPMoDEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.loader import PairLoader
 from training.parts import PARTS, read_parts
+from training.recipe import load_recipe
+from training.runner import run_recipe
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +184,16 @@ def test_what_does_not_go_with_images_is_refused(run, out):
         shutil.copytree(out / name, run.folder / "other" / name)
     with pytest.raises(ValueError, match="again: modality text, but the encoder .*:image is of the other"):
         run("other", {"again.modality": "text"}, only=["again"])
+
+
+def test_names_select_no_images(run, out, tmp_path):
+    """Which no text encoder could compare them with."""
+    recipe = yaml.safe_load((run.folder / "recipe.yaml").read_text())
+    recipe["stages"].append(
+        {"name": "selected", "stage": "select", "assignment": "assigned", "captions": "images", "metadata": ["heart"]}
+    )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    shutil.copytree(out, tmp_path / "out")
+    loaded = load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / "out")})
+    with pytest.raises(ValueError, match="selected: metadata are texts, but images embedded images"):
+        run_recipe(loaded, only=["selected"])
