@@ -50,6 +50,7 @@ def mixture(tmp_path_factory):
         torch.tensor([0, 1]),
         encoder.name,
         folder / "encoder",
+        routing="paper",
         routing_temperature=TEMPERATURE,
     )
     return folder, encoder, centers
