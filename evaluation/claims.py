@@ -2,9 +2,10 @@
 
     python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md
 
-The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them. Its
-rows are those of the models; `experts_0.json`, `experts_1.json`, ..., as `evaluation.experts` writes them for each
-seed, add rows such as "routed" and "expert 0". A claim of a folder that is not there yet is "not measured".
+The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them.
+Their rows are the models. `experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which
+`evaluation.experts` writes as `experts.json`, add rows such as "routed", "expert 0" and "K = 2". Claims of a folder
+that is not there yet are "not measured".
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from conversion.files import one_line_errors, read_json, write_text
-from conversion.markdown import escape
+from conversion.markdown import escape, one_line
 from conversion.messages import shortened, what_is_meant
 from conversion.recipe_yaml import read_yaml
 from evaluation.report import markdown_table
@@ -50,7 +51,7 @@ class ExpertScores(BaseModel):
 
 
 class Claim(BaseModel):
-    """A sentence of a paper, and one of: what would show it (`better`, `than`, `on`), where it is shown, or what is
+    """A sentence of a paper, and one of: what would show it (`better`, `than`, `scores`), where it is shown, or what is
     missing to show it."""
 
     model_config = STRICT
@@ -62,13 +63,13 @@ class Claim(BaseModel):
     better: Text | None = None
     than: list[Text] = Field(default_factory=list)
     # Task -> metrics
-    on: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
+    scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
     # Percent points by which it must be better; below 0: by which it may be worse
     by: float = Field(default=0.0, ge=-100, le=100)
     # A file that shows it, as seen from the file of claims
     shown_in: Text | None = None
     missing: Text | None = None
-    # Where it does not hold: what was tried to find out whether recipe, code or world is the cause
+    # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
     note: str = ""
 
     @field_validator("than", mode="before")
@@ -78,13 +79,13 @@ class Claim(BaseModel):
 
     @model_validator(mode="after")
     def _check(self):
-        compared = [bool(self.better), bool(self.than), bool(self.on)]
+        compared = [bool(self.better), bool(self.than), bool(self.scores)]
         if any(compared) != all(compared) or any(compared) + bool(self.shown_in) + bool(self.missing) != 1:
-            raise ValueError("a claim needs either better, than and on, or shown_in, or missing")
+            raise ValueError("a claim needs either better, than and scores, or shown_in, or missing")
         if len({self.better, *self.than}) <= len(self.than):
             raise ValueError("better and than name a row twice")
-        if any(len(set(metrics)) < len(metrics) for metrics in self.on.values()):
-            raise ValueError("on names a metric twice")
+        if any(len(set(metrics)) < len(metrics) for metrics in self.scores.values()):
+            raise ValueError("scores name a metric twice")
         return self
 
 
@@ -93,12 +94,20 @@ class Paper(BaseModel):
 
     model_config = STRICT
 
-    link: Text
+    link: Annotated[str, Field(pattern=r"^https://[^\s()<>]+$")] | None = None
     # The folder of the results, as seen from the file of claims
     results: Text
     # The command that makes them
     command: Text
     claims: list[Claim] = Field(min_length=1)
+
+    @field_validator("claims")
+    @classmethod
+    def _check_claims(cls, claims):
+        twice = [text for text, number in Counter(claim.claim for claim in claims).items() if number > 1]
+        if twice:
+            raise ValueError(f"the claim {twice[0]!r} stands there twice")
+        return claims
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
         ValueError: there is no such row, task or metric.
     """
     measured = []
-    for task, metric in ((task, metric) for task, metrics in claim.on.items() for metric in metrics):
+    for task, metric in ((task, metric) for task, metrics in claim.scores.items() for metric in metrics):
         percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
         better, rival = percentages[claim.better], max(claim.than, key=lambda row: statistics.mean(percentages[row]))
         pairs = zip(better, percentages[rival], strict=True)
@@ -171,16 +180,11 @@ def read_claims(path: Path) -> dict[str, Paper]:
     """
     try:
         raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
-        papers = TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
+        return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
     except ValidationError as error:
         raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-    counts = Counter(claim.claim for paper in papers.values() for claim in paper.claims)
-    twice = [text for text, number in counts.items() if number > 1]
-    if twice:
-        raise ValueError(f"{path}: the claim {twice[0]!r} stands there twice")
-    return papers
 
 
 def _fault(error: Any) -> str:
@@ -263,27 +267,28 @@ def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: i
         compared, figures, verdict = _judge(claim, scores, folder, base, output_folder)
         rows.append([f"{number}", escape(claim.claim), escape(claim.place), compared, figures, verdict])
         verdicts.append(verdict)
-        note = escape(claim.note) or "nothing was tried yet to find the cause" * (verdict == DOES_NOT_HOLD)
+        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (verdict == DOES_NOT_HOLD)
         notes += [f"- {number}: {note}"] * bool(note)
     made = "There are no results yet."
     if scores is not None:
         made = f"Results: [{escape(paper.results)}]({_link(folder, output_folder)}). {_computed_with(folder)}"
     header = ["", "claim", "in the paper", "what would show it", "figures", "verdict"]
     table = [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
-    parts = [f"## [{escape(title)}]({paper.link})", f"{made} Made by", f"```bash\n{paper.command.strip()}\n```"]
+    name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
+    parts = [f"## {name}", f"{made} Made by", f"```bash\n{paper.command.strip()}\n```"]
     return "\n\n".join([*parts, "\n".join(table), *(["\n".join(notes)] if notes else [])]), verdicts
 
 
 def _judge(claim: Claim, scores: Scores | None, folder: Path, base: Path, output_folder: Path) -> tuple[str, str, str]:
     """The cells of a claim: what is compared, the figures and the verdict."""
     if claim.missing is not None:
-        return escape(claim.missing), "", NOT_MEASURED
+        return f"missing: {escape(claim.missing)}", "", NOT_MEASURED
     if claim.shown_in is not None:
         shown_in = base / claim.shown_in
         link = f"[{escape(shown_in.name)}]({_link(shown_in, output_folder)})"
         return (link, "", SHOWN_ELSEWHERE) if shown_in.exists() else (escape(shown_in.name), "", NOT_MEASURED)
     points = f", by at least {claim.by:g} points" if claim.by > 0 else f", at most {-claim.by:g} points worse"
-    on = [f"{task} {metric}" for task, metrics in claim.on.items() for metric in metrics]
+    on = [f"{task} ({', '.join(metrics)})" for task, metrics in claim.scores.items()]
     compared = f"{claim.better} against {' / '.join(claim.than)}{points * bool(claim.by)}; on {', '.join(on)}"
     if scores is None:
         return escape(compared), "", NOT_MEASURED
@@ -299,7 +304,7 @@ def _figures(measured: Measured) -> str:
         f"{statistics.mean(of_seeds):.1f} ± {statistics.stdev(of_seeds):.1f}"
         for of_seeds in (measured.better, measured.than)
     )
-    return f"{measured.metric}: {better}, {measured.rival} {than}: {difference}, {measured.verdict}"
+    return f"{measured.task} {measured.metric}: {better}, {measured.rival} {than}: {difference}, {measured.verdict}"
 
 
 def _computed_with(folder: Path) -> str:
