@@ -271,7 +271,9 @@ def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: i
         notes += [f"- {number}: {note}"] * bool(note)
     made = "There are no results yet."
     if scores is not None:
-        made = f"Results: [{escape(paper.results)}]({_link(folder, output_folder)}). {_computed_with(folder)}"
+        num_seeds = len(next(of_seeds for row in scores.values() for of_seeds in row.values()))
+        link = f"[{escape(paper.results)}]({_link(folder, output_folder)})"
+        made = f"Results of {num_seeds} seeds: {link}. {_computed_with(folder)}"
     header = ["", "claim", "in the paper", "what would show it", "figures", "verdict"]
     table = [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
     name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
@@ -304,7 +306,8 @@ def _figures(measured: Measured) -> str:
         f"{statistics.mean(of_seeds):.1f} ± {statistics.stdev(of_seeds):.1f}"
         for of_seeds in (measured.better, measured.than)
     )
-    return f"{measured.task} {measured.metric}: {better}, {measured.rival} {than}: {difference}, {measured.verdict}"
+    scores = f"{better} against {than} of {measured.rival}"
+    return f"{measured.task} {measured.metric}: {scores}: {difference}, {measured.verdict}"
 
 
 def _computed_with(folder: Path) -> str:
