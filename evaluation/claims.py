@@ -23,7 +23,7 @@ from conversion.files import one_line_errors, read_json, write_text
 from conversion.markdown import escape, one_line
 from conversion.messages import shortened, what_is_meant
 from conversion.recipe_yaml import read_yaml
-from evaluation.report import markdown_table
+from evaluation.report import computed_with, markdown_table
 
 LEAST_SEEDS = 3
 HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
@@ -45,9 +45,12 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ExpertScores(BaseModel):
-    """What `evaluation.experts` wrote of one seed: task -> row -> metric -> score."""
+    """What `evaluation.experts` wrote of one seed."""
 
-    metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)
+    metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)  # task -> row -> metric -> score
+    weights: str
+    commit: str | None
+    versions: dict[str, str]
 
 
 class Claim(BaseModel):
@@ -218,12 +221,19 @@ def _read_experts(folder: Path, num_seeds: int) -> Scores:
     """The rows of single experts and of the routed model, where they were measured."""
     if not (folder / "experts_0.json").exists():
         return {}
-    paths = [folder / f"experts_{seed}.json" for seed in range(num_seeds)]
-    of_seeds = [_validated(ExpertScores, read_json(path), path).metrics for path in paths]
+    of_seeds = [_expert_scores(folder, seed) for seed in range(num_seeds)]
+    if len({of_seed.weights for of_seed in of_seeds}) < num_seeds:
+        raise ValueError(f"{folder / 'experts_*.json'}: two are of the same weights; a spread needs different seeds")
+    all_metrics = [of_seed.metrics for of_seed in of_seeds]
     return {
-        row: {task: [metrics[task][row] for metrics in of_seeds] for task in of_seeds[0]}
-        for row in next(iter(of_seeds[0].values()))
+        row: {task: [metrics.get(task, {}).get(row, {}) for metrics in all_metrics] for task in all_metrics[0]}
+        for row in next(iter(all_metrics[0].values()))
     }
+
+
+def _expert_scores(folder: Path, seed: int) -> ExpertScores:
+    path = folder / f"experts_{seed}.json"
+    return _validated(ExpertScores, read_json(path), path)
 
 
 def _validated(kind: Any, content: Any, path: Path) -> Any:
@@ -311,12 +321,14 @@ def _figures(measured: Measured) -> str:
 
 
 def _computed_with(folder: Path) -> str:
-    """The line with commit and versions that `evaluation.seeds` wrote."""
+    """The line with commit and versions that `evaluation.seeds` wrote, and those of single experts."""
     path = folder / "seeds.md"
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Commit ")]
     if not lines:
         raise ValueError(f"{path} does not say the commit: make it again with python -m evaluation.seeds")
-    return lines[-1]
+    if not (folder / "experts_0.json").exists():
+        return lines[-1]
+    return f"{lines[-1]} Single experts: {escape(computed_with(_expert_scores(folder, 0).model_dump()))}."
 
 
 def _link(path: Path, folder: Path) -> str:

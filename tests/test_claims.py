@@ -120,9 +120,9 @@ def test_at_most_some_points_worse(folder):
     assert "dense against longer, at most 7.5 points worse; on retrieval (recall)" in found[1][3]
 
 
-def test_a_difference_of_exactly_the_points_is_none(tmp_path):
-    scores = {"a": {"t": [{"m": 0.52}] * 3}, "b": {"t": [{"m": 0.51}] * 3}}  # 100 * (0.52 - 0.51) > 1
-    one = Claim(claim="c", place="p", better="a", than="b", scores={"t": ["m"]}, by=1)
+def test_a_difference_of_exactly_the_points_is_none():
+    scores = {"a": {"t": [{"m": 0.55}] * 3}, "b": {"t": [{"m": 0.51}] * 3}}  # 100 * 0.55 - 100 * 0.51 > 4
+    one = Claim(claim="c", place="p", better="a", than="b", scores={"t": ["m"]}, by=4.0)
     assert measure_claim(one, scores, "here")[0].verdict == CANNOT_BE_TOLD
 
 
@@ -158,14 +158,47 @@ def test_what_is_not_measured(folder):
     assert [row[-1] for row in rows(text)] == ["not measured"] * 3 and "There are no results yet." in text
 
 
-def test_single_experts_are_rows(folder):
-    for seed, scores in enumerate([(0.6, 0.5), (0.62, 0.5), (0.64, 0.5)]):
-        metrics = {"pairs": {row: {"group": s} for row, s in zip(("routed", "expert 0"), scores, strict=True)}}
-        (folder / "results" / f"experts_{seed}.json").write_text(json.dumps({"metrics": metrics, "source": "run"}))
-    one = claim(better="routed", than="expert 0", scores={"pairs": ["group"]})
-    (*_, figures, _), (*_, of_models, _) = rows(page(folder, one, claim(claim="b")))
-    assert of_models.startswith("retrieval recall: 63.0")
+@pytest.fixture
+def experts(folder):
+    """Adds single experts to the results: of three seeds, routed 60, 62, 64 and expert 0 always 50."""
+    for seed, score in enumerate((0.6, 0.62, 0.64)):
+        metrics = {"pairs": {"routed": {"group": score}, "expert 0": {"group": 0.5}}}
+        content = {
+            "metrics": metrics,
+            "weights": f"{seed}",
+            "commit": "def",
+            "versions": {"torch": "3"},
+            "source": "run",
+        }
+        (folder / "results" / f"experts_{seed}.json").write_text(json.dumps(content))
+    return {"better": "routed", "than": "expert 0", "scores": {"pairs": ["group"]}}
+
+
+def test_single_experts_are_rows(folder, experts):
+    text = page(folder, claim(**experts), claim(claim="b"))
+    (*_, figures, _), (*_, of_models, _) = rows(text)
     assert figures == "pairs group: 62.0 ± 2.0 against 50.0 ± 0.0 of expert 0: +12.0 ± 2.0, holds"
+    assert of_models.startswith("retrieval recall: 63.0")
+    assert f"{COMMIT} Single experts: commit def, torch 3." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": "0"}, "experts_.*: two are of the same weights"),
+        ({"metrics": {"other": {}}}, "pairs of 'routed' has no metric 'group'"),
+        ({"metrics": {"pairs": {"routed": {"group": 60}}}}, "experts_2.json is damaged"),
+        (None, "experts_2.json"),
+    ],
+)
+def test_single_experts_that_cannot_be_used(folder, experts, change, message):
+    path = folder / "results" / "experts_2.json"
+    content = json.loads(path.read_text())
+    path.unlink()
+    if change:
+        path.write_text(json.dumps(content | change))
+    with pytest.raises((ValueError, OSError), match=message):
+        page(folder, claim(**experts))
 
 
 def test_any_text_is_only_text(folder):
@@ -185,6 +218,7 @@ def test_any_text_is_only_text(folder):
         ({"scores": {"retrieval": ["recall", "recall"]}}, "name a metric twice"),
         ({"than": []}, "needs either better, than and scores, or shown_in, or missing"),
         ({"missing": "a row"}, "needs either better"),
+        ({"better": None, "than": [], "scores": {}}, "needs either better"),
         ({"than": "sparse"}, "name a row twice"),
         ({"than": ["dense", "dense"]}, "name a row twice"),
         ({"by": True}, "claims.0.by: .* number"),
