@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -341,6 +342,7 @@ def test_recipes_have_what_the_claims_name(title, paper):
     """Rows, tasks and metrics, also before there are results; and the command makes these results of that recipe."""
     (recipe,) = set(re.findall(r"training/recipes/(\w+)\.yaml", paper.command))
     assert recipe == paper.results and f"--output-dir model_cards/{paper.results} " in paper.command
+    subprocess.run(["bash", "-n"], input=paper.command, text=True, check=True)
     stages = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["stages"]
     (evaluation,) = (stage for stage in stages if stage["stage"] == "evaluate")
     titles = [*evaluation["models"], *evaluation.get("oracles", {})]
