@@ -87,6 +87,19 @@ def test_verdict(differences, expected):
     assert differences_verdict(differences) == expected
 
 
+def test_verdicts_by_chance():
+    """As the page says: of equal models with three seeds, and with two scores and two models to beat."""
+    rng, trials = np.random.default_rng(0), 3000
+    verdicts = [differences_verdict(differences) for differences in rng.normal(size=(trials, 3))]
+    assert [verdicts.count(one) / trials for one in (HOLDS, DOES_NOT_HOLD)] == pytest.approx([0.1, 0.1], abs=0.02)
+    names = {"claim": "c", "place": "p", "better": "0", "than": ["1", "2"], "scores": {"t": ["m", "n"]}}
+    one, verdicts = Claim(**names), []
+    for trial in rng.normal(size=(trials, 3, 3, 2)):  # row, seed, metric
+        scores = {f"{row}": {"t": [{"m": m, "n": n} for m, n in of_seeds]} for row, of_seeds in enumerate(trial)}
+        verdicts.append(verdict_of_all([measured.verdict for measured in measure_claim(one, scores, "here")]))
+    assert verdicts.count(DOES_NOT_HOLD) / trials == pytest.approx(0.3, abs=0.03)
+
+
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [
