@@ -1,0 +1,354 @@
+"""The claims of papers, each with what was measured and whether it holds.
+
+    python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md
+
+The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them.
+Their rows are the models. `experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which
+`evaluation.experts` writes as `experts.json`, add rows such as "routed", "expert 0" and "K = 2". Claims of a folder
+that is not there yet are "not measured".
+"""
+
+import argparse
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from conversion.files import one_line_errors, read_json, write_text
+from conversion.markdown import escape, one_line
+from conversion.messages import shortened, what_is_meant
+from conversion.recipe_yaml import read_yaml
+from evaluation.report import computed_with, markdown_table
+
+LEAST_SEEDS = 3
+HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
+NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
+VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
+INTRODUCTION = f"""\
+Made by `python -m evaluation.claims`. All figures are percentages, mean ± sample standard deviation of the seeds.
+Models are compared seed by seed. "{HOLDS}": in every seed the first one is better, and the mean of the differences is
+larger than their deviation. "{DOES_NOT_HOLD}": the same the other way round. "{CANNOT_BE_TOLD}": anything else. Of
+several models that the first one has to beat, the one with the best mean counts. A claim on several scores holds if it
+holds on each, and does not hold if it does not hold on one. Where a claim names a number of points, they are
+subtracted from the differences before.
+
+Three seeds are few. Of two equal models on one score, one time in ten the first seems better, and one time in ten
+worse. "{DOES_NOT_HOLD}" comes by chance more often where several scores count, or several models are to be beaten:
+three times in ten with two of each. More seeds tell more.
+"""
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Scores = dict[str, dict[str, list[dict[str, Share]]]]  # row -> task -> for each seed: metric -> score
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ExpertScores(BaseModel):
+    """What `evaluation.experts` wrote of one seed."""
+
+    metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)  # task -> row -> metric -> score
+    weights: str
+    commit: str | None
+    versions: dict[str, str]
+
+
+class Claim(BaseModel):
+    """A sentence of a paper, and one of: what would show it (`better`, `than`, `scores`), where it is shown, or what is
+    missing to show it."""
+
+    model_config = STRICT
+
+    claim: Text
+    # Table, section or figure of the paper
+    place: Text
+    # Titles of rows: the first must be better than the best of the others
+    better: Text | None = None
+    than: list[Text] = Field(default_factory=list)
+    # Task -> metrics
+    scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
+    # Percent points by which it must be better; below 0: by which it may be worse
+    by: float = Field(default=0.0, ge=-100, le=100)
+    # A file that shows it, as seen from the file of claims
+    shown_in: Text | None = None
+    missing: Text | None = None
+    # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
+    note: str = ""
+
+    @field_validator("than", mode="before")
+    @classmethod
+    def _as_list(cls, value):
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self):
+        compared = [bool(self.better), bool(self.than), bool(self.scores)]
+        if any(compared) != all(compared) or any(compared) + bool(self.shown_in) + bool(self.missing) != 1:
+            raise ValueError("a claim needs either better, than and scores, or shown_in, or missing")
+        if len({self.better, *self.than}) <= len(self.than):
+            raise ValueError("better and than name a row twice")
+        if any(len(set(metrics)) < len(metrics) for metrics in self.scores.values()):
+            raise ValueError("scores name a metric twice")
+        return self
+
+
+class Paper(BaseModel):
+    """The claims of a paper that the same results show."""
+
+    model_config = STRICT
+
+    link: Annotated[str, Field(pattern=r"^https://[^\s()<>]+$")] | None = None
+    # The folder of the results, as seen from the file of claims
+    results: Text
+    # The command that makes them
+    command: Text
+    claims: list[Claim] = Field(min_length=1)
+
+    @field_validator("claims")
+    @classmethod
+    def _check_claims(cls, claims):
+        twice = [text for text, number in Counter(claim.claim for claim in claims).items() if number > 1]
+        if twice:
+            raise ValueError(f"the claim {twice[0]!r} stands there twice")
+        return claims
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a claim says of one score: the percentages of both models with each seed."""
+
+    task: str
+    metric: str
+    better: Sequence[float]
+    rival: str
+    than: Sequence[float]
+    verdict: str
+
+
+def differences_verdict(differences: Sequence[float]) -> str:
+    """Whether one model is better than another, from the differences between their scores with each seed.
+
+    "holds" if every difference is above 0 and their mean above their sample standard deviation; "does not hold" if
+    the same is true of the negative differences; else "cannot be told".
+    """
+    mean, deviation = statistics.mean(differences), statistics.stdev(differences)
+    if min(differences) > 0 and mean > deviation:
+        return HOLDS
+    return DOES_NOT_HOLD if max(differences) < 0 and -mean > deviation else CANNOT_BE_TOLD
+
+
+def verdict_of_all(verdicts: Sequence[str]) -> str:
+    """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
+    told."""
+    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in verdicts)
+
+
+def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
+    """What the scores say of a claim, one for each of its metrics.
+
+    Args:
+        where: the scores are from, for errors.
+
+    Raises:
+        ValueError: there is no such row, task or metric.
+    """
+    measured = []
+    for task, metric in ((task, metric) for task, metrics in claim.scores.items() for metric in metrics):
+        percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
+        better, rival = percentages[claim.better], max(claim.than, key=lambda row: statistics.mean(percentages[row]))
+        pairs = zip(better, percentages[rival], strict=True)
+        # Rounded: scores that differ by exactly `by` are equal
+        verdict = differences_verdict([round(one - other - claim.by, 9) for one, other in pairs])
+        measured.append(Measured(task, metric, better, rival, percentages[rival], verdict))
+    return measured
+
+
+def _percentages(scores: Scores, row: str, task: str, metric: str, where: str) -> list[float]:
+    if row not in scores:
+        raise ValueError(f"there is no row {row!r} in {where}; there are {', '.join(scores)}")
+    if task not in scores[row]:
+        raise ValueError(f"{row!r} has no task {task!r} in {where}; there are {', '.join(scores[row])}")
+    of_seeds = scores[row][task]
+    if any(metric not in metrics for metrics in of_seeds):
+        raise ValueError(f"{task} of {row!r} has no metric {metric!r} in {where}; there are {', '.join(of_seeds[0])}")
+    return [100 * metrics[metric] for metrics in of_seeds]
+
+
+def read_claims(path: Path) -> dict[str, Paper]:
+    """Title -> paper.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no YAML, an unknown key, a value of the wrong type, or a claim that stands there twice.
+    """
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _fault(error: Any) -> str:
+    *parents, key = ["file", *error["loc"]]
+    where = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] == "extra_forbidden":
+        known = (Claim if "claims" in parents else Paper).model_fields
+        return f"{where}: there is no key {key!r}: {what_is_meant(str(key), known)}"
+    return f"{where}: {error['msg']} (got {shortened(error['input'])})"
+
+
+def read_scores(folder: Path) -> Scores | None:
+    """The scores in a folder of results; None if there are none yet.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it is damaged, or has fewer than three seeds.
+    """
+    path = folder / "seeds.json"
+    if not path.exists():
+        return None
+    scores = _validated(Scores, read_json(path), path)
+    numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
+    if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
+        found = ", ".join(map(str, sorted(numbers))) or "none"
+        raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {found}")
+    return scores | _read_experts(folder, numbers.pop())
+
+
+def _read_experts(folder: Path, num_seeds: int) -> Scores:
+    """The rows of single experts and of the routed model, where they were measured."""
+    if not (folder / "experts_0.json").exists():
+        return {}
+    of_seeds = [_expert_scores(folder, seed) for seed in range(num_seeds)]
+    if len({of_seed.weights for of_seed in of_seeds}) < num_seeds:
+        raise ValueError(f"{folder / 'experts_*.json'}: two are of the same weights; a spread needs different seeds")
+    all_metrics = [of_seed.metrics for of_seed in of_seeds]
+    return {
+        row: {task: [metrics.get(task, {}).get(row, {}) for metrics in all_metrics] for task in all_metrics[0]}
+        for row in next(iter(all_metrics[0].values()))
+    }
+
+
+def _expert_scores(folder: Path, seed: int) -> ExpertScores:
+    path = folder / f"experts_{seed}.json"
+    return _validated(ExpertScores, read_json(path), path)
+
+
+def _validated(kind: Any, content: Any, path: Path) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged: {_fault(error.errors()[0])}") from error
+
+
+def write_claims(path: Path, output: Path) -> str:
+    """Write the page of all claims.
+
+    Returns:
+        The table of how many claims hold, a row a paper.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: as `read_claims`, `read_scores` and `measure_claim`; or `output` is the file of claims.
+    """
+    if output.resolve() == path.resolve():
+        raise ValueError(f"{output} is the file of claims: choose another --output")
+    sections, counts, number = [], [], 1
+    for title, paper in read_claims(path).items():
+        try:
+            section, verdicts = _section(title, paper, path.parent, output.parent, number)
+        except ValueError as error:
+            raise ValueError(f"{path}: {title}: {error}") from error
+        sections.append(section)
+        counts.append([title, *(str(verdicts.count(verdict)) for verdict in VERDICTS)])
+        number += len(verdicts)
+    summary = markdown_table(["paper", *VERDICTS], counts)
+    write_text(output, "\n\n".join(["# Claims of the papers", INTRODUCTION + "\n" + summary, *sections]))
+    return summary
+
+
+def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: int) -> tuple[str, list[str]]:
+    """The part of the page on one paper, and the verdicts on its claims, whose numbers begin with `first`."""
+    folder = base / paper.results
+    scores, rows, notes, verdicts = read_scores(folder), [], [], []
+    for number, claim in enumerate(paper.claims, first):
+        compared, figures, verdict = _judge(claim, scores, folder, base, output_folder)
+        rows.append([f"{number}", escape(claim.claim), escape(claim.place), compared, figures, verdict])
+        verdicts.append(verdict)
+        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (verdict == DOES_NOT_HOLD)
+        notes += [f"- {number}: {note}"] * bool(note)
+    made = "There are no results yet."
+    if scores is not None:
+        num_seeds = len(next(of_seeds for row in scores.values() for of_seeds in row.values()))
+        link = f"[{escape(paper.results)}]({_link(folder, output_folder)})"
+        made = f"Results of {num_seeds} seeds: {link}. {_computed_with(folder)}"
+    header = ["", "claim", "in the paper", "what would show it", "figures", "verdict"]
+    table = [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
+    name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
+    parts = [f"## {name}", f"{made} Made by", f"```bash\n{paper.command.strip()}\n```"]
+    return "\n\n".join([*parts, "\n".join(table), *(["\n".join(notes)] if notes else [])]), verdicts
+
+
+def _judge(claim: Claim, scores: Scores | None, folder: Path, base: Path, output_folder: Path) -> tuple[str, str, str]:
+    """The cells of a claim: what is compared, the figures and the verdict."""
+    if claim.missing is not None:
+        return f"missing: {escape(claim.missing)}", "", NOT_MEASURED
+    if claim.shown_in is not None:
+        shown_in = base / claim.shown_in
+        link = f"[{escape(shown_in.name)}]({_link(shown_in, output_folder)})"
+        return (link, "", SHOWN_ELSEWHERE) if shown_in.exists() else (escape(shown_in.name), "", NOT_MEASURED)
+    points = f", by at least {claim.by:g} points" if claim.by > 0 else f", at most {-claim.by:g} points worse"
+    on = [f"{task} ({', '.join(metrics)})" for task, metrics in claim.scores.items()]
+    compared = f"{claim.better} against {' / '.join(claim.than)}{points * bool(claim.by)}; on {', '.join(on)}"
+    if scores is None:
+        return escape(compared), "", NOT_MEASURED
+    measured = measure_claim(claim, scores, str(folder))
+    verdict = verdict_of_all([one.verdict for one in measured])
+    return escape(compared), "<br>".join(escape(_figures(one)) for one in measured), verdict
+
+
+def _figures(measured: Measured) -> str:
+    differences = [one - other for one, other in zip(measured.better, measured.than, strict=True)]
+    difference = f"{statistics.mean(differences):+.1f} ± {statistics.stdev(differences):.1f}"
+    better, than = (
+        f"{statistics.mean(of_seeds):.1f} ± {statistics.stdev(of_seeds):.1f}"
+        for of_seeds in (measured.better, measured.than)
+    )
+    scores = f"{better} against {than} of {measured.rival}"
+    return f"{measured.task} {measured.metric}: {scores}: {difference}, {measured.verdict}"
+
+
+def _computed_with(folder: Path) -> str:
+    """The line with commit and versions that `evaluation.seeds` wrote, and those of single experts."""
+    path = folder / "seeds.md"
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Commit ")]
+    if not lines:
+        raise ValueError(f"{path} does not say the commit: make it again with python -m evaluation.seeds")
+    if not (folder / "experts_0.json").exists():
+        return lines[-1]
+    return f"{lines[-1]} Single experts: {escape(computed_with(_expert_scores(folder, 0).model_dump()))}."
+
+
+def _link(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("claims", type=Path, help="YAML file of claims")
+    parser.add_argument("--output", required=True, type=Path, help="the page to write")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        print(write_claims(args.claims, args.output))
+
+
+if __name__ == "__main__":
+    main()

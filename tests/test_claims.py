@@ -1,0 +1,370 @@
+"""Verdicts on claims by hand, the committed results, and what is wrong in a file of claims."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from data import symbols
+from evaluation.claims import (
+    CANNOT_BE_TOLD,
+    DOES_NOT_HOLD,
+    HOLDS,
+    Claim,
+    differences_verdict,
+    main,
+    measure_claim,
+    read_claims,
+    verdict_of_all,
+    write_claims,
+)
+from evaluation.pairs import pair_metrics
+from evaluation.retrieval import retrieval_metrics
+from evaluation.tasks import TASKS
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+RECIPES = CARDS.parent / "training" / "recipes"
+COMMIT = "Commit abc, torch 2."
+
+
+def claim(**changes):
+    return {
+        "claim": "it wins",
+        "place": "Table 1",
+        "better": "sparse",
+        "than": "dense",
+        "scores": {"retrieval": ["recall"]},
+        **changes,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Claims of a paper with results of three seeds: sparse 60, 62, 67, dense 50, 51, 52, longer always 58."""
+    (tmp_path / "results").mkdir()
+    write_scores(
+        tmp_path / "results" / "seeds.json", sparse=[0.60, 0.62, 0.67], dense=[0.5, 0.51, 0.52], longer=[0.58] * 3
+    )
+    (tmp_path / "results" / "seeds.md").write_text(f"| table |\n\n{COMMIT}\n")
+    return tmp_path
+
+
+def write_scores(path, **scores):
+    path.write_text(json.dumps({row: {"retrieval": [{"recall": s} for s in of]} for row, of in scores.items()}))
+
+
+def page(folder, *claims, **paper):
+    """The page of claims of one paper."""
+    paper = {"results": "results", "command": "make it", "claims": claims or (claim(),), **paper}
+    (folder / "claims.yaml").write_text(json.dumps({"Paper": paper}))
+    write_claims(folder / "claims.yaml", folder / "claims.md")
+    return (folder / "claims.md").read_text()
+
+
+def rows(text):
+    return [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in text.splitlines() if re.match(r"\| \d", line)]
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([1, 2, 3], HOLDS),  # 2 ± 1
+        ([0.1, 2, 5.9], CANNOT_BE_TOLD),  # 2.7 ± 3.0: all agree, smaller than the spread
+        ([-0.1, 1.5, 1.6], CANNOT_BE_TOLD),  # 1.0 ± 0.95: above the spread, one does not agree
+        ([0, 2, 2], CANNOT_BE_TOLD),  # 1.3 ± 1.2: one is equal
+        ([0, 0, 0], CANNOT_BE_TOLD),
+        ([0.1, 0.1, 0.1], HOLDS),  # models that no seed changes
+        ([-1, -2, -3], DOES_NOT_HOLD),
+        ([-0.1, -2, -5.9], CANNOT_BE_TOLD),
+        ([0.1, -1.5, -1.6], CANNOT_BE_TOLD),
+    ],
+)
+def test_verdict(differences, expected):
+    assert differences_verdict(differences) == expected
+
+
+def test_verdicts_by_chance():
+    """As the page says: of equal models with three seeds, and with two scores and two models to beat."""
+    rng, trials = np.random.default_rng(0), 3000
+    verdicts = [differences_verdict(differences) for differences in rng.normal(size=(trials, 3))]
+    assert [verdicts.count(one) / trials for one in (HOLDS, DOES_NOT_HOLD)] == pytest.approx([0.1, 0.1], abs=0.02)
+    names = {"claim": "c", "place": "p", "better": "0", "than": ["1", "2"], "scores": {"t": ["m", "n"]}}
+    one, verdicts = Claim(**names), []
+    for trial in rng.normal(size=(trials, 3, 3, 2)):  # row, seed, metric
+        scores = {f"{row}": {"t": [{"m": m, "n": n} for m, n in of_seeds]} for row, of_seeds in enumerate(trial)}
+        verdicts.append(verdict_of_all([measured.verdict for measured in measure_claim(one, scores, "here")]))
+    assert verdicts.count(DOES_NOT_HOLD) / trials == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ([HOLDS, HOLDS], HOLDS),
+        ([HOLDS, CANNOT_BE_TOLD], CANNOT_BE_TOLD),
+        ([CANNOT_BE_TOLD, DOES_NOT_HOLD, HOLDS], DOES_NOT_HOLD),
+    ],
+)
+def test_verdict_of_several_scores(verdicts, expected):
+    assert verdict_of_all(verdicts) == expected
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        (0, HOLDS),  # +10, +11, +15
+        (9.9, CANNOT_BE_TOLD),  # +0.1, +1.1, +5.1: 2.1 ± 2.6
+        (10, CANNOT_BE_TOLD),
+        (20, DOES_NOT_HOLD),
+    ],
+)
+def test_a_least_difference(folder, by, expected):
+    ((*_, figures, verdict),) = rows(page(folder, claim(by=by)))
+    assert verdict == expected and "63.0 ± 3.6 against 51.0 ± 1.0 of dense: +12.0 ± 2.6" in figures
+
+
+def test_at_most_some_points_worse(folder):
+    """dense is 8, 7 and 6 points below longer."""
+    by = {"-5": -5, "-7.5": -7.5, "-9": -9}
+    found = rows(page(folder, *(claim(claim=t, better="dense", than="longer", by=b) for t, b in by.items())))
+    assert [row[-1] for row in found] == [DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS]
+    assert "dense against longer, at most 7.5 points worse; on retrieval (recall)" in found[1][3]
+
+
+def test_a_difference_of_exactly_the_points_is_none():
+    scores = {"a": {"t": [{"m": 0.55}] * 3}, "b": {"t": [{"m": 0.51}] * 3}}  # 100 * 0.55 - 100 * 0.51 > 4
+    one = Claim(claim="c", place="p", better="a", than="b", scores={"t": ["m"]}, by=4.0)
+    assert measure_claim(one, scores, "here")[0].verdict == CANNOT_BE_TOLD
+
+
+def test_the_strongest_of_several_counts(folder):
+    ((number, text, place, compared, figures, verdict),) = rows(page(folder, claim(than=["dense", "longer"])))
+    assert (number, text, place, verdict) == ("1", "it wins", "Table 1", HOLDS)
+    assert compared == "sparse against dense / longer; on retrieval (recall)"
+    assert figures == "retrieval recall: 63.0 ± 3.6 against 58.0 ± 0.0 of longer: +5.0 ± 3.6, holds"
+
+
+def test_the_page_says_what_was_run(folder):
+    text = page(folder, link="https://arxiv.org/abs/1", command="one\ntwo")
+    assert "## [Paper](https://arxiv.org/abs/1)" in text and "```bash\none\ntwo\n```" in text
+    assert f"3 seeds: [results](results). {COMMIT}" in text
+    assert re.search(r"\| Paper \| 1 +\| 0 +\| 0 +\| 0 +\| 0 ", text)
+
+
+def test_notes(folder):
+    worse = {"better": "dense", "than": "sparse"}
+    text = page(folder, claim(note="of *interest*"), claim(claim="b", **worse), claim(claim="c", **worse, note="tried"))
+    assert "- 1: of *interest*\n- 2: nothing was tried yet to find the cause\n- 3: tried\n" in text
+
+
+def test_what_is_not_measured(folder):
+    (folder / "shown.md").write_text("")
+    elsewhere = {"claim": "b", "place": "p", "shown_in": "shown.md"}
+    lacking = {"claim": "c", "place": "p", "missing": "a row"}
+    verdicts = [row[-1] for row in rows(page(folder, claim(), elsewhere, lacking))]
+    assert verdicts == [HOLDS, "see there", "not measured"]
+    (folder / "shown.md").unlink()
+    (folder / "results" / "seeds.json").unlink()
+    text = page(folder, claim(), elsewhere, lacking)
+    assert [row[-1] for row in rows(text)] == ["not measured"] * 3 and "There are no results yet." in text
+
+
+@pytest.fixture
+def experts(folder):
+    """Adds single experts to the results: of three seeds, routed 60, 62, 64 and expert 0 always 50."""
+    for seed, score in enumerate((0.6, 0.62, 0.64)):
+        metrics = {"pairs": {"routed": {"group": score}, "expert 0": {"group": 0.5}}}
+        content = {
+            "metrics": metrics,
+            "weights": f"{seed}",
+            "commit": "def",
+            "versions": {"torch": "3"},
+            "source": "run",
+        }
+        (folder / "results" / f"experts_{seed}.json").write_text(json.dumps(content))
+    return {"better": "routed", "than": "expert 0", "scores": {"pairs": ["group"]}}
+
+
+def test_single_experts_are_rows(folder, experts):
+    text = page(folder, claim(**experts), claim(claim="b"))
+    (*_, figures, _), (*_, of_models, _) = rows(text)
+    assert figures == "pairs group: 62.0 ± 2.0 against 50.0 ± 0.0 of expert 0: +12.0 ± 2.0, holds"
+    assert of_models.startswith("retrieval recall: 63.0")
+    assert f"{COMMIT} Single experts: commit def, torch 3." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": "0"}, "experts_.*: two are of the same weights"),
+        ({"metrics": {"other": {}}}, "pairs of 'routed' has no metric 'group'"),
+        ({"metrics": {"pairs": {"routed": {"group": 60}}}}, "experts_2.json is damaged"),
+        (None, "experts_2.json"),
+    ],
+)
+def test_single_experts_that_cannot_be_used(folder, experts, change, message):
+    path = folder / "results" / "experts_2.json"
+    content = json.loads(path.read_text())
+    path.unlink()
+    if change:
+        path.write_text(json.dumps(content | change))
+    with pytest.raises((ValueError, OSError), match=message):
+        page(folder, claim(**experts))
+
+
+def test_any_text_is_only_text(folder):
+    ((_, text, place, *_),) = rows(page(folder, claim(claim="a | b\n<i>", place="`x`")))
+    assert text == r"a \| b \<i>" and place == r"\`x\`"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"betr": "x"}, "there is no key 'betr': did you mean 'better'?"),
+        ({"better": "spars"}, "there is no row 'spars' in .*results; there are sparse, dense, longer"),
+        ({"than": ["dense", "nope"]}, "there is no row 'nope'"),
+        ({"scores": {"pairs": ["recall"]}}, "'sparse' has no task 'pairs' in .*; there are retrieval"),
+        ({"scores": {"retrieval": ["group"]}}, "retrieval of 'sparse' has no metric 'group' in .*; there are recall"),
+        ({"scores": {"retrieval": []}}, "scores.retrieval"),
+        ({"scores": {"retrieval": ["recall", "recall"]}}, "name a metric twice"),
+        ({"than": []}, "needs either better, than and scores, or shown_in, or missing"),
+        ({"missing": "a row"}, "needs either better"),
+        ({"better": None, "than": [], "scores": {}}, "needs either better"),
+        ({"than": "sparse"}, "name a row twice"),
+        ({"than": ["dense", "dense"]}, "name a row twice"),
+        ({"by": True}, "claims.0.by: .* number"),
+        ({"by": 101}, "claims.0.by"),
+        ({"claim": " "}, "claims.0.claim"),
+    ],
+)
+def test_what_is_wrong_with_a_claim(folder, changes, message):
+    with pytest.raises(ValueError, match=f"claims.yaml: .*{message}"):
+        page(folder, claim(**changes))
+    assert not (folder / "claims.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "the file: .* dictionary"),
+        ("", "the file: .* dictionary"),
+        ("{}", "at least 1 item"),
+        ("Paper: {results: r, comand: c, claims: []}", "no key 'comand': did you mean 'command'.*"),
+        ("Paper: {results: r, command: c, claims: []}", "Paper.claims: .* at least 1"),
+        ("Paper: {results: r, command: c, link: javascript:x, claims: []}", "Paper.link"),
+        ("a: [", "is not valid YAML"),
+        (b"\xff", "no text in UTF-8"),
+    ],
+)
+def test_what_is_wrong_with_the_file(tmp_path, content, message):
+    path = tmp_path / "claims.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"claims.yaml.*{message}"):
+        read_claims(path)
+
+
+def test_a_claim_stands_there_once(folder):
+    with pytest.raises(ValueError, match="Paper.claims: .*the claim 'it wins' stands there twice"):
+        page(folder, claim(), claim(better="longer"))
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({"sparse": [0.6, 0.7], "dense": [0.5, 0.5]}, "the same 3 or more seeds, got 2"),
+        ({"sparse": [0.6, 0.7, 0.8], "dense": [0.5, 0.5]}, "the same 3 or more seeds, got 2, 3"),
+        ({}, "the same 3 or more seeds, got none"),
+        ({"sparse": [0.6, 0.7, float("nan")]}, "is damaged: sparse.retrieval.2.recall: .*got nan"),
+        ({"sparse": [0.6, 0.7, 60]}, "is damaged: sparse.retrieval.2.recall: .*got 60"),
+        ({"sparse": [0.6, 0.7, "0.6"]}, "is damaged: sparse.retrieval.2.recall"),
+    ],
+)
+def test_results_that_cannot_be_used(folder, scores, message):
+    write_scores(folder / "results" / "seeds.json", **scores)
+    with pytest.raises(ValueError, match=f"seeds.json.*{message}"):
+        page(folder)
+
+
+def test_results_that_do_not_say_their_commit(folder):
+    (folder / "results" / "seeds.md").write_text("| table |")
+    with pytest.raises(ValueError, match="seeds.md does not say the commit: make it again"):
+        page(folder)
+
+
+def test_command(folder, capsys):
+    page(folder)
+    main([str(folder / "claims.yaml"), "--output", str(folder / "other.md")])
+    assert "| Paper | 1 " in capsys.readouterr().out
+    assert (folder / "other.md").read_text() == (folder / "claims.md").read_text()
+    for arguments in (["claims.yaml", "--output", "claims.yaml"], ["none.yaml", "--output", "claims.md"]):
+        with pytest.raises(SystemExit) as stop:
+            main([str(folder / a) if a.endswith("l") or a.endswith("d") else a for a in arguments])
+        assert stop.value.code.startswith("error: ") and "\n" not in stop.value.code
+
+
+def test_committed_results(tmp_path):
+    """The glyph cards say the same: better than each stage of its own length, not than one as long as all."""
+    one = {
+        "claim": "better at retrieval",
+        "place": "Table 2",
+        "better": "CLIP-MoE",
+        "than": ["dense", "direct fine-tuning", "sparse upcycling"],
+        "scores": {"glyphs_retrieval": ["image_to_text_recall@1", "text_to_image_recall@1"]},
+    }
+    (tmp_path / "clip_moe_glyphs").symlink_to(CARDS / "clip_moe_glyphs")
+    longer = one | {"claim": "with as many steps", "than": [*one["than"], "direct, 4 x steps"]}
+    routed = claim(better="routed", than=["expert 0", "expert 3"], scores={"glyphs_pairs": ["group"]})
+    text = page(tmp_path, one, longer, routed, results="clip_moe_glyphs")
+    better, worse, mixture = rows(text)
+    assert "75.7 ± 0.9 against 68.5 ± 0.7 of sparse upcycling: +7.2 ± 1.6, holds" in better[4]
+    assert "75.7 ± 0.9 against 78.3 ± 0.3 of direct, 4 x steps: -2.7 ± 0.7, does not hold" in worse[4]
+    assert [better[5], worse[5], mixture[5]] == [HOLDS, DOES_NOT_HOLD, HOLDS]
+    assert "Commit 46e6c7bdf885a01d21a72b57a69b2325cf7665b9" in text
+
+
+# --- the claims of the four papers
+
+
+def test_the_committed_page_is_up_to_date(tmp_path):
+    """Made by `python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md`."""
+    write_claims(CARDS / "claims.yaml", tmp_path / "claims.md")
+    links = re.compile(r"\]\((?!https:)[^)]*\)")  # as seen from another folder
+    made, committed = ((folder / "claims.md").read_text(encoding="utf-8") for folder in (tmp_path, CARDS))
+    assert links.sub("", made) == links.sub("", committed)
+
+
+def metrics_of(task):
+    two = np.stack([np.eye(2)] * len(symbols.DIFFERENCES))
+    names = {
+        "retrieval": retrieval_metrics(np.eye(10), np.eye(10), np.arange(10)),
+        "pairs": pair_metrics(two, two, symbols.DIFFERENCES),
+        "zero_shot": ["accuracy"],
+        "zero_shot_groups": ["accuracy", *(f"accuracy/{topic}" for topic in symbols.TOPICS)],
+        "linear_probe": ["accuracy"],
+    }[TASKS[task].kind]
+    return [dict.fromkeys(names, 0.5)] * 3
+
+
+@pytest.mark.parametrize(
+    ("title", "paper"), read_claims(CARDS / "claims.yaml").items(), ids=lambda value: str(value)[:9]
+)
+def test_recipes_have_what_the_claims_name(title, paper):
+    """Rows, tasks and metrics, also before there are results; and the command makes these results of that recipe."""
+    (recipe,) = set(re.findall(r"training/recipes/(\w+)\.yaml", paper.command))
+    assert recipe == paper.results and f"--output-dir model_cards/{paper.results} " in paper.command
+    subprocess.run(["bash", "-n"], input=paper.command, text=True, check=True)
+    stages = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["stages"]
+    (evaluation,) = (stage for stage in stages if stage["stage"] == "evaluate")
+    titles = [*evaluation["models"], *evaluation.get("oracles", {})]
+    scores = {row: {task: metrics_of(task) for task in evaluation["tasks"]} for row in titles}
+    for analysis in (stage for stage in stages if stage["stage"] == "analyze"):
+        numbers = [f"K = {number}" for number in analysis.get("num_experts_per_tok", [])]
+        for row in ["routed", *(f"expert {number}" for number in range(4)), *numbers]:
+            scores[row] = {task: metrics_of(task) for task in analysis["tasks"]}
+    compared = [one for one in paper.claims if one.better]
+    assert len(compared) >= 5
+    for one in compared:
+        assert measure_claim(one, scores, recipe)
