@@ -34,7 +34,7 @@ class EvaluateStage(Stage):
     # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
     # docs/evaluation.md. So one mixture can stand in several rows.
     changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
-    # Names of glyph tasks, which docs/evaluation.md lists.
+    # Names of built-in tasks, which docs/evaluation.md lists.
     tasks: list[str] = Field(min_length=1)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
@@ -82,7 +82,7 @@ class AnalyzeStage(Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # Names of glyph tasks, which docs/evaluation.md lists.
+    # Names of built-in tasks, which docs/evaluation.md lists.
     tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
