@@ -25,10 +25,11 @@ from transformers import CLIPTokenizer
 from data.drawing import (
     BACKGROUNDS,
     COLORS,
+    OPPOSITE,
     POSITIONS,
+    SIDES,
     SPLITS,
     TEXTURES,
-    article,
     choose,
     distort,
     ground,
@@ -38,6 +39,7 @@ from data.drawing import (
     png,
     stroke,
 )
+from data.symbol_captions import CAPTION_STYLES, caption
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 from data.tokenizer import learn_tokenizer
 
@@ -54,18 +56,12 @@ FONTS = {
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
 SIZES = {"small": 0.5, "medium": 0.68, "large": 0.9}  # of the image's side
-# Of the first of two symbols; the second is opposite. Each is small.
-SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
-OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 SMALLEST_IMAGE = 16
 
 TWO = 0.35  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
 COVERED = 0.2  # of the symbols have a piece of paper on them
-# Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
-# the right one again, and not every caption tells it
-WRONG_SHARE = 0.1
 
 # The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
 ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]
@@ -85,7 +81,6 @@ KIND_SETS["half 1"] = KIND_SETS["quarter 1"] + KIND_SETS["quarter 2"]
 KIND_SETS["half 2"] = KIND_SETS["quarter 3"] + KIND_SETS["quarter 4"]
 
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
-CAPTION_STYLES = ("web", "detailed")
 
 
 def load(
@@ -186,11 +181,6 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
         scene["second_kind"] = choose(rng, same if same and rng.random() < SAME_TOPIC else others)
         scene["second_color"] = choose(rng, [color for color in COLORS if color != scene["color"]])
     return scene
-
-
-def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
-    """A random caption of a scene in one of `CAPTION_STYLES`."""
-    return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
 
 
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
@@ -360,79 +350,6 @@ def _differ(first: dict[str, str], difference: str, kinds: Sequence[str], rng: n
         return {**first, "kind": kind, "topic": TOPIC_OF[kind]}
     tables = {"color": COLORS, "size": SIZES, "position": POSITIONS, "background": BACKGROUNDS, "texture": TEXTURES}
     return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}
-
-
-def _web_noun(kind: str, rng: np.random.Generator) -> str:
-    """What the web calls a symbol: by its name, by a shorter one or by its topic."""
-    topic, draw = TOPIC_OF[kind], rng.random()
-    if draw < 0.45:
-        return kind
-    return TOPICS[topic].short[kind] if draw < 0.8 else topic
-
-
-def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
-    scene = dict(scene)
-    if rng.random() < WRONG_SHARE:
-        if rng.random() < 0.5:
-            scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
-        else:
-            scene["color"] = choose(rng, list(COLORS))
-    noun = _web_noun(scene["kind"], rng)
-    color, size, position, background, texture = (
-        scene[name] for name in ("color", "size", "position", "background", "texture")
-    )
-    place_ = {"center": "in the middle"}.get(position, f"at the {position}")
-    if scene["second_kind"]:
-        second, color_2, opposite = _web_noun(scene["second_kind"], rng), scene["second_color"], OPPOSITE[position]
-        phrases = [
-            second, f"{noun} and {second}", f"{color} {noun}", f"{noun} {place_}", f"{second} and {color} {noun}",
-            f"{color} {noun} and {color_2} {second}", f"{noun} {place_} and {second} at the {opposite}",
-        ]  # fmt: skip
-    else:
-        phrases = [
-            noun, f"{color} {noun}", f"{size} {noun}", f"{noun} on {background}", f"{noun} {place_}",
-            f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
-            f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
-        ]  # fmt: skip
-    text = choose(rng, phrases)
-    if rng.random() < 0.8:
-        words = choose(rng, TOPICS[scene["topic"]].words)
-        text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
-    return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
-
-
-def _detailed_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
-    kind, color, size, position, background, texture = (
-        scene[name] for name in ("kind", "color", "size", "position", "background", "texture")
-    )
-    ground_ = f"{background} background" if texture == "plain" else f"{texture} {background} background"
-    quality = "plain, without a pattern" if texture == "plain" else texture
-    if scene["second_kind"]:
-        second, color_2, opposite = scene["second_kind"], scene["second_color"], OPPOSITE[position]
-        return choose(
-            rng,
-            [
-                f"{article(f'{color} {kind}').capitalize()} is at the {position} and {article(f'{color_2} {second}')} "
-                f"at the {opposite}. Behind them is {article(ground_)}.",
-                f"The image shows two symbols. At the {position} is {article(kind)} in {color}, at the {opposite} "
-                f"{article(second)} in {color_2}. The background is {background} and {quality}.",
-                f"On {article(ground_)} there are {article(f'{color_2} {second}')} at the {opposite} and "
-                f"{article(f'{color} {kind}')} at the {position}.",
-            ],
-        )
-    place_ = "in the center" if position == "center" else f"in the {position} corner"
-    return choose(
-        rng,
-        [
-            f"The image shows {article(f'{size} {color} {kind}')}. It is placed {place_}. Behind it is "
-            f"{article(ground_)}.",
-            f"{article(f'{color} {kind}').capitalize()} of {size} size is {place_}. The background is {background} and "
-            f"{quality}.",
-            f"On {article(ground_)} there is {article(kind)}. It is {color} and {size}. It stands {place_}.",
-            f"{place_.capitalize()} of the picture stands {article(f'{size} {kind}')}. It is drawn in {color} ink. "
-            f"The {background} background is {quality}.",
-        ],
-    )
 
 
 def _all_words():
