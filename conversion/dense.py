@@ -127,14 +127,11 @@ def require_expert(config: CLIPMoEConfig, expert: int | str) -> None:
 ONLY_BASE, ONLY_EXPERTS = 100.0, -100.0
 
 
-@torch.no_grad()
 def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
-    """Makes all fusion gates, in place, give sigmoid(logit) whatever the token."""
-    for key, tensor in sparse.state_dict().items():
-        if key.endswith(".mlp.fusion_gate.proj.weight"):
-            tensor.zero_()
-        elif key.endswith(".mlp.fusion_gate.proj.bias"):
-            tensor.fill_(logit)
+    """Makes all fusion gates of this model give sigmoid(logit) from now on, whatever the token. No weight changes."""
+    for name, module in sparse.named_modules():
+        if name.endswith(".mlp.fusion_gate.proj"):
+            module.register_forward_hook(lambda _, inputs, logits: torch.full_like(logits, logit))
 
 
 def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:

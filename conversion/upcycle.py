@@ -186,7 +186,7 @@ def build_sparse(
     Args:
         source, rules: give all tensors but those of `new_parts`.
         seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation.
-            A fusion gate starts near 1/2: its bias is 0.
+            A fusion gate starts near 1/2.
 
     Raises:
         ValueError: the experts need more memory than there is, a seed that torch does not take, or see `apply_rules`.
@@ -200,11 +200,8 @@ def build_sparse(
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
-        if key.endswith(".bias"):
-            tensor.zero_()
-        else:
-            tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
-            tensor.normal_(std=tower_config.initializer_range, generator=generator)
+        tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
+        tensor.normal_(std=tower_config.initializer_range, generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()

@@ -11,6 +11,8 @@ CAPTION_STYLES = ("web", "detailed")
 # Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
 # the right one again, and not every caption tells it
 WRONG_SHARE = 0.1
+# What the web calls a symbol that it does not name
+ANYTHING = ["symbol", "icon", "drawing", "something"]
 
 
 def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
@@ -19,11 +21,14 @@ def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> s
 
 
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
-    """What the web calls a symbol: by its name, by a shorter one or by its topic."""
+    """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
     topic, draw = TOPIC_OF[kind], rng.random()
     if draw < 0.45:
         return kind
-    return TOPICS[topic].short[kind] if draw < 0.8 else topic
+    if draw < 0.7:
+        return TOPICS[topic].short[kind]
+    # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
+    return topic if draw < 0.8 else choose(rng, ANYTHING)
 
 
 def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
@@ -50,8 +55,10 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
             f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
             f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
         ]  # fmt: skip
+    if noun in ANYTHING:  # the longer ones say more
+        phrases = phrases[4:]
     text = choose(rng, phrases)
-    if rng.random() < 0.8:
+    if rng.random() < 0.8 and noun not in ANYTHING:
         words = choose(rng, TOPICS[scene["topic"]].words)
         text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
     return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text

@@ -58,7 +58,7 @@ FONTS = {
 SIZES = {"small": 0.5, "medium": 0.68, "large": 0.9}  # of the image's side
 SMALLEST_IMAGE = 16
 
-TWO = 0.35  # of the pictures have two symbols
+TWO = 0.3  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
 COVERED = 0.2  # of the symbols have a piece of paper on them

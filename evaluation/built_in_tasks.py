@@ -59,15 +59,32 @@ def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, tr
     }
 
 
-def _symbol_kinds(split: str, num_samples: int) -> Dataset:
+def _symbol_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
     """Pictures of one symbol, with its kind."""
-    rows = symbols.load(split, "detailed", num_samples, single=True)
+    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], single=True)
     return rows.remove_columns("caption").rename_column("kind", "caption")
+
+
+def _symbol_topics(number: int, kinds: str) -> Task:
+    """The mean of zero-shot tasks, of one topic each, as CLIP's benchmarks are tasks of one topic each."""
+    of_kinds = "" if kinds == "all" else f" of {kinds}"
+    classes, templates = symbols.KIND_SETS[kinds], len(symbols.TEMPLATES)
+    topics = len({symbols.TOPIC_OF[kind] for kind in classes})
+    return Task(
+        kind="zero_shot_groups",
+        title=f"zero-shot, {topics} topics{of_kinds}",
+        protocol=f"{number:,} test pictures of one symbol{of_kinds}; a task for each of {topics} topics, its kinds are "
+        f"candidates, {templates} templates",
+        load=lambda: (_symbol_kinds("test", number, kinds), 0),
+        classes=classes,
+        templates=symbols.TEMPLATES,
+        group_of_class=symbols.TOPIC_OF,
+    )
 
 
 def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000) -> dict[str, Task]:
     """The tasks on symbols, with these numbers of samples."""
-    kinds, topics, templates = len(symbols.KINDS), len(symbols.TOPICS), len(symbols.TEMPLATES)
+    kinds, templates = len(symbols.KINDS), len(symbols.TEMPLATES)
     pictures = f"{number:,} test pictures of one symbol"
     return {
         "symbols_zero_shot": Task(
@@ -78,15 +95,9 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             classes=symbols.KINDS,
             templates=symbols.TEMPLATES,
         ),
-        "symbols_topics": Task(
-            kind="zero_shot_groups",
-            title=f"zero-shot, {topics} topics",
-            protocol=f"{pictures}; a task for each topic, its kinds are candidates, {templates} templates",
-            load=lambda: (_symbol_kinds("test", number), 0),
-            classes=symbols.KINDS,
-            templates=symbols.TEMPLATES,
-            group_of_class=symbols.TOPIC_OF,
-        ),
+        "symbols_topics": _symbol_topics(number, "all"),
+        "symbols_topics_seen": _symbol_topics(number, "half 1"),
+        "symbols_topics_unseen": _symbol_topics(number, "half 2"),
         "symbols_retrieval": Task(
             kind="retrieval",
             title="retrieval",

@@ -30,6 +30,7 @@ from evaluation.measures import measure
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
 from evaluation.routing import (
+    POOLED_TOKEN,
     GateMean,
     RouterCounts,
     average_gates,
@@ -179,7 +180,15 @@ def _write(output_dir: Path, table: str, routing: Routing, result: dict[str, Any
 
 
 def _page(table: str, routing: Routing) -> str:
-    sections = ["# Experts", table, "![routing](routing.png)"]
+    rows = [
+        [tower, str(layer), tokens, *(f"{share:.1%}" for share in shares)]
+        for tower, of in routing.shares.items()
+        for layer in of
+        for tokens, shares in (("all", of[layer]), (POOLED_TOKEN[tower], routing.output_shares[tower][layer]))
+    ]
+    experts = [f"computed by expert {number}" for number in range(len(rows[0]) - 3)]
+    shares = markdown_table(["tower", "layer", "tokens", *experts], rows)
+    sections = ["# Experts", table, shares, "![routing](routing.png)"]
     if routing.scales:
         rows = [
             [tower, str(layer), f"{scale:.3f}"] for tower, of in routing.scales.items() for layer, scale in of.items()

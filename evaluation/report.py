@@ -115,7 +115,8 @@ def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
 
 
 def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]) -> list[dict[str, Any]]:
-    """One result a task, named `title`, with the best score of these models in each metric."""
+    """One result a task, named `title`, with the best score of these models in each metric. The mean of several tasks
+    is that of the best scores."""
     best = {}
     for result in results:
         if result["model"] in models:
@@ -125,6 +126,9 @@ def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]
                 result["task"], {**result, "model": title, "source": f"best of {', '.join(models)}"}
             )
             scores = {name: max(other["metrics"][name], value) for name, value in result["metrics"].items()}
+            parts = [value for name, value in scores.items() if name.startswith("accuracy/")]
+            if parts:
+                scores["accuracy"] = sum(parts) / len(parts)
             best[result["task"]] = {**other, "metrics": scores}
     return list(best.values())
 

@@ -420,11 +420,14 @@ ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)
 
 
 class CLIPMoEFusionGate(nn.Module):
-    """How much of each output channel comes from the base FFN and how much from the experts (CLIP-FMoE sec. 4.3)."""
+    """How much of each output channel comes from the base FFN and how much from the experts (CLIP-FMoE sec. 4.3).
+
+    The paper's Linear has no bias: only so do the parameters that its Table 5 counts come out.
+    """
 
     def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
         super().__init__()
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_states: torch.Tensor, base: torch.Tensor, moe: torch.Tensor) -> torch.Tensor:
         gate = self.proj(hidden_states).sigmoid()  # (B, S, D)
@@ -601,9 +604,12 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
         left_over = sorted(info["unexpected_keys"])
         if missing or left_over:
+            # Before, fusion gates had biases; without them they would be other gates
+            old_gates = any(key.endswith(".fusion_gate.proj.bias") for key in left_over)
+            hint = " Its fusion gates are of an older version, with biases: convert or train it anew." * old_gates
             raise ValueError(
                 f"{pretrained_model_name_or_path} does not hold the weights of this {cls.__name__}. "
-                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
+                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}.{hint}"
             )
         return (model, info) if output_loading_info else model
 

@@ -25,7 +25,7 @@ from conversion.processors import copy_processor
 from conversion.upcycle import upcycle
 from training.embedding import load_features
 from training.engine import checkpoint_layers
-from training.feature_clusters import FeatureClusters, split
+from training.feature_clusters import FeatureClusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates
 from training.loader import PairLoader
@@ -65,11 +65,11 @@ def test_only_copies_and_gates_move_in_stage_1_and_only_routers_and_gates_in_sta
     for name in ("expert_1", "expert_2"):
         names = moved(fused, weights(whole / name))
         assert names == {name for name in fused if re.search(r"layers\.3\.mlp\.(experts|fusion_gate)\.", name)}
-        assert len(names) == 2 * (4 + 2)
+        assert len(names) == 2 * (4 + 1)
     unified = weights(whole / "unified")
     names = moved(unified, weights(whole / "clip_fmoe"))
     assert names == {name for name in unified if re.search(r"layers\.3\.mlp\.(router|fusion_gate)\.", name)}
-    assert len(names) == 2 * (1 + 2)
+    assert len(names) == 2 * (1 + 1)
 
 
 def test_every_expert_has_its_own_cluster(whole):
@@ -85,6 +85,28 @@ def test_every_expert_has_its_own_cluster(whole):
     steps = [len(losses(whole / name)) for name in ("expert_1", "expert_2")]
     sizes = np.bincount(arrays["labels"])
     assert steps == [2 * sum(size // 8 for size in sizes[:2]), 2 * sum(size // 8 for size in sizes[2:])]
+
+
+def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
+    """Text features are the captions' mean, weighted as the loss weighs them, not the raw caption's."""
+    shutil.copytree(whole, tmp_path / "out")
+    rows = load_from_disk(whole / "captions")
+    model, processor = (kind.from_pretrained(whole / "dense") for kind in (AutoModel, AutoProcessor))
+    found = load_features(whole / "features")
+    shutil.rmtree(tmp_path / "out" / "features")
+    run("x", {"output_dir": str(tmp_path / "out"), "features.caption_weights": None}, only=["features"])
+    raw = load_features(tmp_path / "out" / "features")
+    assert np.array_equal(found["image"], raw["image"])
+    missing = 0
+    for row, feature, of_raw in zip(rows, found["text"], raw["text"], strict=True):
+        there = [caption for caption in row["caption"] if caption]
+        missing += len(there) < 3
+        texts = model.get_text_features(**processor.tokenizer(there, padding=True, return_tensors="pt")).pooler_output
+        texts = torch.nn.functional.normalize(texts.detach(), dim=-1)
+        mean = sum(weight * text for weight, text in zip((0.1, 0.6, 0.3), texts, strict=False))
+        np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
+        np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
+    assert 0 < missing < len(rows)
 
 
 def test_captions_are_stored_with_the_dataset(whole):
@@ -181,58 +203,6 @@ def test_hidden_states_go_on_where_they_stopped(run, whole, monkeypatch):
     for path in (whole / "states").glob("*.safetensors"):
         first, second = load_file(path), load_file(output / "states" / path.name)
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "num_experts", "gated"),
-    [
-        ({"fused.changes.fusion_gate": False}, 2, True),
-        (
-            {"fused.changes.fusion_gate": False, "unified.changes.fusion_gate": False, "unified.base_expert": False},
-            2,
-            False,
-        ),
-    ],
-    ids=["gate in stage 2 alone", "no gate"],
-)
-def test_ablations_of_the_gate(run, tmp_path, overrides, num_experts, gated):
-    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 2, "output_dir": str(tmp_path)}
-    output = run("x", {**overrides, **short})
-    model = AutoModel.from_pretrained(output / "clip_fmoe")
-    assert model.config.vision_config.num_experts == num_experts
-    assert model.config.vision_config.fusion_gate is gated
-    assert not AutoModel.from_pretrained(output / "expert_1").config.vision_config.fusion_gate
-
-
-@pytest.mark.parametrize(
-    ("overrides", "stage", "columns"),
-    [
-        (
-            {
-                "clusters.num_image_clusters": 1,
-                "clusters.num_random_clusters": 2,
-                "defaults.train_experts.clusters": "clusters",
-            },
-            "clusters",
-            {"random": 2},
-        ),
-        ({"clusters.num_image_clusters": 1, "clusters.num_text_clusters": 2}, "clusters", {"text": 2}),
-        ({"sub_clusters.num_text_clusters": 2}, "sub_clusters", {"image": 2, "text": 2}),
-    ],
-    ids=["random, one level", "text", "image x text"],
-)
-def test_ablations_of_the_clusters(run, tmp_path, overrides, stage, columns):
-    """The clusters are those of the chosen features, and each expert is trained on its own."""
-    short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
-    output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
-    first, found = (load_arrays(output / name / "clusters.safetensors") for name in ("clusters", stage))
-    groups = first["labels"] if stage == "sub_clusters" else None
-    labels = split(load_features(output / "features"), columns, 0, groups)
-    expected = np.ravel_multi_index(tuple(labels.values()), tuple(columns.values()))
-    assert np.array_equal(found["tuples"][found["labels"], -1], expected)
-    fused, *experts = (weights(output / name) for name in ("fused", "expert_1", "expert_2"))
-    assert all(moved(fused, expert) for expert in experts) and moved(*experts)
-    assert not (output / "unified").exists()
 
 
 def test_size_is_announced_before_it_is_written(run, whole, capsys):

@@ -155,6 +155,10 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     for layers in (*result["shares"].values(), *result["output_shares"].values()):
         assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
     assert result["shares"] != result["output_shares"]
+    page = (tmp_path / "out" / "experts.md").read_text()
+    cells = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines()}
+    for tokens, shares in (("all", "shares"), ("end token", "output_shares")):
+        assert ("text", "1", tokens, *(f"{share:.1%}" for share in result[shares]["text"]["1"])) in cells
     assert result["scales"] == {} and "conversion.dense" not in (tmp_path / "out" / "experts.md").read_text()
     rows = [
         row for task in result["metrics"].values() for row in zip(*(of.values() for of in task.values()), strict=True)
@@ -293,7 +297,7 @@ def gated(tmp_path_factory):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".fusion_gate." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3 + (name.endswith("bias")))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
             elif ".experts." in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std())
     model.save_pretrained(folder)
@@ -324,7 +328,7 @@ def test_gates_by_hand(gated):
         for tower, layer in layers.items():
             expected = layer.mlp.fusion_gate.proj(of_tokens[tower]).sigmoid().mean().item()
             assert found[tower][3].mean() == pytest.approx(expected, abs=1e-6)
-            assert 0.5 < expected < 1
+            assert 0 < expected < 1 and abs(expected - 0.5) > 1e-3  # which it is without a gate
     assert abs(gates["vision"][3].mean() - output_gates["vision"][3].mean()) > 1e-3
 
 

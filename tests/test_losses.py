@@ -9,7 +9,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import CLIPConfig
 
+from conversion.presets import PRESETS
+from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 from training.losses import all_reduce_sum, contrastive_loss, multi_positive_loss, router_losses
 
@@ -235,6 +238,26 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
     loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
     assert metrics["dropped_tokens"] == 0
+
+
+def test_balance_of_clip_fmoe_is_the_papers():
+    """0.01 times eq. 3 as printed, of random tokens, which weighs K times as much as ours of the same coefficient."""
+    towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = sparse_config(CLIPConfig(text_config=towers, vision_config=towers), PRESETS["clip_fmoe"])
+    generator = torch.Generator().manual_seed(2)
+    text, vision = (torch.randn(BATCH, tokens, 4, generator=generator) for tokens in (7, 5))
+    ids = (
+        SimpleNamespace(expert_ids=(torch.zeros(BATCH, 7, 2),)),
+        SimpleNamespace(expert_ids=(torch.zeros(BATCH, 5, 2),)),
+    )
+    outputs = SimpleNamespace(
+        text_router_logits=(text,), vision_router_logits=(vision,), text_model_output=ids[0], vision_model_output=ids[1]
+    )
+    tokens = torch.cat([text.flatten(0, 1), vision.flatten(0, 1)])  # Q
+    chosen = [(tokens.topk(2).indices == expert).any(-1).float().mean() for expert in range(4)]  # f
+    eq_3 = 4 * sum(f * p for f, p in zip(chosen, tokens.softmax(-1).mean(0), strict=True))
+    loss, _ = router_losses(config, outputs, torch.ones(BATCH, 7), None, "token")
+    torch.testing.assert_close(loss, 0.01 * eq_3)
 
 
 def test_token_balance_needs_towers_of_one_kind():

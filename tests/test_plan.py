@@ -96,16 +96,14 @@ def test_counts_of_the_papers(plan_of, tmp_path):
     (tmp_path / "recipe.yaml").write_text(upcycled(tmp_path / "l14", **stages))
     rows, _ = plan_of(tmp_path / "recipe.yaml", {})
     counts = {name: [row.numbers[key] / 1e6 for key in ("parameters", "activated")] for name, row in rows.items()}
-    assert counts["fused"][0] == pytest.approx(693.83, abs=0.01)
+    assert counts["fused"][0] == pytest.approx(693.830, abs=5e-4)
     assert counts["no_gate"][0] == pytest.approx(685.78, abs=0.01)
     assert counts["moe"] == pytest.approx([1202.1, 685.87], abs=0.01)
     # In the recipe, the table of positions is longer: 248 rows instead of 77
     rows, _ = plan_of(ROOT / "training/recipes/clip_fmoe_sharegpt4v.yaml", {"base.model": str(tmp_path / "l14")})
-    assert rows["unified"].numbers["parameters"] == pytest.approx(693.83e6 + 171 * 768, abs=1e4)
-    # The paper counts gates without their biases: one of each width in 3 layers of texts and 6 of images
-    biases = 3 * 768 + 6 * 1024
-    assert rows["expert_1"].numbers["trainable"] == pytest.approx(72.591e6 + biases, abs=1e3)
-    assert rows["clip_fmoe"].numbers["trainable"] == pytest.approx(8.095e6 + biases, abs=1e3)
+    assert rows["unified"].numbers["parameters"] == pytest.approx(693.830e6 + 171 * 768, abs=500)
+    assert rows["expert_1"].numbers["trainable"] == pytest.approx(72.591e6, abs=500)
+    assert rows["clip_fmoe"].numbers["trainable"] == pytest.approx(8.095e6, abs=500)
 
 
 TRAINED = {

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
@@ -22,11 +24,19 @@ BATCHES_PER_PART = 8
 
 
 def embed_pairs(
-    accelerator: Accelerator, model: PreTrainedModel, loader: PairLoader, num_pairs: int, directory: Path
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    loader: PairLoader,
+    num_pairs: int,
+    directory: Path,
+    caption_weights: Sequence[float] | None = None,
 ) -> None:
     """Embed all pairs in parts of `directory`, see `write_parts`.
 
     The batches, hence the features to the bit, do not depend on the number of processes.
+
+    Args:
+        caption_weights: those of the loader: the text feature of an image is the mean of its captions' so weighted.
 
     Raises:
         ValueError: a feature is not finite, or a part is damaged, missing or of another size.
@@ -36,10 +46,14 @@ def embed_pairs(
     def compute(start: int, stop: int) -> dict[str, torch.Tensor]:
         features = {"image": [], "text": []}
         for batch in loader.in_order(start, stop):
+            caption_mask = batch.pop("caption_mask", None)
             with torch.no_grad(), accelerator.autocast():
                 outputs = model(**send_to_device(batch, accelerator.device))
+            texts = outputs.text_embeds.float().cpu()
             features["image"].append(outputs.image_embeds.float().cpu())
-            features["text"].append(outputs.text_embeds.float().cpu())
+            features["text"].append(
+                texts if caption_mask is None else mean_of_captions(texts, caption_mask, caption_weights)
+            )
         arrays = {name: torch.cat(tensors) for name, tensors in features.items()}
         for name, array in arrays.items():
             bad = int((~array.isfinite()).any(dim=1).sum())
@@ -48,6 +62,22 @@ def embed_pairs(
         return arrays
 
     write_parts(accelerator, directory / PARTS, "features", num_pairs, loader.batch_size * BATCHES_PER_PART, compute)
+
+
+def mean_of_captions(
+    text_embeds: torch.Tensor, caption_mask: torch.Tensor, caption_weights: Sequence[float]
+) -> torch.Tensor:
+    """(B, D), normalized, the weighted mean of the captions of each image.
+
+    Args:
+        text_embeds: (captions, D), normalized, those of all images, one after the other.
+        caption_mask: (B, L) of bool, False for a missing caption, which leaves its weight to the image's others.
+        caption_weights: L, gamma in CLIP-FMoE eq. 4.
+    """
+    weights = torch.tensor(caption_weights).expand(caption_mask.shape)[caption_mask]  # (captions,)
+    image_of = torch.arange(len(caption_mask)).repeat_interleave(caption_mask.sum(dim=1))
+    sums = text_embeds.new_zeros(len(caption_mask), text_embeds.shape[1])
+    return F.normalize(sums.index_add_(0, image_of, weights[:, None] * text_embeds), dim=1)
 
 
 def join_parts(directory: Path, num_pairs: int, data: DataArguments, dataset_fingerprint: str) -> None:

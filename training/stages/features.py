@@ -103,6 +103,9 @@ class EmbedStage(Stage):
     data: Data
     # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
+    # Of the L captions of an image, as in the stages that train on them: its text feature is their weighted mean. None:
+    # the first caption that is not missing.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _check(self):
@@ -113,8 +116,9 @@ class EmbedStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         processor = load_processor(inputs.model)
         rows = context.pairs(inputs.data)
-        loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)))
-        embed_pairs(context.accelerator, load_clip(inputs.model, dtype=torch.float32), loader, len(rows), directory)
+        model, weights = load_clip(inputs.model, dtype=torch.float32), self.caption_weights
+        loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)), caption_weights=weights)
+        embed_pairs(context.accelerator, model, loader, len(rows), directory, weights)
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
 
