@@ -104,7 +104,8 @@ def caption_shares(rows: Dataset) -> dict[str, float]:
         "web captions with a kind or an ink that is not there": np.mean(
             [bool(kinds or inks) for _, kinds, inks in read]
         ),
-        "web captions with the topic in place of a kind": np.mean([told <= TOPICS.keys() for told, _, _ in read]),
+        "web captions with topics in place of kinds": np.mean([bool(t) and t <= TOPICS.keys() for t, _, _ in read]),
+        "web captions that name no symbol": np.mean([not told for told, _, _ in read]),
         "web captions with the topic or a word of it": np.mean(
             [any(word in row["caption"] for word in of_row) for row, of_row in zip(rows, words, strict=True)]
         ),
