@@ -2,14 +2,17 @@
 
 import inspect
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 
-from data import glyphs
+from data import glyphs, symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from data.symbol_captions import WRONG_SHARE
 from data.symbol_kinds import TOPIC_OF, TOPICS
 from data.worlds import WORLDS, build_processor
 from evaluation.evaluate import evaluate_model
@@ -49,6 +52,23 @@ def test_a_recipe_draws_the_kinds_that_it_names():
     rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
     expected = WORLDS["symbols"].load("train", "detailed", 20, WORLDS["symbols"].KIND_SETS["planet"])
     assert list(rows["caption"]) == list(expected["caption"]) and set(expected["topic"]) == {"planet"}
+
+
+def test_the_page_of_worlds_tells_what_is_drawn():
+    page = Path(__file__).parents[1].joinpath("docs", "worlds.md").read_text(encoding="utf-8")
+    for name, topic in TOPICS.items():
+        habits = f"{topic.color} on {topic.background}, {topic.texture}"
+        assert (
+            f"| {name} | {len(topic.kinds)} | {', '.join(topic.kinds)} | {', '.join(topic.words)} | {habits} |" in page
+        )
+    assert (
+        f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(glyphs.KINDS)} kinds" in page
+    )
+    assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
+    shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
+    assert all(f"{share * 100:.0f} % of {of} " in page for of, share in shares.items())
+    named = set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) - set(WORLDS)
+    assert named == {"KINDS", "KIND_SETS", "load", "load_minimal_pairs", "build_tokenizer", "TEMPLATES"}
 
 
 @pytest.mark.parametrize(
