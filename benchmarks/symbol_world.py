@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         **caption_shares(rows),
     }
     print("# The symbol world\n\nTopics found: adjusted mutual information of topics with clusters.\n")
-    print(markdown_table([f"{args.rows:,} training pictures", *columns], lines), "\n")
+    print(markdown_table([f"{args.rows:,} training pictures", *columns], lines) + "\n")
     print(markdown_table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]))
     print(
         f"\nStyle: {', '.join(STYLE)}; a linear probe on {len(train):,} training pictures of one symbol, tested on "

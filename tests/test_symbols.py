@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import PIL.Image
 import pytest
 from datasets import Image
 
@@ -240,3 +241,37 @@ def test_fonts_that_are_not_there(monkeypatch, tmp_path, other_fonts, content):
     monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
     with pytest.raises(ValueError, match=f"^matplotlib .* has no font {symbols.FONTS['test'][1]}: [^\n]*$"):
         symbols.load("test", "web", 1)
+
+
+# --- sheets
+
+
+def test_the_pictures_of_the_docs_are_those_of_the_command(tmp_path):
+    symbols.main(["--contact-sheet", str(tmp_path / "symbols.png"), "--samples", str(tmp_path / "symbol_samples.png")])
+    for name in ("symbols.png", "symbol_samples.png"):
+        kept = Path(__file__).parents[1] / "docs" / name
+        drawn, expected = (np.asarray(PIL.Image.open(path).convert("RGB")) for path in (tmp_path / name, kept))
+        assert drawn.shape == expected.shape and (drawn == expected).all() and kept.stat().st_size < 150_000, name
+    sheet = drawn_sheet(tmp_path / "symbols.png")
+    assert len(sheet) == len(KINDS) + len(TOPICS)
+    assert len({cell for cell in sheet}) == len(sheet)
+
+
+def drawn_sheet(path, width=78, height=59, columns=12):
+    """The bytes of each cell that is not empty."""
+    pixels = np.asarray(PIL.Image.open(path).convert("L"))
+    cells = [
+        pixels[y : y + height, x : x + width]
+        for y in range(0, len(pixels), height)
+        for x in range(0, columns * width, width)
+    ]
+    return [cell.tobytes() for cell in cells if cell.min() < cell.max()]
+
+
+@pytest.mark.parametrize("path", ["nowhere/x.png", ".", "file/x.png"])
+def test_a_sheet_that_cannot_be_written(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*'{path}'$"):
+        symbols.main(["--contact-sheet", path])
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
