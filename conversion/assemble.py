@@ -17,6 +17,7 @@ from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_
 from conversion.files import new_folder, one_line_errors
 from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 
 # Where the repository keeps the encoder of the metadata
 ENCODER = "metadata_encoder"
@@ -29,7 +30,7 @@ def convert(
     expert_of_center: torch.Tensor | None = None,
     metadata_encoder: str | None = None,
     encoder_folder: Path | None = None,
-    routing_temperature: float = 0.2,
+    **config,
 ) -> None:
     """Saves experts (folders or hub names), of which one is in memory at a time, and the processor of the first, and
     verifies the result.
@@ -37,6 +38,7 @@ def convert(
     Args:
         centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
         encoder_folder: the metadata's encoder, which is copied.
+        config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
 
     Raises:
         ValueError: an expert takes other inputs or gives embeddings of another size than the first, or see
@@ -60,7 +62,7 @@ def convert(
                 raise ValueError(f"{source} has {name} {size}, but {experts[0]} has {first[name]}")
         expert.save_pretrained(folder / f"expert_{number}")
     names = [f"expert_{number}" for number in range(len(experts))]
-    config = {"projection_dim": first["projection_dim"], "routing_temperature": routing_temperature, "dtype": dtype}
+    config = {"projection_dim": first["projection_dim"], "dtype": dtype, "routing": DEFAULT_ROUTING, **config}
     CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:

@@ -58,6 +58,8 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
+    # The first so many pairs are left out: held out for a test, say.
+    skip: int | None = Field(default=None, gt=0)
     # Only the first so many pairs; of a built-in world, how many are drawn.
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
@@ -90,7 +92,14 @@ class DataArguments:
         sets = list(dict.fromkeys(name for world in worlds for name in WORLDS[world].KIND_SETS))
         if self.kinds not in sets:
             raise ValueError(f"{' and '.join(worlds)} have no set of kinds {self.kinds!r}, only {', '.join(sets)}")
+        if self.skip is not None and (is_drawn or self.streaming):
+            raise ValueError("skip goes neither with a built-in world nor with streaming")
         return self
+
+    def taken(self, pairs: int) -> int:
+        """How many of a source's pairs are left by `skip` and `num_samples`."""
+        left = max(pairs - (self.skip or 0), 0)
+        return left if self.num_samples is None else min(left, self.num_samples)
 
 
 def open_rows(arguments: DataArguments) -> Rows:
@@ -102,6 +111,10 @@ def open_rows(arguments: DataArguments) -> Rows:
     """
     with reading(arguments):
         rows = _open(arguments)
+        if arguments.skip is not None:
+            if arguments.skip >= len(rows):
+                raise ValueError(f"skip {arguments.skip} leaves nothing of the {len(rows)} pairs of {arguments.source}")
+            rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
 

@@ -114,9 +114,16 @@ class Embedder:
         """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""
         return [compute(self)]
 
-    def weights(self, metadata: Sequence[Sequence[str]]) -> np.ndarray:
+    def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ()) -> np.ndarray:
         """As `evaluation.ensemble.Ensemble.weights`."""
         return np.ones((len(metadata), 1), np.float32)
+
+    def image_weights(self, rows: Dataset, column: str = "image") -> None:
+        """As `evaluation.ensemble.Ensemble.image_weights`."""
+
+    def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
+        """As `evaluation.ensemble.Ensemble.features`."""
+        return embeds[0]
 
     @torch.no_grad()
     def _embed(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:

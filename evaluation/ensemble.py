@@ -1,23 +1,29 @@
 """The experts of a mixture, measured together (MoDE)."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_mixture
 from conversion.folders import load_config, loading
+from data.images import decode_image
 from evaluation.embedder import Embedder
-from evaluation.sentence_encoders import SentenceEncoder, load_encoder
+from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 
 logger = logging.getLogger(__name__)
+
+# Fields of its configuration that a mixture can be measured with in place of its own
+CHANGES = ("routing", "routing_temperature", "nearest_center_only", "feature_ensemble")
 
 
 class Ensemble:
@@ -29,9 +35,10 @@ class Ensemble:
     Args:
         model: a folder or hub name.
         cache_dir, batch_size, device, dtype: of `Embedder`.
+        changes: see `require_changes`.
 
     Raises:
-        FileNotFoundError, ValueError: see `Embedder` and `load_mixture`.
+        FileNotFoundError, ValueError: see `Embedder`, `load_mixture` and `require_changes`.
     """
 
     def __init__(
@@ -41,11 +48,13 @@ class Ensemble:
         batch_size: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        changes: Mapping[str, Any] | None = None,
     ):
+        require_changes(changes or {})
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
         self.folder, self.device = folder, device
         self.options = (cache_dir, batch_size, device, dtype)
-        self.router = load_mixture(folder, max_loaded_experts=1)
+        self.router = load_mixture(folder, max_loaded_experts=1, **(changes or {}))
         with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
@@ -56,14 +65,22 @@ class Ensemble:
         names = self.router.config.experts
         return [compute(Embedder(self.folder / name, *self.options, processor=self.folder)) for name in names]
 
-    def weights(self, metadata: Sequence[Sequence[str]]) -> np.ndarray:
+    def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ("{}",)) -> np.ndarray:
         """(m, n) weights of the n experts' cosine similarities, from m lists of metadata, which have the same number of
-        texts, and the experts' own temperatures."""
-        if self.router.centers is None:
+        texts, and the experts' own temperatures.
+
+        Args:
+            templates: of prompts. The authors' code takes for each text the mean of its prompts, of length 1
+                (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing the text itself.
+        """
+        if self.router.centers is None or self.router.config.metadata_modality == "image":
             weights = np.ones((len(metadata), self.router.num_experts))
         else:
-            self._embed({text for texts in metadata for text in texts} - set(self._known))
-            embeds = np.stack([[self._known[text] for text in texts] for texts in metadata])
+            templates = templates if self.router.config.routing == "released" else ("{}",)
+            prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
+            self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._known))
+            means = {text: _mean([self._known[p] for p in of_text]) for text, of_text in prompts.items()}
+            embeds = np.stack([[means[text] for text in texts] for texts in metadata])
             unknown = int((~embeds.any(axis=-1)).sum())
             if unknown:
                 logger.warning(
@@ -75,8 +92,24 @@ class Ensemble:
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
 
+    def image_weights(self, rows: Dataset, column: str = "image") -> np.ndarray | None:
+        """(rows, n) weights beside those of `weights`, where every image is its own metadata (MoDE section 5.3), else
+        None."""
+        if self.router.config.metadata_modality == "text":
+            return None
+        batch_size = self.options[1]
+        embeds = [
+            self.encoder.encode([decode_image(value) for value in rows[start : start + batch_size][column]])
+            for start in range(0, len(rows), batch_size)
+        ]
+        return self.router.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
+
+    def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
+        """The embeddings (..., D) of n experts as a linear probe takes them: one after the other, or their sum."""
+        return sum(embeds) if self.router.config.feature_ensemble == "sum" else concatenate(embeds)
+
     @cached_property
-    def encoder(self) -> SentenceEncoder:
+    def encoder(self) -> SentenceEncoder | ImageEncoder:
         return load_encoder(self.folder / ENCODER, self.device)
 
     def _embed(self, texts: Iterable[str]) -> None:
@@ -85,13 +118,33 @@ class Ensemble:
             self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
 
 
-def open_model(model: str | Path, *options) -> Embedder | Ensemble:
-    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do."""
+def open_model(model: str | Path, *options, changes: Mapping[str, Any] | None = None) -> Embedder | Ensemble:
+    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do, and a
+    ValueError for changes of what is no mixture."""
     try:
         mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
     except (OSError, ValueError):
         mixture = False  # `Embedder` says what is wrong
-    return (Ensemble if mixture else Embedder)(model, *options)
+    if mixture:
+        return Ensemble(model, *options, changes=changes)
+    if changes:
+        raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
+    return Embedder(model, *options)
+
+
+def require_changes(changes: Mapping[str, Any]) -> None:
+    """What a mixture is measured with in place of its own configuration: fields of `CLIPMoDEConfig` named in `CHANGES`.
+
+    Raises:
+        ValueError: another field, or a value that it cannot have.
+    """
+    unknown = sorted(set(changes) - set(CHANGES))
+    if unknown:
+        raise ValueError(f"a mixture can be measured with another {', '.join(CHANGES)}, not {', '.join(unknown)}")
+    try:
+        CLIPMoDEConfig(**changes)
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
@@ -99,3 +152,10 @@ def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None)
     if weights is not None:
         embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
     return np.concatenate(embeds, axis=-1)
+
+
+def _mean(embeds: Sequence[np.ndarray]) -> np.ndarray:
+    """Of length 1; of one embedding or of zeros, the same."""
+    if len(embeds) == 1:
+        return embeds[0]
+    return sum(embeds) / (np.linalg.norm(sum(embeds)) or 1)

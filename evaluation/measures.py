@@ -27,9 +27,9 @@ def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
     """Each image against the names of all classes."""
     rows, num_skipped = task.load()
     images, classes = _zero_shot_embeds(task, rows, model)
-    weights = model.weights([list(task.classes)])
-    metrics = zero_shot_metrics(concatenate(images), concatenate(classes, weights), _labels(task, rows))
-    return _result(model, metrics, len(rows), num_skipped, {"classes": weights})
+    weights, of_images = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
+    metrics = zero_shot_metrics(concatenate(images, of_images), concatenate(classes, weights), _labels(task, rows))
+    return _result(model, metrics, len(rows), num_skipped, {"classes": weights, "images": of_images})
 
 
 def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
@@ -38,19 +38,20 @@ def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
     rows, num_skipped = task.load()
     images, classes = _zero_shot_embeds(task, rows, model)
     labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
+    of_images = model.image_weights(rows)
     accuracies, weights = {}, []
     for group in dict.fromkeys(group_of_class[labels].tolist()):
         members = np.flatnonzero(group_of_class == group)
         chosen = np.isin(labels, members)
-        weights.append(model.weights([[task.classes[member] for member in members]])[0])
+        weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
         metrics = zero_shot_metrics(
-            concatenate([part[chosen] for part in images]),
+            concatenate([part[chosen] for part in images], None if of_images is None else of_images[chosen]),
             concatenate([part[members] for part in classes], weights[-1][None]),
             np.searchsorted(members, labels[chosen]),
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
     metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights)})
+    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights), "images": of_images})
 
 
 def _zero_shot_embeds(task: Task, rows: Dataset, model: Model) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
@@ -70,8 +71,9 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
+    weights["images"] = model.image_weights(rows)
     metrics = retrieval_metrics(
-        concatenate(images),
+        concatenate(images, weights["images"]),
         concatenate(texts, weights["corpus"]),
         image_of_text,
         query_embeds=concatenate(texts, weights["queries"]),
@@ -90,8 +92,11 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
 
     images, texts = zip(*model.map(embed), strict=True)
     weights = model.weights(list(zip(*captions, strict=True)))
-    metrics = pair_metrics(concatenate(images), concatenate(texts, weights[:, None]), list(rows["attribute"]))
-    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights})
+    sides = [model.image_weights(rows, f"image_{side}") for side in range(2)]
+    of_images = None if sides[0] is None else np.stack(sides, axis=1)
+    embeds = concatenate(images, of_images), concatenate(texts, weights[:, None])
+    metrics = pair_metrics(*embeds, list(rows["attribute"]))
+    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images})
 
 
 def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
@@ -99,9 +104,9 @@ def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
     (rows, num_skipped), (train_rows, train_skipped) = task.load(), task.load_train()
     train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
     metrics = linear_probe_metrics(
-        concatenate(train_images),
+        model.features(train_images),
         _labels(task, train_rows),
-        concatenate(images),
+        model.features(images),
         _labels(task, rows),
         device=model.device,
     )
@@ -128,10 +133,13 @@ def _result(
     metrics: dict[str, float],
     num_samples: int,
     num_skipped: int,
-    weights: dict[str, np.ndarray],
+    weights: dict[str, np.ndarray | None],
     **counts: int,
 ) -> dict[str, Any]:
     result = {"metrics": metrics, "num_samples": num_samples, **counts, "num_skipped": num_skipped}
     if isinstance(model, Ensemble):
+        of_images = weights.pop("images", None)
+        if of_images is not None:  # texts then have no weights but the experts' temperatures
+            weights = {"images": of_images.reshape(-1, of_images.shape[-1])}
         result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
     return result

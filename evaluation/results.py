@@ -23,10 +23,11 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
 
 
 def require_free(result: dict[str, Any], output_dir: Path) -> None:
-    """Whether a result of this `model`, `task`, `weights`, `dtype` and `protocol` may be written.
+    """Whether a result of this `model`, `task`, `weights`, `dtype`, `protocol` and `changes` may be written.
 
     Raises:
-        ValueError: there is one of another model of this name, of another dtype or protocol, or the file is damaged.
+        ValueError: there is one of another model of this name, of another dtype, protocol or changes, or the file is
+            damaged.
     """
     path = result_file(result, output_dir)
     if not path.exists():
@@ -37,9 +38,10 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     found = ""
     if before["model"] != result["model"] or before.get(key) != result.get(key):
         found = f"the result of another model, {before['model']!r} from {before['source']}"
-    for what in ("dtype", "protocol"):
-        if not found and before[what] != result[what]:
-            found = f"a result of {before['model']!r} with another {what}, {before[what]!r} and not {result[what]!r}"
+    for what in ("dtype", "protocol", "changes"):  # which most results lack
+        old, new = before.get(what), result.get(what)
+        if not found and old != new:
+            found = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
     if found:
         raise ValueError(f"{path} holds {found}: choose another name (--name) or another --output-dir, or delete it")
 

@@ -1,4 +1,5 @@
-"""Sentence encoders: what captions are clustered by, and what compares a task's metadata with the clusters (MoDE).
+"""Sentence encoders: what captions are clustered by, and what compares a task's metadata with the clusters (MoDE); and
+one of images, to compare with.
 
 An encoder is kept in a folder: `encoder.json` says what it is, and the weights lie beside it unless they come from the
 Hub.
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
+import PIL.Image
 import torch
 from safetensors.numpy import load_file, save_file
 from sklearn.decomposition import TruncatedSVD
@@ -21,7 +23,7 @@ from transformers import AutoModel, CLIPConfig, PreTrainedModel
 from conversion.checkpoints import check_weights, load_clip, stored_weights
 from conversion.files import save, writing
 from conversion.folders import check_json, has_file, load_config, loading
-from conversion.processors import load_tokenizer
+from conversion.processors import load_processor, load_tokenizer
 from modeling_clip_moe import CLIPMoEConfig
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -38,6 +40,8 @@ class TfidfEncoder:
         idf: (words,), their inverse document frequencies.
         components: (d, words), the right singular vectors.
     """
+
+    modality = "text"
 
     def __init__(self, words: Sequence[str], idf: np.ndarray, components: np.ndarray):
         self.words, self.idf, self.components = list(words), idf, components
@@ -80,6 +84,8 @@ class SentenceTransformerEncoder:
         name: what it is called; None: a hub name as it is, a folder's with a hash of its weights.
     """
 
+    modality = "text"
+
     def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
         try:
             import sentence_transformers
@@ -117,6 +123,8 @@ class TransformersEncoder:
             model's own pooler, which is a layer on the first one (supervised SimCSE). A CLIP has its own.
         name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and the pooling.
     """
+
+    modality = "text"
 
     def __init__(
         self,
@@ -165,17 +173,56 @@ class TransformersEncoder:
         _write(folder, settings)
 
 
+class ImageEncoder:
+    """The image tower of a dense or sparse CLIP: clusters of images are what MoDE section 5.3 compares with.
+
+    Args:
+        source: a folder or hub name.
+        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and that it is of
+            images.
+    """
+
+    modality = "image"
+
+    def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
+        self.source, self.name = source, name or f"{_name(source)}:image"
+        self.processor, self.model = load_processor(source), load_clip(source).eval().to(device)
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[PIL.Image.Image], batch_size: int = BATCH_SIZE) -> np.ndarray:
+        """(images, d) normalized."""
+        embeds = []
+        for start in range(0, len(images), batch_size):
+            batch = self.processor.image_processor(list(images[start : start + batch_size]), return_tensors="pt")
+            pixel_values = batch["pixel_values"].to(self.model.device, self.model.dtype)
+            embeds.append(self.model.get_image_features(pixel_values).pooler_output)
+        return torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1).cpu().numpy()
+
+    def save(self, folder: Path) -> None:
+        if Path(self.source).is_dir():
+            save(self.model, folder / "model")
+            save(self.processor, folder / "model")
+        _write(folder, {"kind": "clip_images", "name": self.name, "source": self.source})
+
+
 SentenceEncoder = TfidfEncoder | SentenceTransformerEncoder | TransformersEncoder
 
 
 def open_encoder(
-    source: str, pooling: Pooling = "mean", name: str | None = None, device: str | torch.device = "cpu"
-) -> SentenceEncoder:
-    """The sentence encoder of a folder or hub name: of sentence-transformers, or a model of transformers.
+    source: str,
+    pooling: Pooling = "mean",
+    name: str | None = None,
+    device: str | torch.device = "cpu",
+    modality: Literal["text", "image"] = "text",
+) -> SentenceEncoder | ImageEncoder:
+    """The sentence encoder of a folder or hub name: of sentence-transformers, or a model of transformers; or a CLIP's
+    of images.
 
     Raises:
         FileNotFoundError: there is none.
     """
+    if modality == "image" and has_file(source, "config.json"):
+        return ImageEncoder(source, name, device)
     if has_file(source, "modules.json"):
         return SentenceTransformerEncoder(source, name, device)
     if has_file(source, "config.json"):
@@ -185,7 +232,7 @@ def open_encoder(
     )
 
 
-def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder:
+def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder | ImageEncoder:
     """The encoder that `save` kept in a folder.
 
     Raises:
@@ -212,7 +259,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             raise ValueError(
                 f"{SETTINGS_FILE} has a source, name or pooling that is none: {source!r}, {name!r}, {pooling!r}"
             )
-    return open_encoder(source, pooling, name, device)
+    return open_encoder(source, pooling, name, device, "image" if settings["kind"] == "clip_images" else "text")
 
 
 def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:

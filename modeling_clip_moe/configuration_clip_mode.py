@@ -6,6 +6,10 @@ from dataclasses import field
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+ROUTINGS = ("paper", "released")
+# Of new mixtures. A configuration without the field is of a time when there was only the paper's
+DEFAULT_ROUTING = "paper"
+
 
 @strict
 class CLIPMoDEConfig(PreTrainedConfig):
@@ -19,10 +23,16 @@ class CLIPMoDEConfig(PreTrainedConfig):
         metadata_encoder (`str`, *optional*): name of the sentence encoder that the fine-grained cluster centers were
             made with, and that has to embed a task's metadata. None: there are no centers.
         metadata_dim (`int`, *optional*): size of its embeddings.
+        metadata_modality (`str`): `"text"`, or `"image"` where the centers are of images (MoDE section 5.3): then every
+            test image is its own metadata.
         num_centers (`int`): fine-grained cluster centers, m. 0: all experts have the same weight, whatever the task.
+        routing (`str`): `"paper"`, the printed equations, or `"released"`, what the authors' code computes instead; see
+            `routing_weights`.
         routing_temperature (`float`): lambda of MoDE eq. 5.
         nearest_center_only (`bool`): whether of the centers only the nearest one to each piece of metadata counts
             (MoDE appendix E), or all do, as equation 6 has it.
+        feature_ensemble (`str`): how the embeddings of all experts make one, as a linear probe takes it:
+            `"concatenate"`, one after the other (MoDE section 5.4), or `"sum"`, element by element (appendix D).
     """
 
     model_type = "clip_mode"
@@ -32,9 +42,12 @@ class CLIPMoDEConfig(PreTrainedConfig):
     projection_dim: int = 512
     metadata_encoder: str | None = None
     metadata_dim: int | None = None
+    metadata_modality: str = "text"
     num_centers: int = 0
+    routing: str = "paper"
     routing_temperature: float | int = 0.2
     nearest_center_only: bool = True
+    feature_ensemble: str = "concatenate"
 
     def __post_init__(self, **kwargs):
         kwargs.setdefault(
@@ -50,6 +63,13 @@ class CLIPMoDEConfig(PreTrainedConfig):
 
     def validate_routing(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        for name, values in (
+            ("routing", ROUTINGS),
+            ("metadata_modality", ("text", "image")),
+            ("feature_ensemble", ("concatenate", "sum")),
+        ):
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be {' or '.join(values)}, got {getattr(self, name)!r}.")
         if not 0 < self.routing_temperature < math.inf:
             raise ValueError(f"routing_temperature must be greater than 0 and finite, got {self.routing_temperature}.")
         if self.num_centers < 0:

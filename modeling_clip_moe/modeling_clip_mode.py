@@ -30,7 +30,7 @@ from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_clip_mode import CLIPMoDEConfig
+from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .modeling_clip_moe import CLIPMoEModel
 
 # Of the repository, beside config.json: the centers and the expert of each
@@ -49,14 +49,21 @@ def routing_weights(
     num_experts: int,
     temperature: float = 0.2,
     nearest_center_only: bool = True,
+    routing: str = DEFAULT_ROUTING,
 ) -> torch.Tensor:
     """
-    How much each data expert counts for a task (MoDE eq. 5 to 7, with the temperatures of appendix E).
+    How much each data expert counts for a task, with L pieces of metadata.
 
-    The similarity of metadata l and center s is A = exp(-|e_l - e_s|^2 / lambda), and an expert's weight the softmax of
-    the sum of A over its centers and all metadata. With fewer than 10 pieces of metadata, A is multiplied by
-    exp(0.5 - sqrt(L)), which makes weights more equal; with more than 200, lambda is divided by log(L), which makes
-    them less so.
+    `routing="paper"` (MoDE eq. 5 to 7, with the temperatures of appendix E): the similarity of metadata l and center s
+    is A = exp(-|e_l - e_s|^2 / lambda), and an expert's weight the softmax of the sum of A over its centers and all
+    metadata. With fewer than 10 pieces of metadata, A is multiplied by exp(0.5 - sqrt(L)), which makes weights more
+    equal; with more than 200, lambda is divided by log(L), which makes them less so.
+
+    `routing="released"` (the authors' code, facebookresearch/MetaCLIP, mode/post_report_ensemble.py):
+    A = exp((a - |e_l - e_s|) * f) of the distance that is not squared, with f = log10(max(10, L - 200)) / lambda and
+    a = exp(0.5 - sqrt(L)) below 10 pieces of metadata, else 0; the weights are the softmax of an eighth of the sums.
+    The authors take for e_l the mean over the prompts of a class, of length 1 (mode/prep_feature.py). Their code routes
+    classifications alone; tasks of other kinds are routed by the same formula here.
 
     Args:
         metadata_embeds: (..., L, d), the metadata of one task or of several: all class names of a classification
@@ -66,13 +73,17 @@ def routing_weights(
         expert_of_center: (m,), the expert that each belongs to.
         temperature: lambda.
         nearest_center_only: whether A counts for the center nearest to l alone, and is 0 for the others.
+        routing: `"paper"` or `"released"`.
 
     Returns:
         (..., n) weights that sum to 1, in float32.
 
     Raises:
-        ValueError: a task without metadata, embeddings of another size than the centers', or that are not finite.
+        ValueError: a task without metadata, embeddings of another size than the centers' or that are not finite, or
+            an unknown routing.
     """
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
     length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
     if length == 0:
         raise ValueError(
@@ -86,8 +97,6 @@ def routing_weights(
         )
     if not metadata_embeds.isfinite().all():
         raise ValueError("The metadata's embeddings are not finite.")
-    if length > 200:
-        temperature = temperature / math.log(length)
     rows = metadata_embeds.reshape(-1, size)
     # In float64, where the matrix product of squared distances does not cancel
     centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
@@ -96,16 +105,26 @@ def routing_weights(
         distances = (chunk.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * chunk @ centers.T).clamp_min(
             0
         )
-        similarity = (-distances / temperature).exp()
+        similarity = _similarity(distances, length, temperature, routing)
         if nearest_center_only:
             nearest = distances.argmin(-1, keepdim=True)
             similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
-        if length < 10:
-            similarity = similarity * math.exp(0.5 - math.sqrt(length))
         similarity = similarity * (chunk != 0).any(-1, keepdim=True)
         per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
     sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
-    return sums.softmax(-1).float()
+    return (sums / 8 if routing == "released" else sums).softmax(-1).float()
+
+
+def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:
+    """A of `routing_weights`, for a task with `length` pieces of metadata."""
+    few = math.exp(0.5 - math.sqrt(length))
+    if routing == "released":
+        factor = math.log10(max(10, length - 200)) / temperature
+        return (((few if length < 10 else 0.0) - squared_distances.sqrt()) * factor).exp()
+    if length > 200:
+        temperature = temperature / math.log(length)
+    similarity = (-squared_distances / temperature).exp()
+    return similarity * few if length < 10 else similarity
 
 
 @dataclass
@@ -187,14 +206,15 @@ class CLIPMoDEModel(PreTrainedModel):
             centers: (m, d), the fine-grained cluster centers. None: all experts always have the same weight.
             expert_of_center: (m,), the expert that each belongs to.
             metadata_encoder: what the centers were made with.
-            config: other fields of `CLIPMoDEConfig`.
+            config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
 
         Raises:
             ValueError: if there is no expert, they do not fit together, or a center has no expert.
         """
         if not experts:
             raise ValueError("A CLIPMoDEModel needs at least one expert.")
-        model = cls(CLIPMoDEConfig(projection_dim=experts[0].config.projection_dim, **config))
+        config = {"projection_dim": experts[0].config.projection_dim, "routing": DEFAULT_ROUTING, **config}
+        model = cls(CLIPMoDEConfig(**config))
         for expert in experts:
             model.add_expert(expert)
         if centers is not None:
@@ -454,6 +474,7 @@ class CLIPMoDEModel(PreTrainedModel):
             self.num_experts,
             self.config.routing_temperature,
             self.config.nearest_center_only,
+            self.config.routing,
         )
 
     def set_task(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
@@ -476,21 +497,22 @@ class CLIPMoDEModel(PreTrainedModel):
     def get_text_features(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
     ) -> tuple | BaseModelOutputWithPooling:
-        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1."""
+        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1; or (B, D),
+        their sum, with `feature_ensemble="sum"`."""
         return self._features("get_text_features", input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     @can_return_tuple
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> tuple | BaseModelOutputWithPooling:
         """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
-        probe takes them (MoDE section 5.4)."""
+        probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D)."""
         return self._features("get_image_features", pixel_values=pixel_values, **kwargs)
 
     def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Embeddings (B, n * D) of texts, see `get_text_features`."""
+        """Embeddings (B, n * D) or (B, D) of texts, see `get_text_features`."""
         return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
 
     def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, n * D) of images, see `get_image_features`."""
+        """Embeddings (B, n * D) or (B, D) of images, see `get_image_features`."""
         return self.get_image_features(pixel_values, return_dict=True).pooler_output
 
     @can_return_tuple
@@ -507,12 +529,13 @@ class CLIPMoDEModel(PreTrainedModel):
         Args:
             input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
-            routing_weights: (n,), or (texts, n) where each text is a task of its own, as in image retrieval. None:
-                those of the task that was set; in a model without centers, equal ones.
+            routing_weights: (n,); (texts, n) where each text is a task of its own, as in image retrieval; or
+                (images, 1, n) where each image is. None: those of the task that was set; in a model without centers,
+                equal ones.
 
         Raises:
-            ValueError: if no task was set and no weights are given, they are of another number of experts or texts, or
-                images or texts are missing.
+            ValueError: if no task was set and no weights are given, they are of another number of experts, texts or
+                images, or images or texts are missing.
         """
         if input_ids is None or pixel_values is None:
             raise ValueError("You have to specify input_ids and pixel_values.")
@@ -526,10 +549,11 @@ class CLIPMoDEModel(PreTrainedModel):
             )
         for name in ("output_hidden_states", "output_attentions"):
             kwargs.setdefault(name, getattr(self.config, name))
-        if weights.shape not in ((self.num_experts,), (len(input_ids), self.num_experts)):
+        n = self.num_experts
+        if weights.shape not in ((n,), (len(input_ids), n), (len(pixel_values), 1, n)):
             raise ValueError(
-                f"routing_weights must be (experts,) or (texts, experts), here ({self.num_experts},) or "
-                f"({len(input_ids)}, {self.num_experts}), got {tuple(weights.shape)}."
+                f"routing_weights must be (experts,), (texts, experts) or (images, 1, experts), here ({n},), "
+                f"({len(input_ids)}, {n}) or ({len(pixel_values)}, 1, {n}), got {tuple(weights.shape)}."
             )
         logits_per_text, expert_outputs = None, []
         used = [True] * self.num_experts
@@ -545,7 +569,8 @@ class CLIPMoDEModel(PreTrainedModel):
                 attention_mask=attention_mask,
                 **{**kwargs, "return_dict": True},
             )
-            weight = weights[..., number].reshape(-1, 1).to(outputs.logits_per_text)
+            weight = weights[..., number].to(outputs.logits_per_text)
+            weight = weight.t() if weight.dim() == 2 else weight.reshape(-1, 1)  # (1, images), (texts, 1) or (1, 1)
             logits = weight * outputs.logits_per_text
             if logits_per_text is not None:
                 logits = logits_per_text + logits.to(logits_per_text.device)
@@ -563,8 +588,9 @@ class CLIPMoDEModel(PreTrainedModel):
         parts = []
         for number in range(self.num_experts):
             features = getattr(self.expert(number), method)(**{**inputs, "return_dict": True}).pooler_output
-            parts.append(F.normalize(features, dim=-1))
-        return BaseModelOutputWithPooling(pooler_output=torch.cat([part.to(parts[0].device) for part in parts], dim=-1))
+            parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
+        summed = self.config.feature_ensemble == "sum"
+        return BaseModelOutputWithPooling(pooler_output=sum(parts) if summed else torch.cat(parts, dim=-1))
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         if self.max_loaded_experts is not None:

@@ -1,6 +1,7 @@
 """A mixture is measured as its experts' similarities summed with the weights that each task's metadata give (MoDE eq. 4
 to 7), against plain loops over one image, one text and one expert at a time."""
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
 from data import glyphs
+from evaluation import evaluate
 from evaluation.ensemble import Ensemble, open_model
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import measure
@@ -48,7 +50,8 @@ def mixture(tmp_path_factory):
         torch.tensor([0, 1]),
         encoder.name,
         folder / "encoder",
-        TEMPERATURE,
+        routing="paper",
+        routing_temperature=TEMPERATURE,
     )
     return folder, encoder, centers
 
@@ -148,6 +151,49 @@ def test_zero_shot_groups(ensemble, experts, weights_of):
     assert result["metrics"] == expected | {f"accuracy/{group}": value for group, value in accuracies.items()}
     assert 0.5 < accuracies["digit"] < 1
     assert result["routing_weights"] == {"classes": mean_weights(experts, list(weights.values()))}
+
+
+def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture, experts):
+    """Against the authors' formula on one class after the other; the paper's routing takes the names alone."""
+    folder, encoder, centers = mixture
+    classes = list(glyphs.KINDS)
+    sums = [0.0, 0.0]
+    for name in classes:
+        mean = np.mean(encoder.encode([template.format(name) for template in TEMPLATES]), axis=0)
+        distances = [float(np.linalg.norm(mean / np.linalg.norm(mean) - center)) for center in centers]
+        nearest = int(np.argmin(distances))
+        sums[nearest] += math.exp(-distances[nearest] * 5)
+    weights = [math.exp(value / 8) / sum(math.exp(value / 8) for value in sums) for value in sums]
+    released = open_model(folder / "mixture", None, 64, torch.device("cpu"), changes={"routing": "released"})
+    found = released.weights([classes], TEMPLATES)
+    assert found.mean(axis=0).tolist() == mean_weights(experts, [weights])
+    assert not np.allclose(found, released.weights([classes]), atol=1e-4)  # of the names alone
+    paper = open_model(folder / "mixture", None, 64, torch.device("cpu"))
+    assert np.array_equal(paper.weights([classes], TEMPLATES), paper.weights([classes]))
+    assert not np.allclose(found, paper.weights([classes]), atol=1e-4)
+
+
+def test_what_cannot_be_changed_is_refused(mixture):
+    for model, changes, message in (
+        ("mixture", {"experts": []}, "another routing, .*, not experts"),
+        ("mixture", {"routing": "other"}, "routing must be paper or released, got 'other'"),
+        ("mixture", {"routing_temperature": "hot"}, "routing_temperature"),
+        ("damaged", {"routing": "paper"}, "damaged is no mixture, whose routing could be changed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_model(mixture[0] / model, None, 64, torch.device("cpu"), changes=changes)
+
+
+def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
+    """By the command, in files of their own, which say it."""
+    options = ["--model", str(mixture[0] / "mixture"), "--tasks", "glyphs_digits", "--output-dir", str(tmp_path)]
+    evaluate.main([*options, "--name", "paper"])
+    evaluate.main([*options, "--name", "released", "--change", "routing=released"])
+    paper, released = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json")))
+    assert "changes" not in paper and released["changes"] == {"routing": "released"}
+    assert paper["weights"] == released["weights"] and paper["routing_weights"] != released["routing_weights"]
+    with pytest.raises(SystemExit, match="another changes, {'routing': 'released'} and not None"):
+        evaluate.main([*options, "--name", "released"])
 
 
 def test_retrieval(ensemble, experts, weights_of):

@@ -56,3 +56,9 @@ def test_frozen_parameters_are_in_no_group(model):
     set_trainable(model, "experts")
     decay, no_decay = parameter_groups(model, 0.1)
     assert len(decay["params"]) == len(no_decay["params"]) == 4  # two matrices and two biases, in both towers
+
+
+def test_decay_of_all(model):
+    set_trainable(model, "experts|logit_scale")
+    decay, no_decay = parameter_groups(model, 0.1, decay_all=True)
+    assert (decay["weight_decay"], len(decay["params"]), no_decay["params"]) == (0.1, 9, [])

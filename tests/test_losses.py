@@ -196,7 +196,7 @@ def test_two_processes_equal_one(two_processes, case):
 
 
 @pytest.mark.parametrize("balance_top_k", [None, 1])
-@pytest.mark.parametrize("balance_mean", ["tower", "layer", "token"])
+@pytest.mark.parametrize("balance_mean", ["tower", "layer", "token", "tower_token"])
 def test_router_losses_by_hand(balance_top_k, balance_mean):
     """Three sparse text layers and one sparse vision layer, token by token."""
     towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -234,9 +234,13 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(*of_vision),
         "layer": sum(map(of_tokens, of_text + of_vision)) / 4,
         "token": of_tokens(torch.cat(of_text + of_vision)),
+        "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(*of_vision),
     }[balance_mean]
     loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
+    if balance_mean == "tower":
+        half, _ = router_losses(config, outputs, mask, balance_top_k, balance_mean, 0.5)
+        torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
     assert metrics["dropped_tokens"] == 0
 
 

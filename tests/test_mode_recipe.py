@@ -262,7 +262,7 @@ def test_two_processes_assign_as_one(run, out):
         assert all(np.array_equal(found[key], array) for key, array in expected.items())
 
 
-@pytest.mark.parametrize(("stage", "function"), [("captions", "_texts"), ("assigned", "nearest_centers")])
+@pytest.mark.parametrize(("stage", "function"), [("captions", "embed_rows"), ("assigned", "nearest_centers")])
 def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, function):
     """The process ends within the second of two parts."""
     target = copy(out, f"killed_{stage}", "dense")
@@ -270,12 +270,10 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     if stage == "assigned":
         run(target.name, one, only=["captions", "fine"])
     compute, calls = getattr(data_experts, function), []
-    fitting = stage == "captions"  # which reads all texts at first
-    at = 2 + fitting
 
     def killed(*arguments):
         calls.append(None)
-        if len(calls) == at:
+        if len(calls) == 2:
             raise KeyboardInterrupt
         return compute(*arguments)
 
@@ -285,7 +283,7 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
     calls.append(None)  # from now on nothing is killed
     monkeypatch.setattr(data_experts, function, killed)
     run(target.name, one, only=[stage])
-    assert len(calls) == at + 2  # of the second run: the second part alone
+    assert len(calls) == 4  # of the second run: the second part alone
     name = {"captions": "embeddings", "assigned": "labels"}[stage]
     found, expected = (
         np.concatenate([part for _, part in read_parts(folder / stage / PARTS, name, 160)]) for folder in (target, out)

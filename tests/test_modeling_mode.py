@@ -1,7 +1,5 @@
 """CLIPMoDEModel: routing weights and ensembles, against obvious computations."""
 
-import math
-
 import pytest
 import torch
 from tiny_clip_mode import dense, mixture, sparse, texts_and_images, unit
@@ -15,36 +13,6 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
 @pytest.fixture
 def inputs():
     return texts_and_images()
-
-
-def weights_in_a_loop(metadata, centers, expert_of_center, num_experts, temperature, nearest_only):
-    """The logarithms of the weights of MoDE eq. 5 to 7 and appendix E, one number at a time."""
-    if len(metadata) > 200:
-        temperature = temperature / math.log(len(metadata))
-    totals = [0.0] * num_experts
-    for embed in metadata.tolist():
-        similarities = []
-        for center in centers.tolist():
-            distance = sum((a - b) ** 2 for a, b in zip(embed, center, strict=True))
-            similarity = math.exp(-distance / temperature)
-            if len(metadata) < 10:
-                similarity *= math.exp(0.5 - math.sqrt(len(metadata)))
-            similarities.append(similarity)
-        for number, similarity in enumerate(similarities):
-            if not nearest_only or similarity == max(similarities):
-                totals[expert_of_center[number]] += similarity
-    normalizer = max(totals) + math.log(sum(math.exp(total - max(totals)) for total in totals))
-    return [total - normalizer for total in totals]
-
-
-@pytest.mark.parametrize("nearest_only", [True, False])
-@pytest.mark.parametrize("length", [1, 3, 9, 10, 57, 200, 201, 400])
-def test_routing_weights_are_those_of_the_equations(length, nearest_only):
-    centers, metadata = unit(20, 6), unit(length, 6, seed=length)
-    expert_of_center = torch.randint(3, (20,), generator=torch.Generator().manual_seed(2))
-    expected = weights_in_a_loop(metadata, centers, expert_of_center.tolist(), 3, 0.2, nearest_only)
-    found = routing_weights(metadata, centers, expert_of_center, 3, 0.2, nearest_only)
-    torch.testing.assert_close(found.log(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_several_tasks_are_routed_one_by_one():
@@ -88,6 +56,15 @@ def test_each_text_can_be_a_task_of_its_own(inputs):
         torch.testing.assert_close(found[text], expected)
 
 
+def test_each_image_can_be_a_task_of_its_own(inputs):
+    model = mixture()
+    weights = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    found = model(**inputs, routing_weights=weights[:, None]).logits_per_image
+    for image in range(2):
+        expected = sum(weights[image, i] * model.expert(i)(**inputs).logits_per_image[image] for i in range(4))
+        torch.testing.assert_close(found[image], expected)
+
+
 def test_features_stand_side_by_side_and_give_the_logits(inputs):
     model = mixture(2)
     weights = model.set_equal_weights()
@@ -98,6 +75,19 @@ def test_features_stand_side_by_side_and_give_the_logits(inputs):
     scales = torch.stack([model.expert(i).logit_scale.exp() for i in range(2)])
     expected = torch.einsum("ind,tnd,n->it", images.view(2, 2, 8), texts.view(3, 2, 8), weights * scales)
     torch.testing.assert_close(model(**inputs).logits_per_image, expected)
+
+
+def test_features_are_summed_where_the_configuration_says_so(inputs, tmp_path):
+    """MoDE appendix D, in place of one after the other."""
+    model = mixture(3)
+    pixels, texts = inputs["pixel_values"], (inputs["input_ids"], inputs["attention_mask"])
+    side_by_side = model.encode_image(pixels), model.encode_text(*texts)
+    model.config.feature_ensemble = "sum"
+    model.save_pretrained(tmp_path)
+    summed = CLIPMoDEModel.from_pretrained(tmp_path)
+    for found, expected in zip((summed.encode_image(pixels), summed.encode_text(*texts)), side_by_side, strict=True):
+        assert found.shape == (len(found), 8)
+        torch.testing.assert_close(found, expected[:, :8] + expected[:, 8:16] + expected[:, 16:])
 
 
 def test_an_expert_without_weight_is_not_computed(inputs):
@@ -160,7 +150,7 @@ def test_what_does_not_fit_is_refused(inputs, tmp_path):
         model.set_task(unit(3, 6), "other")
     with pytest.raises(ValueError, match="not finite"):
         model.set_task(torch.full((3, 6), torch.nan))
-    with pytest.raises(ValueError, match=r"here \(2,\) or \(3, 2\), got \(5,\)"):
+    with pytest.raises(ValueError, match=r"here \(2,\), \(3, 2\) or \(2, 1, 2\), got \(5,\)"):
         model(**inputs, routing_weights=torch.ones(5))
     with pytest.raises(ValueError, match="expert_2 has embeddings of size 4, the other experts of 8"):
         model.add_expert(dense(3, projection_dim=4), unit(1, 6))

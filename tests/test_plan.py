@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModel, CLIPConfig, RobertaConfig
+from transformers import AutoModel, BertConfig, CLIPConfig
 
 from training import engine, upcycle
 from training.plan import plan
@@ -34,9 +34,7 @@ def clip(text, vision, layers, embedding, patch_size):
 HUB = {
     "openai/clip-vit-large-patch14": clip(768, 1024, 24, 768, 14),
     "facebook/metaclip-b32-400m": clip(512, 768, 12, 512, 32),
-    "princeton-nlp/sup-simcse-roberta-large": RobertaConfig(
-        **(tower(1024, 24, 1024) | {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1})
-    ),
+    "princeton-nlp/sup-simcse-bert-base-uncased": BertConfig(),
 }
 
 

@@ -5,10 +5,14 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import datasets
 import numpy as np
 
 from conversion.files import read_record, write_text
 from data.identity import OTHER_DATA
+from data.images import decode_image
+from data.pairs import first_caption
+from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder
 from training.arrays import open_arrays, save_arrays
 from training.balanced_kmeans import balanced_kmeans
 from training.parts import INDEX
@@ -16,6 +20,30 @@ from training.parts import INDEX
 CENTERS, LABELS = "centers.safetensors", "labels.safetensors"
 # Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses
 BATCHES_PER_PART = 128
+
+
+def captions_of(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
+    """The captions of rows, of several the first."""
+    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
+    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
+
+
+def embed_rows(
+    encoder: SentenceEncoder | ImageEncoder,
+    rows: datasets.Dataset,
+    start: int,
+    stop: int,
+    batch_size: int,
+    image_root: str | None,
+) -> np.ndarray:
+    """(rows, d) what the encoder makes of captions, or of images, of which one batch is in memory at a time."""
+    if encoder.modality == "text":
+        return encoder.encode(captions_of(rows, start, stop), batch_size)
+    images, embeddings = rows.select_columns("image"), []
+    for first in range(start, stop, batch_size):
+        batch = images[first : min(first + batch_size, stop)]["image"]
+        embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
+    return np.concatenate(embeddings)
 
 
 @dataclass(frozen=True)

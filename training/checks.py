@@ -98,8 +98,8 @@ class Outlook:
             made = self._stage(value.source)
             if made is None:
                 return self._once(json.dumps(dump(value)), lambda: Expected(pairs=count_pairs(value, self.thorough)))
-            if isinstance(made.pairs, int) and value.num_samples is not None:
-                return Expected(pairs=type(made.pairs)(min(made.pairs, value.num_samples)))
+            if isinstance(made.pairs, int):
+                return dataclasses.replace(made, pairs=type(made.pairs)(value.taken(made.pairs)))
             return made
         if value in reads.literals:
             return Expected()
@@ -248,7 +248,7 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
         else:
             # Of `train[:10%]` and `train+test`, a stream takes the first name; all have been looked for
             split = arguments.split if is_saved(source) else arguments.split.partition("+")[0].partition("[")[0].strip()
-            changes = {"streaming": True, "in_memory": False, "num_samples": None, "split": split}
+            changes = {"streaming": True, "in_memory": False, "skip": None, "num_samples": None, "split": split}
             stage.open_data(dataclasses.replace(arguments, **changes))
     except SETTING_ERRORS as error:
         yield f": {error}"

@@ -1,6 +1,7 @@
 """The one training loop: step, clip, schedule, log, checkpoint, resume."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.freezing import parameter_groups
 from training.training_state import (
     finished_steps,
@@ -79,6 +81,14 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # transformers makes the embeddings' output require a gradient, for the reentrant kind. The other needs none.
     model.disable_input_require_grads()
+
+
+def drop_activations(model: CLIPMoEModel, share: float) -> None:
+    """While it trains, a share of the experts' activations is 0, each time others, and the rest is scaled up."""
+    for module in model.modules():
+        if isinstance(module, CLIPMoEExperts):
+            # Every implementation of the experts calls it, those of transformers too
+            module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share)).train(module.training)
 
 
 def train(
@@ -149,12 +159,14 @@ def _prepare(
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
+    if settings.expert_dropout is not None:
+        drop_activations(model, settings.expert_dropout)
     # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
     scale = model.logit_scale
     model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = ContrastiveTask(model, settings).train()
     optimizer = torch.optim.AdamW(
-        parameter_groups(task, settings.weight_decay),
+        parameter_groups(task, settings.weight_decay, settings.decay_all),
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
@@ -170,7 +182,7 @@ def _prepare(
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
-        config["gradient_clipping"] = settings.max_grad_norm
+        config["gradient_clipping"] = settings.max_grad_norm or 0.0
     return *accelerator.prepare(task, optimizer), scheduler
 
 
@@ -204,7 +216,7 @@ def _clip_gradient(
 ) -> torch.Tensor:
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
-    grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm))
+    grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
     if accelerator.scaler is None:
         # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
         _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", kept)

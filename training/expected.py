@@ -132,8 +132,7 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
         raise Unknown(f"{arguments.source} is a stream")
     if not is_here(arguments.source) and arguments.num_samples is not None:
         return AtMost(arguments.num_samples)
-    rows = _count_rows(arguments, read_json)
-    return AtMost(rows if arguments.num_samples is None else min(rows, arguments.num_samples))
+    return AtMost(arguments.taken(_count_rows(arguments, read_json)))
 
 
 def _count_rows(arguments: DataArguments, read_json: bool) -> int:

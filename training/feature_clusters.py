@@ -67,6 +67,7 @@ def split(
     seed: int,
     groups: np.ndarray | None = None,
     n_init: int = 10,
+    stage: int = 0,
 ) -> dict[str, np.ndarray]:
     """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
 
@@ -75,6 +76,7 @@ def split(
         num_clusters: modality -> number of K-means clusters, 1 for none; "random" cuts a permutation into that many
             equal parts instead (CLIP-FMoE appendix D).
         groups: (samples,), to cluster the samples of each group by themselves (CLIP-FMoE section 4.2, level 2).
+        stage: how many stages were before, whose labels these are combined with: each draws other random parts.
 
     Returns:
         modality -> (samples,) labels, of those with more than one cluster.
@@ -93,7 +95,7 @@ def split(
             if name == "random":
                 if len(members) < number:
                     raise ValueError(f"{len(members)} samples{of_group} cannot make {number} random clusters")
-                labels[name][np.random.default_rng([seed, group]).permutation(members)] = (
+                labels[name][np.random.default_rng([seed, group, stage]).permutation(members)] = (
                     np.arange(len(members)) % number
                 )
             else:

@@ -31,15 +31,15 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     return names[True], names[False]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups of the trainable parameters: those that decay and those that do not.
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
+    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
 
     A parameter is left alone for its name, not for its rank: the stacked biases of experts have two axes.
     """
     groups = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[NO_DECAY.search(name) is None].append(parameter)
+            groups[decay_all or NO_DECAY.search(name) is None].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},

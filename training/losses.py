@@ -90,6 +90,7 @@ def router_losses(
     attention_mask: torch.Tensor,
     balance_top_k: int | None = None,
     balance_mean: str = "tower",
+    text_weight: float | None = None,
 ) -> tuple[torch.Tensor, dict]:
     """The weighted router losses of a `CLIPMoEModel` over the tokens of all processes, and what to log of them.
 
@@ -99,7 +100,9 @@ def router_losses(
         balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
         balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
             "layer": they are the mean over all layers of both (CLIP-MoE eq. 9); "token": they are those of the tokens
-            of all layers of both together (CLIP-FMoE eq. 3).
+            of all layers of both together (CLIP-FMoE eq. 3); "tower_token": those of the tokens of all layers of a
+            tower together, summed over the towers (CLIP-MoE's released code).
+        text_weight: of the text tower's losses, where they are summed over the towers; None: 1.
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
@@ -114,20 +117,11 @@ def router_losses(
         (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
     ]
     towers = [tower for tower in towers if tower[1] is not None]
-    num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
-    if balance_mean == "token":
-        choices = {(tower.num_experts, tower.num_experts_per_tok) for tower, _, _, _ in towers}
-        if len(choices) > 1:
-            raise ValueError(f"balance_mean token needs towers of one E and K, but they have {sorted(choices)}")
-        groups = [(1.0, towers[0][0].num_experts_per_tok, *_all_tokens(towers))]
-    else:
-        shares = [len(logits) / num_layers if balance_mean == "layer" else 1.0 for _, logits, _, _ in towers]
-        groups = [
-            (share, tower.num_experts_per_tok, router_logits, mask)
-            for share, (tower, router_logits, _, mask) in zip(shares, towers, strict=True)
-        ]
     total, balances, z_losses = 0.0, [], []
-    for weight, top_k, router_logits, mask in groups:
+    for tower, weight, router_logits, mask in _groups(towers, balance_mean):
+        top_k = tower.num_experts_per_tok
+        if text_weight is not None and tower is config.text_config:
+            weight *= text_weight
         balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, reduce=all_reduce_sum))
         z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
         losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
@@ -135,6 +129,22 @@ def router_losses(
     dropped = [_dropped(tower, expert_ids, mask) for tower, _, expert_ids, mask in towers]
     values = {"balance_loss": balances, "z_loss": z_losses, "dropped_tokens": dropped}
     return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
+
+
+def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
+    """What has router losses of its own: a tower's configuration, a weight, router logits and their mask."""
+    if balance_mean == "token":
+        choices = {(tower.num_experts, tower.num_experts_per_tok) for tower, _, _, _ in towers}
+        if len(choices) > 1:
+            raise ValueError(f"balance_mean token needs towers of one E and K, but they have {sorted(choices)}")
+        return [(towers[0][0], 1.0, *_all_tokens(towers))]
+    if balance_mean == "tower_token":
+        return [(tower[0], 1.0, *_all_tokens([tower])) for tower in towers]
+    num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
+    return [
+        (tower, len(logits) / num_layers if balance_mean == "layer" else 1.0, logits, mask)
+        for tower, logits, _, mask in towers
+    ]
 
 
 def _all_tokens(towers: list[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from training.stages import data_experts, evaluate, features, models, train
+from training.stages import data_experts, evaluate, features, long_clip, models, train
 from training.stages.base import Stage
 
 AnyStage = (
@@ -20,6 +20,7 @@ AnyStage = (
     | data_experts.ClusterCoarseStage
     | data_experts.SelectStage
     | train.TrainStage
+    | long_clip.TrainLongCLIPStage
     | train.TrainExpertsStage
     | data_experts.TrainDataExpertStage
     | data_experts.AssembleStage

@@ -15,13 +15,15 @@ from transformers import PreTrainedConfig
 from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
-from data.pairs import first_caption
 from data.sources import DataArguments, Rows
 from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
     CaptionClusters,
+    captions_of,
+    embed_rows,
     group_centers,
     load_caption_clusters,
     load_centers,
@@ -56,6 +58,9 @@ class EmbedCaptionsStage(Stage):
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
     # The pairs whose captions are embedded.
     data: Data
+    # "image" embeds the images in place of the captions, with a CLIP as encoder, such as the seed model (MoDE section
+    # 5.3, to compare with). Every test image then routes itself, by all centers.
+    modality: Literal["text", "image"] = "text"
     # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
     # pooler on the first one (supervised SimCSE).
     pooling: Literal["mean", "cls", "pooler"] = "mean"
@@ -70,6 +75,8 @@ class EmbedCaptionsStage(Stage):
     def _check(self):
         if self.data.streaming:
             raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
+        if self.modality == "image" and self.encoder == "tfidf":
+            raise ValueError("modality image needs a CLIP as encoder, not tfidf")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -78,9 +85,12 @@ class EmbedCaptionsStage(Stage):
             self._keep_encoder(inputs.encoder, rows, context.seed, folder)
         accelerator.wait_for_everyone()
         encoder = load_encoder(folder, accelerator.device)
+        if encoder.modality != self.modality:
+            raise ValueError(f"{self.name}: modality {self.modality}, but the encoder {encoder.name} is of the other")
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-            return {"embeddings": encoder.encode(_texts(rows, start, stop), self.batch_size).astype(self.dtype)}
+            embeddings = embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
+            return {"embeddings": embeddings.astype(self.dtype)}
 
         index = _index(rows, self, encoder.name)
         write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
@@ -108,8 +118,8 @@ class EmbedCaptionsStage(Stage):
                 shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
             return
         tfidf = self.encoder == "tfidf"
-        encoder = TfidfEncoder.fit(_texts(rows, 0, len(rows)), self.dim, seed) if tfidf else None
-        encoder = encoder or open_encoder(source, self.pooling)
+        encoder = TfidfEncoder.fit(captions_of(rows, 0, len(rows)), self.dim, seed) if tfidf else None
+        encoder = encoder or open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
             encoder.save(partial)
 
@@ -186,7 +196,7 @@ class AssignStage(Stage):
             index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data)
 
             def features(start: int, stop: int) -> np.ndarray:
-                return encoder.encode(_texts(rows, start, stop), self.batch_size)
+                return embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
 
         def compute(start: int, stop: int) -> dict[str, np.ndarray]:
             return {"labels": nearest_centers(features(start, stop), on_device)}
@@ -259,6 +269,8 @@ class SelectStage(Stage):
             raise ValueError(
                 f"{self.name}: the centers were made with {encoder_name}, {self.captions} with {encoder.name}"
             )
+        if encoder.modality != "text":
+            raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
         if self.num_nearest > len(centers):
             raise ValueError(f"{self.name}: num_nearest {self.num_nearest} of {len(centers)} centers")
         metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
@@ -336,6 +348,12 @@ class AssembleStage(Stage):
     centers: Literal["fine", "coarse"] = "fine"
     # lambda in MoDE eq. 5.
     routing_temperature: float = Field(default=0.2, gt=0)
+    # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
+    # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
+    routing: Literal["paper", "released"] = DEFAULT_ROUTING
+    # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
+    # appendix D).
+    feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
 
     @model_validator(mode="after")
     def _check(self):
@@ -345,14 +363,15 @@ class AssembleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         experts = inputs.experts
+        config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
         if self.clusters is None:
-            assemble.convert(experts, directory)
+            assemble.convert(experts, directory, **config)
             return
         clusters, metadata = load_caption_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
-        encoder_name = load_encoder(folder).name
-        if encoder_name != metadata["encoder"]:
-            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder_name}")
+        encoder = load_encoder(folder)
+        if encoder.name != metadata["encoder"]:
+            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder.name}")
         number, known = len(experts), len(clusters.coarse_centers)
         if number > known:
             raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
@@ -362,7 +381,9 @@ class AssembleStage(Stage):
             ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
             centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
-        assemble.convert(experts, directory, centers, expert_of_center, encoder_name, folder, self.routing_temperature)
+        config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
+        config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
+        assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
         return tuple(expert.clip for expert in inputs.experts)
@@ -371,12 +392,6 @@ class AssembleStage(Stage):
 def _size_of_labels(output: Expected) -> tuple[int, int]:
     """See `Stage.disk`: an int16 a pair."""
     return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
-
-
-def _texts(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
-    """The captions of rows, of several the first."""
-    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
-    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
 
 
 def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
@@ -30,6 +31,9 @@ class EvaluateStage(Stage):
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
+    # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
+    # docs/evaluation.md. So one mixture can stand in several rows.
+    changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
     # Names of glyph tasks, which docs/evaluation.md lists.
     tasks: list[str] = Field(min_length=1)
     # Images or texts that are embedded at a time.
@@ -45,6 +49,10 @@ class EvaluateStage(Stage):
             unknown = sorted(set(rows) - set(self.models))
             if unknown or not rows or title in self.models:
                 raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
+        for title, changes in self.changes.items():
+            if title not in self.models:
+                raise ValueError(f"changes.{title} is none of the models {sorted(self.models)}")
+            require_changes(changes)
         if self.baseline is not None and self.baseline not in self.models:
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
@@ -55,7 +63,8 @@ class EvaluateStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         results, tasks = [], loaded_once(find_tasks(self.tasks))
         for title, model in inputs.models.items():
-            results += evaluate_model(model, tasks, directory, name=title, batch_size=self.batch_size)
+            options = {"batch_size": self.batch_size, "changes": self.changes.get(title)}
+            results += evaluate_model(model, tasks, directory, name=title, **options)
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)

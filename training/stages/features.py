@@ -259,7 +259,10 @@ class ClusterStage(Stage):
             "text": self.num_text_clusters,
             "random": self.num_random_clusters,
         }
-        columns = split(features, numbers, seed, previous.labels if self.within else None, self.n_init)
+        groups, stage = None, 0 if previous is None else previous.tuples.shape[1]
+        if self.within:
+            groups, stage = previous.labels, 0
+        columns = split(features, numbers, seed, groups, self.n_init, stage)
         labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
         both = np.concatenate([features["image"], features["text"]], axis=1)
         return columns, accumulate(labels, both, previous)

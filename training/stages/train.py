@@ -80,6 +80,8 @@ class TrainStage(Stage):
     learning_rate: float = Field(gt=0)
     # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
     weight_decay: float = Field(default=0.0, ge=0)
+    # Weight decay on all that trains (CLIP-MoE's released code).
+    decay_all: bool = False
     # AdamW's decay of the gradient's mean.
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     # AdamW's decay of the squared gradient's mean.
@@ -88,8 +90,8 @@ class TrainStage(Stage):
     adam_epsilon: float = Field(default=1e-6, gt=0)
     # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
     warmup_steps: float = Field(default=0, ge=0)
-    # Longer gradients are scaled to this length.
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    # Longer gradients are scaled to this length; None: no gradient is.
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, gt=0)
     # Share of the contrastive loss's target that is spread over all pairs.
@@ -103,8 +105,14 @@ class TrainStage(Stage):
     # all K (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=None, gt=0)
     # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
-    # both towers (CLIP-MoE eq. 9); or those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3).
-    balance_mean: Literal["tower", "layer", "token"] = "tower"
+    # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3); or
+    # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code).
+    balance_mean: Literal["tower", "layer", "token", "tower_token"] = "tower"
+    # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
+    text_router_weight: float | None = Field(default=None, ge=0)
+    # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
+    # these are depends on the number of processes. None: none.
+    expert_dropout: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Of the order of the pairs; None: the recipe's. Models that differ in nothing else make an ensemble.
@@ -125,6 +133,8 @@ class TrainStage(Stage):
             )
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
+        if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
+            raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         if self.num_epochs is not None and self.data.streaming:
@@ -179,12 +189,14 @@ class TrainStage(Stage):
         self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses`."""
-        return router_losses(config, outputs, attention_mask, self.balance_top_k, self.balance_mean)
+        settings = self.balance_top_k, self.balance_mean, self.text_router_weight
+        return router_losses(config, outputs, attention_mask, *settings)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         trainable, frozen = set_trainable(model, self.trainable)
         self._require_choices(model)
+        self._require_experts(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
@@ -236,6 +248,7 @@ class TrainStage(Stage):
                 return
             for setting, check in (
                 ("balance_top_k", lambda: self._require_choices(model)),
+                ("expert_dropout", lambda: self._require_experts(model)),
                 ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
             ):
                 try:
@@ -322,6 +335,10 @@ class TrainStage(Stage):
         for config in (model.config.text_config, model.config.vision_config):
             if config.moe_layers and self.balance_top_k > config.num_experts:
                 raise ValueError(f"{self.name}: balance_top_k {self.balance_top_k} of {config.num_experts} experts")
+
+    def _require_experts(self, model: PreTrainedModel) -> None:
+        if self.expert_dropout is not None and not isinstance(model, CLIPMoEModel):
+            raise ValueError(f"{self.name}: expert_dropout goes with a sparse model, but {self.model} is dense")
 
     def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
         """Nothing that trains may lie below the first sparse layers, whose input is kept."""
@@ -412,4 +429,4 @@ class TrainRouterStage(TrainStage):
 
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
-    balance_mean: Literal["tower", "layer", "token"] = "layer"
+    balance_mean: Literal["tower", "layer", "token", "tower_token"] = "layer"

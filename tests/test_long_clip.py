@@ -1,0 +1,186 @@
+"""Long-CLIP's loss against PCA and numbers by hand, value and gradient, in one process and in two; and its stage."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sklearn.decomposition import PCA
+from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, weights
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from training.stages.long_clip import TrainLongCLIPStage, primary_components
+
+PAIRS, WIDTH, COMPONENTS = 8, 6, 2
+SETTINGS = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "max_steps": 1, "learning_rate": 1.0}
+STAGE = TrainLongCLIPStage(
+    **SETTINGS, global_batch_size=PAIRS, num_components=COMPONENTS, caption_weights=[0.3, 0.7], label_smoothing=0.1
+)
+GLYPHS = {"source": "glyphs", "num_samples": 24, "captions": "detailed"}
+CAPTIONS = {
+    "name": "captions",
+    "stage": "captions",
+    "model": "dense",
+    "data": GLYPHS,
+    "captions": [{"policy": "full", "column": "caption"}, {"policy": "first_sentence", "column": "caption"}],
+}
+LONG = TUNED | {
+    "stage": "train_long_clip",
+    "data": {"source": "captions", "in_memory": True},
+    "global_batch_size": 8,
+    "max_steps": 4,
+    "num_components": 3,
+    "logging_steps": 1,
+}
+
+
+def features(dtype=torch.float32):
+    """Embeddings of images, of their long and of their short captions."""
+    generator = torch.Generator().manual_seed(0)
+    images, long, short = (torch.randn(PAIRS, WIDTH, generator=generator, dtype=dtype) for _ in range(3))
+    return images * torch.arange(1, WIDTH + 1), long, short
+
+
+def two_towers():
+    torch.manual_seed(0)
+    return torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
+
+
+def loss_of(towers, share=slice(None)):
+    """The stage's loss of a part of the batch."""
+    images, long, short = (tensor[share] for tensor in features())
+    texts = torch.stack([long, short], dim=1).flatten(0, 1)
+    embeds = normalize(towers[0](images), dim=-1), normalize(towers[1](texts), dim=-1)
+    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), torch.ones(len(images), 2).bool())
+
+
+def plain_loss(towers):
+    """Long with images, short with what sklearn's directions leave of them, which autograd gets by an SVD."""
+    images, long, short = features()
+    images, long, short = (
+        normalize(tower(x), dim=-1) for tower, x in ((towers[0], images), (towers[1], long), (towers[1], short))
+    )
+    mean = images.mean(dim=0)
+    left, sizes, right = torch.linalg.svd(images - mean, full_matrices=False)
+    primary = left[:, :COMPONENTS] * sizes[:COMPONENTS] @ right[:COMPONENTS] + mean
+    pca = PCA(COMPONENTS).fit(images.detach().numpy())
+    reconstructed = pca.inverse_transform(pca.transform(images.detach().numpy()))
+    torch.testing.assert_close(primary.detach(), torch.from_numpy(reconstructed), atol=1e-5, rtol=1e-4)
+    total = 0.0
+    for weight, image_side, text_side in ((0.3, images, long), (0.7, primary, short)):
+        logits, targets = 5.0 * image_side @ text_side.T, torch.arange(PAIRS)
+        for rows in (logits, logits.T):
+            total = total + weight * cross_entropy(rows, targets, label_smoothing=0.1) / 2
+    return total
+
+
+def gradients(towers):
+    return [parameter.grad.clone() for parameter in towers.parameters()]
+
+
+def test_components_are_those_of_sklearn():
+    images = features()[0]
+    pca = PCA(COMPONENTS).fit(images.numpy())
+    expected = torch.from_numpy(pca.inverse_transform(pca.transform(images.numpy())))
+    found = primary_components(images, COMPONENTS)
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+    assert torch.linalg.matrix_rank(found - found.mean(dim=0), atol=1e-3) == COMPONENTS
+
+
+def test_gradient_of_the_components():
+    """Against small differences."""
+    images = features(torch.float64)[0].requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: primary_components(x, COMPONENTS), images)
+
+
+def test_gradient_where_eigenvalues_are_equal():
+    """Those within the chosen components, and those within the others: an SVD's gradient is not finite there."""
+    images = torch.tensor([[3.0, 0, 0, 0], [0, 3, 0, 0], [-3, 0, 0, 0], [0, -3, 0, 0]]).requires_grad_()
+    found = primary_components(images, 2)
+    torch.testing.assert_close(found, images)
+    (found * torch.arange(4.0)[:, None]).sum().backward()
+    assert images.grad.isfinite().all() and images.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (8, 2)])
+def test_components_that_are_all(shape):
+    with pytest.raises(ValueError, match="2 components leave nothing out"):
+        primary_components(torch.randn(shape), 2)
+
+
+def test_the_loss_is_the_plain_one():
+    results = []
+    for function in (plain_loss, loss_of):
+        towers = two_towers()
+        loss = function(towers).squeeze()
+        loss.backward()
+        results.append((loss.detach(), *gradients(towers)))
+    for plain, ours in zip(*results, strict=True):
+        assert plain.abs().max() > 1e-3
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+
+
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    towers = DistributedDataParallel(Both())
+    loss = towers(slice(rank * PAIRS // 2, (rank + 1) * PAIRS // 2))
+    loss.backward()
+    torch.save((loss.detach(), gradients(towers.module)), f"{folder}/{rank}.pt")
+    del towers, loss  # before the group, see test_losses
+    dist.destroy_process_group()
+
+
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.towers = two_towers()
+
+    def forward(self, share):
+        return loss_of(self.towers, share)
+
+
+def test_two_processes_equal_one(tmp_path):
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    (loss_0, gradients_0), (loss_1, gradients_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    towers = two_towers()
+    loss = loss_of(towers)
+    loss.backward()
+    torch.testing.assert_close((loss_0 + loss_1) / 2, loss.detach(), atol=1e-6, rtol=1e-6)
+    assert loss_0 != loss_1
+    for found, other, expected in zip(gradients_0, gradients_1, gradients(towers), strict=True):
+        assert torch.equal(found, other)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_the_stage(tmp_path):
+    """All parameters train, and the loss of the same few pairs falls."""
+    output = run_stages(tmp_path, [DENSE, CAPTIONS, LONG | {"max_steps": 40, "global_batch_size": 24}])
+    before, after = weights(output / "dense"), weights(output / "tuned")
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    of_steps = losses(output / "tuned")
+    assert of_steps[-1] < 0.9 * of_steps[0]
+
+
+def test_short_captions_count(tmp_path):
+    """Each weight and the number of components make another model."""
+    changes = {"both": {}, "long": {"caption_weights": [1.0, 0.0]}, "more": {"num_components": 5}}
+    stages = [LONG | {"name": name} | change for name, change in changes.items()]
+    output = run_stages(tmp_path, [DENSE, CAPTIONS, *stages])
+    assert not same_weights(output / "both", output / "long")
+    assert not same_weights(output / "both", output / "more")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": GLYPHS}, "tuned: image 0 of glyphs has no long and short caption: '"),
+        ({"caption_weights": [0.2, 0.3, 0.5]}, "tuned.caption_weights"),
+        ({"caption_weights": [0.5, 0.6]}, "sum to 1.1, not to 1"),
+        ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),
+    ],
+)
+def test_mistakes(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_stages(tmp_path, copy.deepcopy([DENSE, CAPTIONS, LONG | changes]))

@@ -1,0 +1,187 @@
+"""What CLIP-MoE's released code does otherwise than the paper, against the obvious computation."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from tiny_clip_moe import IMPLEMENTATIONS, inputs, tiny_config, tiny_model
+from tiny_runs import DENSE, SPARSE, TUNED, losses, run_stages, same_weights, weights
+from tiny_sources import CAPTIONS, SOURCES, saved_pairs
+from torch import nn
+from transformers import AutoModel, AutoProcessor
+
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
+from training.engine import _clip_gradient, drop_activations
+from training.expected import count_pairs
+from training.loader import PairLoader
+from training.recipe import load_recipe
+
+GLYPHS = {"source": "glyphs", "num_samples": 40, "in_memory": True}
+
+
+def test_the_released_optimizer(tmp_path):
+    """AdamW as torch has it, on all parameters, without clipping."""
+    settings = {"adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.5, "decay_all": True}
+    settings |= {"max_grad_norm": None, "label_smoothing": 0.1, "data": GLYPHS, "max_steps": 3, "logging_steps": 1}
+    output = run_stages(tmp_path, [DENSE, TUNED | settings])
+    model, processor = (auto.from_pretrained(output / "dense") for auto in (AutoModel, AutoProcessor))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    data = DataArguments(**GLYPHS)
+    batches = PairLoader(load_pairs(data), processor, data, 4).batches(0)
+    for step, expected in enumerate(losses(output / "tuned")):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / 3)) / 2
+        logits = model(**next(batches)).logits_per_image
+        loss = sum(F.cross_entropy(rows, torch.arange(4), label_smoothing=0.1) for rows in (logits, logits.T)) / 2
+        assert loss.item() == pytest.approx(expected, abs=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    trained, expected = weights(output / "tuned"), model.state_dict()
+    # But biases of keys: softmax does not see them, and AdamW makes steps of what is rounding error
+    names = [name for name in trained if not name.endswith("k_proj.bias")]
+    assert len(names) == len(expected) - 4
+    for name in names:
+        torch.testing.assert_close(trained[name], expected[name], atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(None, 1.0), (10.0, 0.1)])
+def test_gradients_that_are_not_clipped(limit, factor):
+    task = nn.Linear(2, 1, bias=False)
+    task.weight.grad = torch.tensor([[60.0, 80.0]])
+    settings = SimpleNamespace(max_grad_norm=limit, name="tuned")
+    assert _clip_gradient(Accelerator(cpu=True), task, settings, 0, "") == 100
+    torch.testing.assert_close(task.weight.grad, factor * torch.tensor([[60.0, 80.0]]), rtol=1e-5, atol=0)
+
+
+def test_the_released_router_loss():
+    """0.01 * (B_image + B_text / 2) / 8 processes, B = E * sum over choices and experts of share * probability, over
+    the tokens of all layers of a tower."""
+    config = tiny_config()
+    config.router_aux_loss_coef = 0.01 * config.text_config.num_experts_per_tok / 8
+    generator = torch.Generator().manual_seed(0)
+    logits = {
+        "text": torch.randn(3, 5, 10, 4, generator=generator),
+        "vision": torch.randn(2, 5, 7, 4, generator=generator),
+    }
+    logits = {name: values.requires_grad_() for name, values in logits.items()}
+
+    def balance(of_tower):
+        probabilities = of_tower.flatten(0, -2).softmax(dim=-1)
+        choices = F.one_hot(probabilities.topk(2).indices, 4).float()  # (T, K, E)
+        return 4 * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum()
+
+    expected = 0.01 * (balance(logits["vision"]) + balance(logits["text"]) / 2) / 8
+    outputs = SimpleNamespace(
+        text_router_logits=tuple(logits["text"]),
+        vision_router_logits=tuple(logits["vision"]),
+        text_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 10, 2)),
+        vision_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 7, 2)),
+    )
+    recipe = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / "clip_moe_released.yaml")
+    unified, stage = recipe.stages[-2:]
+    assert unified.changes == {"router_aux_loss_coef": config.router_aux_loss_coef}
+    found, metrics = stage.router_loss(config, outputs, torch.ones(5, 10))
+    torch.testing.assert_close(found, expected)
+    assert 1 < metrics["balance_loss"] < 2  # not weighted
+    values = list(logits.values())
+    for ours, plain in zip(torch.autograd.grad(found, values), torch.autograd.grad(expected, values), strict=True):
+        assert plain.abs().max() > 1e-8
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-10)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_expert_dropout_is_of_the_activations(implementation):
+    """One expert, so that its activations are drawn in the order of the tokens."""
+    model = tiny_model(num_experts=1, num_experts_per_tok=1)
+    drop_activations(model, 0.25)
+    model.set_experts_implementation(implementation)
+    experts = next(module for module in model.modules() if isinstance(module, CLIPMoEExperts)).train()
+    tokens = torch.randn(7, 16, requires_grad=True)
+
+    def plain(tokens):
+        hidden = F.dropout(experts.act_fn[0](tokens @ experts.up_proj[0].T + experts.up_proj_bias[0]), 0.25)
+        return hidden @ experts.down_proj[0].T + experts.down_proj_bias[0]
+
+    def ours(tokens):
+        return experts(tokens, torch.zeros(7, 1, dtype=torch.long), torch.ones(7, 1))
+
+    results = []
+    for function in (plain, ours):
+        torch.manual_seed(3)
+        output = function(tokens)
+        results.append((output, *torch.autograd.grad(output.square().sum(), [tokens, experts.up_proj])))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    experts.eval()
+    assert torch.equal(ours(tokens), ours(tokens)) and not torch.allclose(ours(tokens), results[0][0])
+
+
+def test_expert_dropout_leaves_no_trace():
+    model = tiny_model()
+    batch, names = inputs(), list(model.state_dict())
+    with torch.no_grad():
+        before = model(**batch).image_embeds
+        drop_activations(model, 0.5)
+        assert torch.equal(model(**batch).image_embeds, before)
+        assert not torch.equal(model.train()(**batch).image_embeds, before)
+    assert list(model.state_dict()) == names
+
+
+def test_a_run_with_expert_dropout_resumes_in_the_same_bits(tmp_path, monkeypatch):
+    settings = {"model": "sparse", "expert_dropout": 0.3, "data": GLYPHS, "max_steps": 4, "save_steps": 2}
+    stages = [DENSE, SPARSE, TUNED | settings]
+    folders = [tmp_path / name for name in ("whole", "killed", "without")]
+    for folder in folders:
+        folder.mkdir()
+    step, count = torch.optim.AdamW.step, iter(range(3))
+
+    def stop(self, *args, **kwargs):
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    whole = run_stages(folders[0], stages)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_stages(folders[1], stages)
+    assert same_weights(whole / "tuned", run_stages(folders[1], stages) / "tuned")
+    assert not same_weights(whole / "tuned", run_stages(folders[2], stages, {"tuned.expert_dropout": None}) / "tuned")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("num_samples", [None, 2])
+def test_pairs_that_are_held_out(tmp_path, source, num_samples):
+    arguments = DataArguments(**source(tmp_path), skip=3, num_samples=num_samples)
+    expected = CAPTIONS[3:] if num_samples is None else CAPTIONS[3:5]
+    assert load_pairs(arguments)["caption"][:] == expected
+    if arguments.source.endswith(".tar"):
+        return  # whose pairs only loading counts
+    assert count_pairs(arguments, read_json=True) == len(expected)
+
+
+def test_nothing_is_left(tmp_path):
+    with pytest.raises(ValueError, match=r"skip 8 leaves nothing of the 8 pairs of .*pairs$"):
+        load_pairs(DataArguments(**saved_pairs(tmp_path / "pairs", CAPTIONS), skip=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_dropout": 0.1}, "tuned.expert_dropout: .*goes with a sparse model, but dense is dense"),
+        ({"expert_dropout": 1.0}, "tuned.expert_dropout"),
+        ({"text_router_weight": 0.5, "balance_mean": "token"}, "text_router_weight goes with a sum over the towers"),
+        ({"data": GLYPHS | {"skip": 3}}, "skip goes neither with a built-in world nor with streaming"),
+        ({"data": {"source": "x.parquet", "skip": 3, "streaming": True}}, "skip goes neither with"),
+        ({"max_grad_norm": 0.0}, "tuned.max_grad_norm"),
+    ],
+)
+def test_mistakes(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_stages(tmp_path, [DENSE, TUNED | {"data": GLYPHS} | changes])
