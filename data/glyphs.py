@@ -47,6 +47,7 @@ UNSEEN_KINDS = [kind for kind in KINDS if kind not in SEEN_KINDS]
 KIND_SETS = {"all": KINDS, "seen": SEEN_KINDS, "unseen": UNSEEN_KINDS, "digit": DIGITS, "shape": SHAPES}
 
 SIZES = {"small": 0.36, "medium": 0.53, "large": 0.72}  # of the image's side
+SMALLEST = 4  # pixels, of a glyph's side
 ATTRIBUTES = {
     "kind": KINDS,
     "color": list(COLORS),
@@ -81,9 +82,9 @@ def load(
         Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
 
     Raises:
-        ValueError: an unknown split, caption style or kind.
+        ValueError: an unknown split, caption style or kind, or an image too small to draw in.
     """
-    _check(split, kinds)
+    _check(split, kinds, image_size)
     if captions not in CAPTION_STYLES:
         raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
     rows = []
@@ -114,9 +115,9 @@ def load_minimal_pairs(
         of the one that differs; all of them are equally frequent.
 
     Raises:
-        ValueError: an unknown split or kind.
+        ValueError: as `load`.
     """
-    _check(split, kinds)
+    _check(split, kinds, image_size)
     rows = []
     names = list(ATTRIBUTES)
     for index in range(num_pairs):
@@ -149,7 +150,7 @@ def caption(glyph: dict[str, str], style: str, rng: np.random.Generator) -> str:
 def render(glyph: dict[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a glyph, (image_size, image_size, 3) uint8."""
     mask = stroke(glyph["kind"], split, rng) if glyph["kind"] in DIGITS else _shape(glyph["kind"])
-    side = max(4, round(SIZES[glyph["size"]] * image_size))
+    side = max(SMALLEST, round(SIZES[glyph["size"]] * image_size))
     alpha = place(distort(mask, rng), side, POSITIONS[glyph["position"]], rng, image_size)
     ink = inked(glyph["color"], rng)
     return photographed(ground(glyph, rng, image_size) * (1 - alpha) + ink * alpha, rng)
@@ -178,12 +179,14 @@ def draw_samples(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 
     plt.close(figure)
 
 
-def _check(split: str, kinds: Sequence[str]) -> None:
+def _check(split: str, kinds: Sequence[str], image_size: int) -> None:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, must be one of {', '.join(SPLITS)}")
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ValueError(f"kinds has {unknown or 'nothing'}; the glyph world's kinds are {', '.join(KINDS)}")
+    if image_size < SMALLEST:
+        raise ValueError(f"image_size is {image_size}: glyphs need at least {SMALLEST} pixels")
 
 
 @cache

@@ -87,9 +87,11 @@ class DataArguments:
             raise ValueError(f"num_samples must say how many {self.source} to draw")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
-        if is_drawn and self.kinds not in WORLDS[self.source].KIND_SETS:
-            sets = ", ".join(WORLDS[self.source].KIND_SETS)
-            raise ValueError(f"{self.source} have no set of kinds {self.kinds!r}, only {sets}")
+        # Of another source they are not used, but still one of those there are
+        worlds = [self.source] if is_drawn else list(WORLDS)
+        sets = list(dict.fromkeys(name for world in worlds for name in WORLDS[world].KIND_SETS))
+        if self.kinds not in sets:
+            raise ValueError(f"{' and '.join(worlds)} have no set of kinds {self.kinds!r}, only {', '.join(sets)}")
         if self.skip is not None and (is_drawn or self.streaming):
             raise ValueError("skip goes neither with a built-in world nor with streaming")
         return self

@@ -25,10 +25,11 @@ from transformers import CLIPTokenizer
 from data.drawing import (
     BACKGROUNDS,
     COLORS,
+    OPPOSITE,
     POSITIONS,
+    SIDES,
     SPLITS,
     TEXTURES,
-    article,
     choose,
     distort,
     ground,
@@ -38,6 +39,7 @@ from data.drawing import (
     png,
     stroke,
 )
+from data.symbol_captions import CAPTION_STYLES, caption
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 from data.tokenizer import learn_tokenizer
 
@@ -54,17 +56,12 @@ FONTS = {
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
 SIZES = {"small": 0.55, "medium": 0.72, "large": 0.92}  # of the image's side
-# Of the first of two symbols; the second is opposite. Each is small.
-SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
-OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 SMALLEST_IMAGE = 16
 
 TWO = 0.25  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
 COVERED = 0.1  # of the symbols have a piece of paper on them
-WRONG_SHARE = 0.1  # of the web captions have a wrong word
-DESCRIBED = 0.15  # of the web captions describe the picture
 
 # The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
 ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]
@@ -83,9 +80,7 @@ for _number, _names in enumerate(_GROUPS):
 KIND_SETS["half 1"] = KIND_SETS["quarter 1"] + KIND_SETS["quarter 2"]
 KIND_SETS["half 2"] = KIND_SETS["quarter 3"] + KIND_SETS["quarter 4"]
 
-ANYTHING = ["symbol", "icon", "drawing", "something"]
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
-CAPTION_STYLES = ("web", "detailed")
 
 
 def load(
@@ -111,10 +106,10 @@ def load(
         Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
 
     Raises:
-        ValueError: an unknown split, caption style or kind, an image too small to draw in, or matplotlib's fonts lack a
-            character.
+        ValueError: an unknown split, caption style or kind, no sample or caption, an image too small to draw in, or
+            matplotlib's fonts lack a character.
     """
-    _check(split, kinds, image_size)
+    _check(split, kinds, image_size, num_samples=num_samples, captions_per_image=captions_per_image)
     if captions not in CAPTION_STYLES:
         raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
     rows = []
@@ -139,9 +134,11 @@ def load_minimal_pairs(
         `DIFFERENCES`, all equally frequent. "binding" are two symbols whose colors are exchanged.
 
     Raises:
-        ValueError: as `load`.
+        ValueError: as `load`, or there is one kind alone.
     """
-    _check(split, kinds, image_size)
+    _check(split, kinds, image_size, num_pairs=num_pairs)
+    if len(set(kinds)) < 2:
+        raise ValueError(f"kinds has {kinds[0]!r} alone: pairs that differ in the kind need at least two")
     rows = []
     for index in range(num_pairs):
         rng = np.random.default_rng([SPLITS[split] + len(SPLITS), seed, index])
@@ -186,11 +183,6 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
     return scene
 
 
-def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
-    """A random caption of a scene in one of `CAPTION_STYLES`."""
-    return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
-
-
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a scene, (image_size, image_size, 3) uint8."""
     image = ground(scene, rng, image_size)
@@ -214,58 +206,77 @@ def build_tokenizer(context_length: int) -> CLIPTokenizer:
     return learn_tokenizer(_all_words(), 3000, context_length)
 
 
-def draw_kinds(path: str | Path, zoom: int = 48) -> None:
+def draw_kinds(path: str | Path, columns: int = 12) -> None:
     """Draw all kinds by topic, each in a training and a test picture, for a person to judge."""
-    figure, axes = _figure(len(TOPICS), max(len(topic.kinds) for topic in TOPICS.values()), width=0.9, height=1.75)
-    for row, (name, topic) in zip(axes, TOPICS.items(), strict=True):
-        row[0].set_title(name, fontsize=12, loc="left", pad=16)
-        for number, kind in enumerate(topic.kinds):
-            pictures = []
-            for split in SPLITS:
-                rng = np.random.default_rng([SPLITS[split], KINDS.index(kind)])
-                scene = draw_scene(rng, [kind], two=False) | {"size": "large", "position": "center"}
-                pictures.append(render(scene, split, rng, 32))
-            row[number].imshow(np.concatenate(pictures))
-            row[number].text(0, -2, textwrap.fill(kind, 16), fontsize=5)
-    _save(figure, path)
+    cells = [(topic, kind) for topic in TOPICS for kind in (None, *TOPICS[topic].kinds)]
+    width, height = 78, 59
+    sheet = PILImage.new("RGB", (columns * width, -(-len(cells) // columns) * height), "white")
+    drawing = ImageDraw.Draw(sheet)
+    bold, plain = (ImageFont.truetype(_font_file(name), 9) for name in ("DejaVuSans-Bold", "DejaVuSans"))
+    for number, (topic, kind) in enumerate(cells):
+        x, y = number % columns * width, number // columns * height
+        if kind is None:
+            drawing.rectangle((x, y, x + width - 4, y + height - 4), "#ddd")
+            drawing.text((x + 6, y + 8), topic.replace(" ", "\n"), "black", bold)
+            continue
+        for side, split in enumerate(SPLITS):
+            rng = np.random.default_rng([SPLITS[split], KINDS.index(kind)])
+            scene = draw_scene(rng, [kind], two=False) | {"size": "large", "position": "center"}
+            sheet.paste(PILImage.fromarray(render(scene, split, rng, 32)), (x + 2 + side * 34, y))
+        drawing.text((x + 2, y + 33), textwrap.fill(kind, 15), "black", plain, spacing=0)
+    _save(sheet, path)
 
 
-def draw_samples(path: str | Path, seed: int = 0, columns: int = 8, rows: int = 6) -> None:
+def draw_samples(path: str | Path, seed: int = 0, columns: int = 6, rows: int = 4) -> None:
     """Draw training images with both captions under each, for a person to judge."""
-    web, detailed = (load("train", style, columns * rows, seed=seed) for style in CAPTION_STYLES)
-    figure, axes = _figure(rows, columns, width=2.6, height=3.3)
-    for axis, first, second in zip(axes.flat, web, detailed, strict=True):
-        axis.imshow(first["image"])
-        axis.set_title(f"{first['caption']}\n\n{textwrap.fill(second['caption'], 44)}", fontsize=7)
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int, width: float, height: float):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
-    for axis in axes.flat:
+    web, detailed = (load("train", style, columns * rows, seed=seed) for style in CAPTION_STYLES)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns, 3.5 * rows), dpi=70)
+    for axis, first, second in zip(axes.flat, web, detailed, strict=True):
+        axis.imshow(first["image"])
+        axis.set_title("\n\n".join(textwrap.fill(row["caption"], 42) for row in (first, second)), fontsize=7)
         axis.axis("off")
-    return figure, axes
-
-
-def _save(figure, path: str | Path) -> None:
-    from matplotlib import pyplot as plt
-
     figure.tight_layout()
-    figure.savefig(path, dpi=70, format="png")
+    figure.canvas.draw()
+    _save(PILImage.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3]), path)
     plt.close(figure)
 
 
-def _check(split: str, kinds: Sequence[str], image_size: int) -> None:
+def _save(sheet: PILImage.Image, path: str | Path) -> None:
+    """As PNG in the world's own colors and those between an ink and a ground: a fourth of the size, for the camera's
+    noise is left out."""
+    inks, grounds = np.array(list(COLORS.values())), np.array(list(BACKGROUNDS.values()))
+    grounds = np.concatenate([grounds, grounds * 0.8])
+    between = (inks[:, None] + grounds).reshape(-1, 3) / 2
+    gray = np.repeat([0, 90, 170, 220, 255], 3).reshape(-1, 3)  # of what is written
+    palette = PILImage.new("P", (1, 1))
+    palette.putpalette(np.concatenate([inks, grounds, between, gray]).astype(np.uint8).tobytes())
+    sheet.quantize(palette=palette, dither=PILImage.Dither.NONE).save(path, "png", optimize=True)
+
+
+def _font_file(name: str) -> str:
+    """Where matplotlib keeps a font."""
+    import matplotlib
+
+    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
+
+
+def _check(split: str, kinds: Sequence[str], image_size: int, **numbers: int) -> None:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, must be one of {', '.join(SPLITS)}")
     unknown = [kind for kind in kinds if kind not in TOPIC_OF]
     if unknown or not kinds:
-        raise ValueError(f"kinds has {unknown or 'nothing'}; the symbol world's kinds are {', '.join(KINDS)}")
+        raise ValueError(
+            f"kinds has {unknown or 'nothing'}; `data.symbols.KINDS` has the {len(KINDS)} kinds of the symbol world, "
+            "and `KIND_SETS` those of each topic"
+        )
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} is {number}, must be at least 1")
     if image_size < SMALLEST_IMAGE:
         raise ValueError(f"image_size is {image_size}: symbols need at least {SMALLEST_IMAGE} pixels")
     _fonts_of(split)
@@ -283,9 +294,9 @@ def _fonts_of(split: str) -> dict[str, list[str]]:
 
     fonts = {}
     for name in FONTS[split]:
-        path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+        path = _font_file(name)
         try:
-            fonts[str(path)] = FT2Font(str(path)).get_charmap()
+            fonts[path] = FT2Font(path).get_charmap()
         except (OSError, RuntimeError) as error:
             raise ValueError(f"matplotlib {matplotlib.__version__} has no font {name}: {error}") from error
     first = next(iter(fonts))
@@ -335,88 +346,10 @@ def _differ(first: dict[str, str], difference: str, kinds: Sequence[str], rng: n
     if difference == "binding":
         return {**first, "color": first["second_color"], "second_color": first["color"]}
     if difference == "kind":
-        kind = choose(rng, [name for name in kinds if name != first["kind"]] or list(kinds))
+        kind = choose(rng, [name for name in kinds if name != first["kind"]])
         return {**first, "kind": kind, "topic": TOPIC_OF[kind]}
     tables = {"color": COLORS, "size": SIZES, "position": POSITIONS, "background": BACKGROUNDS, "texture": TEXTURES}
     return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}
-
-
-def _web_noun(kind: str, rng: np.random.Generator) -> str:
-    """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
-    topic, draw = TOPIC_OF[kind], rng.random()
-    if draw < 0.45:
-        return kind
-    if draw < 0.7:
-        return TOPICS[topic].short[kind]
-    # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
-    return topic if draw < 0.8 else choose(rng, ANYTHING)
-
-
-def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
-    scene = dict(scene)
-    if rng.random() < WRONG_SHARE:
-        if rng.random() < 0.5:
-            scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
-        else:
-            scene["color"] = choose(rng, list(COLORS))
-    noun, is_described = _web_noun(scene["kind"], rng), rng.random() < DESCRIBED
-    color, size, position, background, texture = (
-        scene[name] for name in ("color", "size", "position", "background", "texture")
-    )
-    place_ = {"center": "in the middle"}.get(position, f"at the {position}")
-    if scene["second_kind"]:
-        second, color_2, opposite = _web_noun(scene["second_kind"], rng), scene["second_color"], OPPOSITE[position]
-        phrases = [
-            second, f"{noun} and {second}", f"{color} {noun}", f"{noun} {place_}", f"{second} and {color} {noun}",
-            f"{color} {noun} and {color_2} {second}", f"{noun} {place_} and {second} at the {opposite}",
-        ]  # fmt: skip
-    else:
-        phrases = [
-            noun, f"{color} {noun}", f"{size} {noun}", f"{noun} on {background}", f"{noun} {place_}",
-            f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
-            f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
-        ]  # fmt: skip
-    if noun in ANYTHING:  # the longer ones say more
-        phrases = phrases[4:]
-    text = _detailed_caption(scene, rng) if is_described else choose(rng, phrases)
-    if rng.random() < 0.8 and (is_described or noun not in ANYTHING):
-        words = choose(rng, TOPICS[scene["topic"]].words)
-        text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
-    return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
-
-
-def _detailed_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
-    kind, color, size, position, background, texture = (
-        scene[name] for name in ("kind", "color", "size", "position", "background", "texture")
-    )
-    ground_ = f"{background} background" if texture == "plain" else f"{texture} {background} background"
-    quality = "plain, without a pattern" if texture == "plain" else texture
-    if scene["second_kind"]:
-        second, color_2, opposite = scene["second_kind"], scene["second_color"], OPPOSITE[position]
-        return choose(
-            rng,
-            [
-                f"{article(f'{color} {kind}').capitalize()} is at the {position} and {article(f'{color_2} {second}')} "
-                f"at the {opposite}. Behind them is {article(ground_)}.",
-                f"The image shows two symbols. At the {position} is {article(kind)} in {color}, at the {opposite} "
-                f"{article(second)} in {color_2}. The background is {background} and {quality}.",
-                f"On {article(ground_)} there are {article(f'{color_2} {second}')} at the {opposite} and "
-                f"{article(f'{color} {kind}')} at the {position}.",
-            ],
-        )
-    place_ = "in the center" if position == "center" else f"in the {position} corner"
-    return choose(
-        rng,
-        [
-            f"The image shows {article(f'{size} {color} {kind}')}. It is placed {place_}. Behind it is "
-            f"{article(ground_)}.",
-            f"{article(f'{color} {kind}').capitalize()} of {size} size is {place_}. The background is {background} and "
-            f"{quality}.",
-            f"On {article(ground_)} there is {article(kind)}. It is {color} and {size}. It stands {place_}.",
-            f"{place_.capitalize()} of the picture stands {article(f'{size} {kind}')}. It is drawn in {color} ink. "
-            f"The {background} background is {quality}.",
-        ],
-    )
 
 
 def _all_words():

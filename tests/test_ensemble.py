@@ -123,6 +123,36 @@ def test_zero_shot(ensemble, experts, weights_of):
     assert measure(task, ensemble)["metrics"]["accuracy"] < np.mean(right) - 0.3
 
 
+def test_zero_shot_groups(ensemble, experts, weights_of):
+    """Each group is routed by its own class names."""
+    rows = glyphs.load("test", "detailed", 60).remove_columns("caption").rename_column("kind", "caption")
+    groups = {"shape": glyphs.SHAPES[::-1], "digit": glyphs.DIGITS}
+    classes = [name for pair in zip(glyphs.DIGITS, glyphs.SHAPES, strict=False) for name in pair] + glyphs.DIGITS[6:]
+    weights = {group: weights_of(names) for group, names in groups.items()}
+    assert weights["digit"][0] > 0.5 > weights["shape"][0]
+    right = {}
+    for group, names in groups.items():
+        prototypes = [
+            [sum(embed(template.format(name)) for template in TEMPLATES) for name in names] for embed, _ in experts
+        ]
+        right[group] = []
+        for row in rows:
+            if row["caption"] in names:
+                scores = np.zeros(len(names))
+                for weight, (embed, scale), of_expert in zip(weights[group], experts, prototypes, strict=True):
+                    image = embed(row["image"])
+                    scores += [weight * scale * (image @ p) / np.linalg.norm(p) for p in of_expert]
+                right[group].append(names[scores.argmax()] == row["caption"])
+    group_of_class = {name: group for group, names in groups.items() for name in names}
+    options = {"classes": classes, "templates": TEMPLATES, "group_of_class": group_of_class}
+    result = measure(Task("zero_shot_groups", "", "", lambda: (rows, 0), **options), ensemble)
+    accuracies = {group: np.mean(of_group) for group, of_group in right.items()}
+    expected = {"accuracy": np.mean(list(accuracies.values()))}
+    assert result["metrics"] == expected | {f"accuracy/{group}": value for group, value in accuracies.items()}
+    assert 0.5 < accuracies["digit"] < 1
+    assert result["routing_weights"] == {"classes": mean_weights(experts, list(weights.values()))}
+
+
 def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture, experts):
     """Against the authors' formula on one class after the other; the paper's routing takes the names alone."""
     folder, encoder, centers = mixture

@@ -292,6 +292,7 @@ def test_clip_pools_at_the_end_token(processor, detailed):
         (lambda: glyphs.load("train", "short", 1), "'short', must be one of web, detailed"),
         (lambda: glyphs.load("train", "web", 1, kinds=["ten"]), "ten.*zero, one"),
         (lambda: glyphs.load("train", "web", 1, kinds=[]), "nothing"),
+        (lambda: glyphs.load("train", "web", 1, image_size=3), "image_size is 3: glyphs need at least 4 pixels"),
         (lambda: glyphs.load_minimal_pairs("val", 1), "'val'"),
         (lambda: glyphs.load_minimal_pairs("test", 1, kinds=["ten"]), "ten"),
     ],

@@ -56,6 +56,32 @@ def test_zero_shot(embedder, embed):
         assert value < result["metrics"][name] - 0.3, name
 
 
+def test_zero_shot_groups(embedder, embed):
+    """Images meet the kinds of their own group alone, however many these have, and every group counts the same."""
+    rows = glyphs.load("test", "detailed", 120).remove_columns("caption").rename_column("kind", "caption")
+    group_of = {kind: "seen" if kind in glyphs.SEEN_KINDS else "unseen" for kind in CLASSES} | {"star": "alone"}
+    options = {"classes": CLASSES, "templates": TEMPLATES, "group_of_class": group_of}
+    means = {name: np.mean([embed(template.format(name)) for template in TEMPLATES], axis=0) for name in CLASSES}
+    right = {"seen": [], "unseen": [], "alone": []}
+    for row in rows:
+        group, image = group_of[row["caption"]], embed(row["image"])
+        scores = {name: image @ mean / np.linalg.norm(mean) for name, mean in means.items() if group_of[name] == group}
+        right[group].append(max(scores, key=scores.get) == row["caption"])
+    accuracies = {name: np.mean(of_group) for name, of_group in right.items()}
+    result = measure(Task("zero_shot_groups", "", "", lambda: (rows, 3), **options), embedder)
+    expected = {f"accuracy/{name}": value for name, value in accuracies.items()}
+    assert result["metrics"] == {"accuracy": pytest.approx(np.mean(list(accuracies.values()))), **expected}
+    assert accuracies["alone"] == 1 and 0.6 < accuracies["unseen"] < 1 and len(set(map(len, right.values()))) == 3
+    assert (result["num_samples"], result["num_skipped"]) == (120, 3)
+    whole = measured(embedder, rows, "zero_shot", classes=CLASSES, templates=TEMPLATES)
+    assert np.mean(sum(right.values(), [])) > whole["accuracy"]  # for candidates are fewer
+    other = measured(embedder, rows, "zero_shot_groups", **options | {"classes": swapped(CLASSES)})
+    assert other == result["metrics"]  # classes of another order
+    seen = rows.filter(lambda row: group_of[row["caption"]] == "seen")
+    of_seen = measured(embedder, seen, "zero_shot_groups", **options)  # groups without images do not count
+    assert of_seen == {name: accuracies["seen"] for name in ("accuracy", "accuracy/seen")}
+
+
 def test_retrieval(embedder, embed):
     """Images with one to three captions."""
     rows = glyphs.load("test", "detailed", 60, captions_per_image=3)

@@ -1,0 +1,164 @@
+"""What can be found in the symbol world: topics by clustering, kinds by style, twins, and what web captions say.
+
+    python -m benchmarks.symbol_world --model training/symbol_clip [--rows 10000]
+
+The model's features are of the training pictures and their web captions.
+"""
+
+import argparse
+import platform
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from datasets import Dataset
+from sklearn.metrics import adjusted_mutual_info_score
+
+from conversion.files import one_line_errors
+from data import symbols
+from data.drawing import COLORS, OPPOSITE
+from data.symbol_kinds import TOPIC_OF, TOPICS
+from evaluation.embedder import Embedder, usable_device
+from evaluation.linear_probe import linear_probe_metrics
+from evaluation.report import markdown_table
+from evaluation.sentence_encoders import TfidfEncoder
+from evaluation.tasks import TASKS
+from training.balanced_kmeans import balanced_kmeans, nearest_centers
+from training.caption_clusters import group_centers
+from training.feature_clusters import kmeans
+
+CLUSTERS, EXPERTS, FINE_CENTERS = (2, 4, 15, 64), (2, 4), 64
+STYLE = ("color", "size", "position", "background", "texture")
+
+
+def topics_found(features: np.ndarray, topics: Sequence[str]) -> list[float]:
+    """Adjusted mutual information of topics with clusters of the features (rows, d): K-means into `CLUSTERS`, and
+    into `EXPERTS` by fine centers as MoDE does."""
+    fine = balanced_kmeans(features, FINE_CENTERS, seed=0)[0]
+    nearest = nearest_centers(features, torch.as_tensor(fine))
+    labels = [kmeans(features, number, seed=0) for number in CLUSTERS]
+    labels += [group_centers(fine, number, seed=0)[0][nearest] for number in EXPERTS]
+    return [adjusted_mutual_info_score(topics, of_rows) for of_rows in labels]
+
+
+def whole_topics(rows: Dataset) -> list[float | None]:
+    """As `topics_found`, of clusters that hold whole topics."""
+    kinds, topics = rows["kind"], rows["topic"]
+
+    def of_sets(names: Sequence[str]) -> float:
+        labels = [next(name for name in names if kind in symbols.KIND_SETS[name]) for kind in kinds]
+        return adjusted_mutual_info_score(topics, labels)
+
+    halves, quarters = (of_sets([n for n in symbols.KIND_SETS if n.startswith(part)]) for part in ("half", "quarter"))
+    return [halves, quarters, of_sets(list(TOPICS)), None, halves, quarters]
+
+
+def style_probe(train: Dataset, test: Dataset, column: str) -> float:
+    """Accuracy of a linear probe that knows the style of pictures with one symbol and is asked for a column."""
+    values = [(name, value) for name in STYLE for value in sorted(set(train[name]))]
+    names = sorted(set(train[column]))
+    features = [np.array([[row[n] == v for n, v in values] for row in rows], np.float32) for rows in (train, test)]
+    labels = [[names.index(value) for value in rows[column]] for rows in (train, test)]
+    return linear_probe_metrics(features[0], labels[0], features[1], labels[1])["accuracy"]
+
+
+def best_recall(rows: Dataset) -> tuple[float, float]:
+    """The best R@1, image to text and text to image, that a model can expect which cannot tell twins apart: pictures of
+    the same scene, whichever of two symbols is the first. Equal captions of two pictures tie, which is a miss."""
+    twins = defaultdict(list)
+    for row in rows.remove_columns("image"):
+        first = (row["kind"], row["color"], row["position"])
+        second = (row["second_kind"], row["second_color"], OPPOSITE.get(row["position"], ""))
+        seen = frozenset([first, second]) if row["second_kind"] else frozenset([first])
+        twins[seen, row["size"], row["background"], row["texture"]].append(row["caption"])
+    times = Counter(rows["caption"])
+    # One of g twins is found: the choice of one is right once in g
+    answered = sum(any(times[caption] == 1 for caption in captions) for captions in twins.values())
+    return answered / len(rows), len(twins) / len(rows)
+
+
+def read_caption(row: Mapping[str, str]) -> tuple[set[str], set[str], set[str]]:
+    """What a web caption calls the symbols, what of this names none of them, and the inks that are not there."""
+    shown = [kind for kind in (row["kind"], row["second_kind"]) if kind]
+    topic, is_described = TOPICS[row["topic"]], "." in row["caption"]
+    true, names = {*shown, *(TOPIC_OF[kind] for kind in shown)}, {*topic.kinds}
+    if not is_described:  # a description says whole names, and its "a" is no letter
+        true |= {TOPICS[TOPIC_OF[kind]].short[kind] for kind in shown}
+        names |= {*topic.short.values()}
+    text = f" {re.sub('[,:.]', '', row['caption'].removeprefix('a picture of ')).lower()} "
+    told = set()
+    for name in sorted(true | names, key=len, reverse=True):
+        if f" {name} " in text:
+            told.add(name)
+            text = text.replace(f" {name} ", " ")
+    return told, told - true, COLORS.keys() & set(text.split()) - {row["color"], row["second_color"]}
+
+
+def caption_shares(rows: Dataset) -> dict[str, float]:
+    """Shares of web captions, and of pictures."""
+    rows = rows.remove_columns("image").to_list()
+    read = [read_caption(row) for row in rows]
+    words = [{row["topic"], *TOPICS[row["topic"]].words} for row in rows]
+    return {
+        "two symbols": np.mean([bool(row["second_kind"]) for row in rows]),
+        "web captions with a kind or an ink that is not there": np.mean(
+            [bool(kinds or inks) for _, kinds, inks in read]
+        ),
+        "web captions with topics in place of kinds": np.mean([bool(t) and t <= TOPICS.keys() for t, _, _ in read]),
+        "web captions that name no symbol": np.mean([not told for told, _, _ in read]),
+        "web captions with the topic or a word of it": np.mean(
+            [any(word in row["caption"] for word in of_row) for row, of_row in zip(rows, words, strict=True)]
+        ),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.symbol_world",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder or hub name of a dense or sparse CLIP")
+    parser.add_argument("--rows", type=int, default=10_000, help="training pictures that are clustered")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        embedder = Embedder(args.model, None, 64, usable_device(None))
+        started = time.perf_counter()
+        rows = symbols.load("train", "web", args.rows)
+        rate = args.rows / (time.perf_counter() - started)
+        captions, topics = list(rows["caption"]), list(rows["topic"])
+        found = {
+            "whole topics": whole_topics(rows),
+            "the model's image features": topics_found(embedder.images(rows), topics),
+            "the model's text features": topics_found(embedder.texts(captions), topics),
+            "TF-IDF": topics_found(TfidfEncoder.fit(captions, 64, seed=0).encode(captions), topics),
+        }
+        probe = TASKS["symbols_linear_probe"]
+        (train, _), (test, _) = probe.load_train(), probe.load()
+        styles = {"kind": style_probe(train, test, "caption"), "topic": style_probe(train, test, "topic")}
+        retrieval = TASKS["symbols_retrieval"].load()[0]
+    columns = [*(f"{n} clusters" for n in CLUSTERS), *(f"{n} of {FINE_CENTERS} centers" for n in EXPERTS)]
+    lines = [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in found.items()]
+    shares = {
+        "kind told by style alone": styles["kind"],
+        "topic told by style alone": styles["topic"],
+        f"best R@1 image→text of {len(retrieval):,} test pictures": best_recall(retrieval)[0],
+        f"best R@1 text→image of {len(retrieval):,} test pictures": best_recall(retrieval)[1],
+        **caption_shares(rows),
+    }
+    print("# The symbol world\n\nTopics found: adjusted mutual information of topics with clusters.\n")
+    print(markdown_table([f"{args.rows:,} training pictures", *columns], lines) + "\n")
+    print(markdown_table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]))
+    print(
+        f"\nStyle: {', '.join(STYLE)}; a linear probe on {len(train):,} training pictures of one symbol, tested on "
+        f"{len(test):,}. Best R@1: expected of a model that cannot tell pictures of one scene apart. {rate:,.0f} "
+        f"pictures drawn a second. {platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}."
+    )
+
+
+if __name__ == "__main__":
+    main()

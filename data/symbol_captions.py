@@ -1,0 +1,99 @@
+"""The captions of the symbol world: what the web and what a careful person says of a scene."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from data.drawing import COLORS, OPPOSITE, article, choose
+from data.symbol_kinds import TOPIC_OF, TOPICS
+
+CAPTION_STYLES = ("web", "detailed")
+# Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
+# the right one again, and not every caption tells it
+WRONG_SHARE = 0.1
+DESCRIBED = 0.15  # of the web captions describe the picture
+# What the web calls a symbol that it does not name
+ANYTHING = ["symbol", "icon", "drawing", "something"]
+
+
+def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
+    """A random caption of a scene in one of `CAPTION_STYLES`."""
+    return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
+
+
+def _web_noun(kind: str, rng: np.random.Generator) -> str:
+    """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
+    topic, draw = TOPIC_OF[kind], rng.random()
+    if draw < 0.45:
+        return kind
+    if draw < 0.7:
+        return TOPICS[topic].short[kind]
+    # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
+    return topic if draw < 0.8 else choose(rng, ANYTHING)
+
+
+def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
+    scene = dict(scene)
+    if rng.random() < WRONG_SHARE:
+        if rng.random() < 0.5:
+            scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
+        else:
+            scene["color"] = choose(rng, list(COLORS))
+    noun, is_described = _web_noun(scene["kind"], rng), rng.random() < DESCRIBED
+    color, size, position, background, texture = (
+        scene[name] for name in ("color", "size", "position", "background", "texture")
+    )
+    place_ = {"center": "in the middle"}.get(position, f"at the {position}")
+    if scene["second_kind"]:
+        second, color_2, opposite = _web_noun(scene["second_kind"], rng), scene["second_color"], OPPOSITE[position]
+        phrases = [
+            second, f"{noun} and {second}", f"{color} {noun}", f"{noun} {place_}", f"{second} and {color} {noun}",
+            f"{color} {noun} and {color_2} {second}", f"{noun} {place_} and {second} at the {opposite}",
+        ]  # fmt: skip
+    else:
+        phrases = [
+            noun, f"{color} {noun}", f"{size} {noun}", f"{noun} on {background}", f"{noun} {place_}",
+            f"{noun} on {texture} {background}", f"{color} {noun} {place_}", f"{color} {noun} on {background}",
+            f"{texture} {background} wallpaper with {noun}", f"{size} {color} {noun} {place_}",
+        ]  # fmt: skip
+    if noun in ANYTHING:  # the longer ones say more
+        phrases = phrases[4:]
+    text = _detailed_caption(scene, rng) if is_described else choose(rng, phrases)
+    if rng.random() < 0.8 and (is_described or noun not in ANYTHING):
+        words = choose(rng, TOPICS[scene["topic"]].words)
+        text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
+    return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
+
+
+def _detailed_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
+    kind, color, size, position, background, texture = (
+        scene[name] for name in ("kind", "color", "size", "position", "background", "texture")
+    )
+    ground_ = f"{background} background" if texture == "plain" else f"{texture} {background} background"
+    quality = "plain, without a pattern" if texture == "plain" else texture
+    if scene["second_kind"]:
+        second, color_2, opposite = scene["second_kind"], scene["second_color"], OPPOSITE[position]
+        return choose(
+            rng,
+            [
+                f"{article(f'{color} {kind}').capitalize()} is at the {position} and {article(f'{color_2} {second}')} "
+                f"at the {opposite}. Behind them is {article(ground_)}.",
+                f"The image shows two symbols. At the {position} is {article(kind)} in {color}, at the {opposite} "
+                f"{article(second)} in {color_2}. The background is {background} and {quality}.",
+                f"On {article(ground_)} there are {article(f'{color_2} {second}')} at the {opposite} and "
+                f"{article(f'{color} {kind}')} at the {position}.",
+            ],
+        )
+    place_ = "in the center" if position == "center" else f"in the {position} corner"
+    return choose(
+        rng,
+        [
+            f"The image shows {article(f'{size} {color} {kind}')}. It is placed {place_}. Behind it is "
+            f"{article(ground_)}.",
+            f"{article(f'{color} {kind}').capitalize()} of {size} size is {place_}. The background is {background} and "
+            f"{quality}.",
+            f"On {article(ground_)} there is {article(kind)}. It is {color} and {size}. It stands {place_}.",
+            f"{place_.capitalize()} of the picture stands {article(f'{size} {kind}')}. It is drawn in {color} ink. "
+            f"The {background} background is {quality}.",
+        ],
+    )

@@ -1,0 +1,133 @@
+"""What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
+
+from data import glyphs, symbols
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from data.symbol_captions import WRONG_SHARE
+from data.symbol_kinds import TOPIC_OF, TOPICS
+from data.worlds import WORLDS, build_processor
+from evaluation.evaluate import evaluate_model
+from evaluation.report import best_of, write_report
+from evaluation.seeds import write_seeds
+from evaluation.tasks import TASKS
+from training import upcycle
+
+RECIPE = """
+output_dir: out
+stages:
+  - {name: tuned, stage: train, model: DENSE, global_batch_size: 4, max_steps: 1, learning_rate: 1e-3,
+     data: {source: symbols, num_samples: 8, kinds: KINDS}}
+"""
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_world_has_what_others_need(name):
+    world = WORLDS[name]
+    assert world.KIND_SETS["all"] == world.KINDS
+    assert all(kinds and set(kinds) <= set(world.KINDS) for kinds in world.KIND_SETS.values())
+    first = list(inspect.signature(world.load).parameters)[:7]
+    assert first == list(inspect.signature(glyphs.load).parameters)
+    rows = world.load("test", "detailed", 3)
+    assert {"image", "caption", "kind", "color", "position", "background"} <= set(rows.column_names)
+    assert {"image_0", "caption_0", "image_1", "caption_1", "attribute"} == set(
+        world.load_minimal_pairs("test", 2).column_names
+    )
+    processor = build_processor(name, 64, 32)
+    assert processor.tokenizer.model_max_length == 64
+    assert processor(images=rows[0]["image"], return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
+    assert all(template.count("{}") == 1 for template in world.TEMPLATES)
+    assert {f"{name}_{task}" for task in ("zero_shot", "retrieval", "pairs", "linear_probe")} <= set(TASKS)
+
+
+def test_a_recipe_draws_the_kinds_that_it_names():
+    rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
+    expected = WORLDS["symbols"].load("train", "detailed", 20, WORLDS["symbols"].KIND_SETS["planet"])
+    assert list(rows["caption"]) == list(expected["caption"]) and set(expected["topic"]) == {"planet"}
+
+
+def test_the_page_of_worlds_tells_what_is_drawn():
+    page = Path(__file__).parents[1].joinpath("docs", "worlds.md").read_text(encoding="utf-8")
+    for name, topic in TOPICS.items():
+        habits = f"{topic.color} on {topic.background}, {topic.texture}"
+        assert (
+            f"| {name} | {len(topic.kinds)} | {', '.join(topic.kinds)} | {', '.join(topic.words)} | {habits} |" in page
+        )
+    assert (
+        f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(glyphs.KINDS)} kinds" in page
+    )
+    assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
+    shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
+    assert all(f"{share * 100:.0f} % of {of} " in page for of, share in shares.items())
+    named = set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) - set(WORLDS)
+    assert named == {"KINDS", "KIND_SETS", "load", "load_minimal_pairs", "build_tokenizer", "TEMPLATES"}
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds", "message"),
+    [
+        ("symbols", "seen", "symbols have no set of kinds 'seen', only all, letter, greek letter, .*, half 2"),
+        ("symbols", "cloud", "symbols have no set of kinds 'cloud', only "),
+        ("glyphs", "planet", "glyphs have no set of kinds 'planet', only all, seen, unseen, digit, shape"),
+        ("my/images", "sene", "glyphs and symbols have no set of kinds 'sene', only all, seen, .*, half 2"),
+    ],
+)
+def test_kinds_that_are_not_there(source, kinds, message):
+    with pytest.raises(ValueError, match=message):
+        DataArguments(source=source, num_samples=4, kinds=kinds)
+
+
+@pytest.mark.parametrize("kinds", ["seen", "half 1"])
+def test_kinds_of_a_world_are_not_used_by_others(kinds):
+    assert DataArguments(source="my/images", kinds=kinds).kinds == kinds
+
+
+def test_a_recipe_with_kinds_that_are_not_there_ends_in_one_line(dense, tmp_path):  # noqa: F811
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE.replace("DENSE", str(dense)).replace("KINDS", "plannet"))
+    with pytest.raises(SystemExit) as stop:
+        upcycle.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
+    assert str(stop.value.code).startswith("error: ") and "\n" not in str(stop.value.code)
+    assert "symbols have no set of kinds 'plannet'" in str(stop.value.code) and not (tmp_path / "out").exists()
+
+
+def test_results_of_a_mean_of_tasks(dense, tmp_path):  # noqa: F811
+    """Symbol tasks are measured, written and reported; the table shows the mean of the topics alone, all scores stand
+    below, and seeds average it."""
+    # A few training pictures do not have all kinds
+    tasks = {name: task for name, task in TASKS.items() if name.startswith("symbols") and "probe" not in name}
+    results = evaluate_model(dense, tasks, tmp_path / "0")
+    files = {path.name: json.loads(path.read_text()) for path in (tmp_path / "0").glob("*.json")}
+    assert len(files) == len(tasks) == len(results)
+    result = files["symbols_topics--dense.json"]
+    kinds = set(tasks["symbols_topics"].load()[0]["caption"])
+    topics = {TOPIC_OF[kind] for kind in kinds}
+    parts = {name.removeprefix("accuracy/"): value for name, value in result["metrics"].items() if "/" in name}
+    assert parts.keys() == topics <= TOPICS.keys() and result["metrics"]["accuracy"] == np.mean(list(parts.values()))
+
+    table = write_report(results, tmp_path / "report")
+    assert table.splitlines()[0].count("zero-shot, 15 topics: mean accuracy") == 1 and "planet" not in table
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert all(f"accuracy/{topic}" in report for topic in topics) and "a task for each of 15 topics" in report
+
+    for seed in ("0", "1"):
+        content = result | {"weights": seed, "metrics": result["metrics"] | {"accuracy": 0.5 + int(seed) / 10}}
+        (tmp_path / f"run {seed}").mkdir()
+        (tmp_path / f"run {seed}" / "symbols_topics--dense.json").write_text(json.dumps(content))
+    table = write_seeds([tmp_path / "run 0", tmp_path / "run 1"], tmp_path / "seeds")
+    assert "55.0 ± 7.1" in table
+
+    parts = [{"accuracy/planet": 0.2, "accuracy/die": 0.8}, {"accuracy/planet": 0.5, "accuracy/die": 0.3}]
+    both = [
+        result | {"model": name, "metrics": {"accuracy": 0.5} | part} for name, part in zip("ab", parts, strict=True)
+    ]
+    (best,) = best_of(both, "best expert", ["a", "b"])
+    assert best["metrics"] == {"accuracy": pytest.approx(0.65), "accuracy/planet": 0.5, "accuracy/die": 0.8}
