@@ -24,12 +24,12 @@ def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> s
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
     """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
     topic, draw = TOPIC_OF[kind], rng.random()
-    if draw < 0.45:
+    if draw < 0.55:
         return kind
-    if draw < 0.7:
+    if draw < 0.75:
         return TOPICS[topic].short[kind]
     # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
-    return topic if draw < 0.8 else choose(rng, ANYTHING)
+    return topic if draw < 0.85 else choose(rng, ANYTHING)
 
 
 def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:

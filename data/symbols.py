@@ -55,7 +55,7 @@ FONTS = {
     ],
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
-SIZES = {"small": 0.55, "medium": 0.72, "large": 0.92}  # of the image's side
+SIZES = {"small": 0.45, "medium": 0.6, "large": 0.75}  # of the image's side
 SMALLEST_IMAGE = 16
 
 TWO = 0.25  # of the pictures have two symbols
@@ -186,13 +186,13 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a scene, (image_size, image_size, 3) uint8."""
     image = ground(scene, rng, image_size)
-    side = round(SIZES[scene["size"]] * image_size)
+    side = round(SIZES[scene["size"]] * image_size)  # small, of two
     symbols = [("kind", "color", scene["position"])]
     if scene["second_kind"]:
-        side = round(0.47 * image_size)
         symbols += [("second_kind", "second_color", OPPOSITE[scene["position"]])]
     for kind, color, position in symbols:
         direction = SIDES[position] if scene["second_kind"] else POSITIONS[position]
+        direction = [1.25 * part for part in direction]  # to the border: large symbols have little room
         mask = distort(_symbol(scene[kind], split, rng), rng)
         if rng.random() < COVERED:
             mask = _covered(mask, rng)
