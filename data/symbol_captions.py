@@ -11,7 +11,7 @@ CAPTION_STYLES = ("web", "detailed")
 # Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
 # the right one again, and not every caption tells it
 WRONG_SHARE = 0.1
-DESCRIBED = 0.15  # of the web captions describe the picture
+COMPLETE = 0.3  # of the web captions tell all that there is to see, in few words
 # What the web calls a symbol that it does not name
 ANYTHING = ["symbol", "icon", "drawing", "something"]
 
@@ -39,7 +39,7 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
             scene["kind"] = choose(rng, list(TOPICS[scene["topic"]].kinds))
         else:
             scene["color"] = choose(rng, list(COLORS))
-    noun, is_described = _web_noun(scene["kind"], rng), rng.random() < DESCRIBED
+    noun, is_complete = _web_noun(scene["kind"], rng), rng.random() < COMPLETE
     color, size, position, background, texture = (
         scene[name] for name in ("color", "size", "position", "background", "texture")
     )
@@ -58,8 +58,12 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
         ]  # fmt: skip
     if noun in ANYTHING:  # the longer ones say more
         phrases = phrases[4:]
-    text = _detailed_caption(scene, rng) if is_described else choose(rng, phrases)
-    if rng.random() < 0.8 and (is_described or noun not in ANYTHING):
+    text = choose(rng, phrases)
+    if is_complete:
+        text = f"{size} {color} {noun} {place_}"
+        text += f" and {color_2} {second} at the {opposite}" if scene["second_kind"] else ""
+        text += f" on {texture} {background}"
+    if rng.random() < 0.8 and noun not in ANYTHING:
         words = choose(rng, TOPICS[scene["topic"]].words)
         text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])
     return choose(rng, ["", "", "", "a picture of ", "photo: ", "my "]) + text
