@@ -55,7 +55,7 @@ FONTS = {
     ],
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
-SIZES = {"small": 0.45, "medium": 0.6, "large": 0.75}  # of the image's side
+SIZES = {"small": 0.5, "medium": 0.66, "large": 0.82}  # of the image's side
 SMALLEST_IMAGE = 16
 
 TWO = 0.25  # of the pictures have two symbols
