@@ -20,6 +20,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from tiny_runs import losses, recipe, same_weights, weights
 from transformers import AutoModel, AutoProcessor
 
@@ -229,6 +230,19 @@ def test_ctrl_c_of_two_processes_ends_in_one_line(run, tmp_path):
 def test_gradient_checkpointing_changes_nothing(run):
     plain, checkpointed = run(output="a"), run(output="b", gradient_checkpointing=True)
     torch.testing.assert_close(losses(plain / "tuned"), losses(checkpointed / "tuned"), atol=1e-5, rtol=0)
+
+
+def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(run, monkeypatch):
+    plain = run(output="a")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")  # traced, but nothing is generated
+    AcceleratorState._reset_state(True)
+    compiled = run(output="b", save_steps=2)
+    AcceleratorState._reset_state(True)
+    torch.testing.assert_close(losses(plain / "tuned"), losses(compiled / "tuned"), atol=1e-5, rtol=0)
+    assert (
+        load_file(plain / "tuned" / "model.safetensors").keys()
+        == load_file(compiled / "tuned" / "model.safetensors").keys()
+    )
 
 
 def test_accumulation_averages_gradients(run, monkeypatch):

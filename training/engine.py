@@ -21,6 +21,7 @@ from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.freezing import parameter_groups
 from training.training_state import (
     finished_steps,
+    plain_name,
     latest_checkpoint,
     load_checkpoint,
     require_finite_weights,
@@ -226,7 +227,7 @@ def _clip_gradient(
 def _gather_weights(accelerator: Accelerator, task: nn.Module, shape_of_scale: torch.Size) -> dict[str, torch.Tensor]:
     """The state dict of the model in a task, with `logit_scale` as it was before training."""
     state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
-    state_dict = {name.removeprefix("model."): value for name, value in state_dict.items()}
+    state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
     return state_dict

@@ -195,7 +195,12 @@ def _finished(checkpoints: Path) -> list[Path]:
 
 
 def _named_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(accelerator.unwrap_model(model).named_parameters())
+    return {plain_name(name): parameter for name, parameter in accelerator.unwrap_model(model).named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what torch.compile, which Accelerate may call, adds to it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _whole(accelerator: Accelerator, tensors) -> Iterator[tuple[str, torch.Tensor]]:
