@@ -83,12 +83,10 @@ def best_recall(rows: Dataset) -> tuple[float, float]:
 def read_caption(row: Mapping[str, str]) -> tuple[set[str], set[str], set[str]]:
     """What a web caption calls the symbols, what of this names none of them, and the inks that are not there."""
     shown = [kind for kind in (row["kind"], row["second_kind"]) if kind]
-    topic, is_described = TOPICS[row["topic"]], "." in row["caption"]
-    true, names = {*shown, *(TOPIC_OF[kind] for kind in shown)}, {*topic.kinds}
-    if not is_described:  # a description says whole names, and its "a" is no letter
-        true |= {TOPICS[TOPIC_OF[kind]].short[kind] for kind in shown}
-        names |= {*topic.short.values()}
-    text = f" {re.sub('[,:.]', '', row['caption'].removeprefix('a picture of ')).lower()} "
+    topic = TOPICS[row["topic"]]
+    true = {*shown, *(TOPIC_OF[kind] for kind in shown), *(TOPICS[TOPIC_OF[kind]].short[kind] for kind in shown)}
+    names = {*topic.kinds, *topic.short.values()}
+    text = f" {re.sub('[,:]', '', row['caption'].removeprefix('a picture of ')).lower()} "
     told = set()
     for name in sorted(true | names, key=len, reverse=True):
         if f" {name} " in text:

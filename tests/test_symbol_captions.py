@@ -74,10 +74,10 @@ def test_web_captions_are_vague(web):
     assert 0.05 < shares["web captions with topics in place of kinds"] < 0.2
     assert 0.05 < shares["web captions that name no symbol"] < 0.25
     assert 0.5 < shares["web captions with the topic or a word of it"] < 0.95
-    lengths = [len(words(caption)) for caption in web["caption"] if "." not in caption]
-    assert 3 < np.mean(lengths) < 7
-    described = 1 - len(lengths) / len(web)
-    assert abs(described - symbol_captions.DESCRIBED) < 0.03
+    assert 3 < np.mean([len(words(caption)) for caption in web["caption"]]) < 9
+    sizes, textures = set(symbols.SIZES), set(symbols.TEXTURES)
+    complete = [bool(sizes & words(caption) and textures & words(caption)) for caption in web["caption"]]
+    assert abs(np.mean(complete) - symbol_captions.COMPLETE) < 0.03
 
 
 def test_topics_share_words():

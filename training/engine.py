@@ -21,9 +21,9 @@ from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.freezing import parameter_groups
 from training.training_state import (
     finished_steps,
-    plain_name,
     latest_checkpoint,
     load_checkpoint,
+    plain_name,
     require_finite_weights,
     require_support,
     save_checkpoint,
