@@ -20,7 +20,7 @@ from evaluation.tasks import TASKS, find_tasks
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
 
-def test_every_glyph_task(sparse, tmp_path):
+def test_every_built_in_task(sparse, tmp_path):
     results = evaluate_model(sparse, TASKS, tmp_path, name="a model/x")
     for result in results:
         (file,) = tmp_path.glob(f"{result['task']}--a_model_x-*.json")
@@ -28,7 +28,7 @@ def test_every_glyph_task(sparse, tmp_path):
         assert stored == result
         assert set(result["primary"]) <= set(result["metrics"])
         assert all(0 <= value <= 1 for value in result["metrics"].values())
-        assert result["num_samples"] in (12, 40) and result["num_skipped"] == 0
+        assert result["num_samples"] in (12, 14, 40) and result["num_skipped"] == 0
         assert result["protocol"] and result["versions"]["torch"] == torch.__version__
 
 
