@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
@@ -30,9 +31,15 @@ def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
     Args:
         interrupted: what is left after Ctrl-C, and how to go on.
     """
-    with _sigterm_exits():
+    with _signals_raise() as received:
         try:
-            yield
+            try:
+                yield
+            except Exception as error:
+                # torch makes an error of its own of what a signal raises while it looks at a sequence
+                if received:
+                    raise received[0] from error
+                raise
         except KeyboardInterrupt:
             if int(os.environ.get("WORLD_SIZE", 1)) > 1:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it again
@@ -50,22 +57,28 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that `finally` blocks run."""
+def _signals_raise() -> Iterator[list[BaseException]]:
+    """SIGTERM raises SystemExit, so that `finally` blocks run, and SIGINT KeyboardInterrupt. Gives what was raised."""
+    received = []
 
-    def leave(number, frame) -> NoReturn:
-        sys.exit(128 + number)
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        received.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise received[-1]
 
-    # Only the main thread may set handlers. One of several processes is ended while it waits for the others, in a call
-    # that would keep Python from running the handler
-    if threading.current_thread() is not threading.main_thread() or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, leave)
+        # One of several processes is ended while it waits for the others, in a call that would keep Python from running
+        # the handler
+        if int(os.environ.get("WORLD_SIZE", 1)) <= 1:
+            before[signal.SIGTERM] = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is leave:
+                signal.signal(number, handler)
 
 
 def _absolute(path: str | Path) -> Path:

@@ -123,6 +123,25 @@ def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, num
         assert error[-1] == "interrupted: nothing was written"
 
 
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_a_library_takes_for_an_error_ends_the_program_all_the_same(number, status, capsys):
+    def storage():  # as torch, where a signal arrives while it looks at one
+        try:
+            signal.raise_signal(number)
+        except BaseException:
+            raise TypeError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit) as left, one_line_errors():
+        try:
+            storage()
+        except TypeError as error:
+            raise ValueError(f"cannot load model: {error}") from None
+    assert left.value.code == status
+    assert capsys.readouterr().err == ("interrupted: nothing was written\n" if number == signal.SIGINT else "")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
 @pytest.fixture
 def full_disk(capsys):
     """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
