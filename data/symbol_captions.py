@@ -10,7 +10,7 @@ from data.symbol_kinds import TOPIC_OF, TOPICS
 CAPTION_STYLES = ("web", "detailed")
 # Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
 # the right one again, and not every caption tells it
-WRONG_SHARE = 0.1
+WRONG_SHARE = 0.05
 COMPLETE = 0.3  # of the web captions tell all that there is to see, in few words
 # What the web calls a symbol that it does not name
 ANYTHING = ["symbol", "icon", "drawing", "something"]
@@ -24,12 +24,12 @@ def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> s
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
     """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
     topic, draw = TOPIC_OF[kind], rng.random()
-    if draw < 0.55:
+    if draw < 0.7:
         return kind
-    if draw < 0.75:
+    if draw < 0.84:
         return TOPICS[topic].short[kind]
     # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
-    return topic if draw < 0.85 else choose(rng, ANYTHING)
+    return topic if draw < 0.92 else choose(rng, ANYTHING)
 
 
 def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:

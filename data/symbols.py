@@ -55,13 +55,13 @@ FONTS = {
     ],
     "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
 }
-SIZES = {"small": 0.5, "medium": 0.66, "large": 0.82}  # of the image's side
+SIZES = {"small": 0.5, "medium": 0.7, "large": 0.9}  # of the image's side
 SMALLEST_IMAGE = 16
 
-TWO = 0.25  # of the pictures have two symbols
+TWO = 0.2  # of the pictures have two symbols
 SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
 HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
-COVERED = 0.1  # of the symbols have a piece of paper on them
+COVERED = 0.05  # of the symbols have a piece of paper on them
 
 # The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
 ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]

@@ -43,6 +43,7 @@ def random_clip(
     projection_dim: int,
     processor: str | None = None,
     tokenizer: str | None = None,
+    openai_embeddings: bool = False,
 ) -> tuple[CLIPModel, CLIPProcessor]:
     """A dense CLIP with random weights, and its processor.
 
@@ -50,6 +51,8 @@ def random_clip(
         text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
+        openai_embeddings: whether patches and their positions are embedded with weights as large as OpenAI's code
+            draws them (clip/model.py, VisionTransformer).
 
     Raises:
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
@@ -58,6 +61,10 @@ def random_clip(
     config, processor = clip_config(text_config, vision_config, projection_dim, processor, tokenizer)
     with _as_value_errors():
         model = CLIPModel(config)
+        if openai_embeddings:
+            embeddings = model.vision_model.embeddings
+            embeddings.patch_embedding.reset_parameters()
+            torch.nn.init.normal_(embeddings.position_embedding.weight, std=embeddings.embed_dim**-0.5)
         with torch.no_grad():
             model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
     forget_last_call(processor.tokenizer)

@@ -55,6 +55,9 @@ class InitializeStage(Stage):
     processor: str | None = None
     # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
+    # Draw the vision tower's embeddings of patches and positions as large as OpenAI's code does. transformers makes
+    # positions a ninth of patches of 8 x 8, not a fourth, and small models may then never learn where things are.
+    openai_embeddings: bool = False
 
     @field_validator("text_config", "vision_config")
     @classmethod
@@ -75,7 +78,12 @@ class InitializeStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = random_clip(
-            self.text_config, self.vision_config, self.projection_dim, self.processor, inputs.tokenizer
+            self.text_config,
+            self.vision_config,
+            self.projection_dim,
+            self.processor,
+            inputs.tokenizer,
+            self.openai_embeddings,
         )
         model.save_pretrained(directory)
         save(processor, directory)
