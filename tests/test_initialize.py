@@ -70,6 +70,17 @@ def test_openai_s_number_of_the_end_token_means_the_highest(run, processor_folde
     assert AutoModel.from_pretrained(output / "dense").config.text_config.eos_token_id == 2
 
 
+def test_embeddings_as_large_as_openai_draws_them(run, processor_folder):
+    """Patches uniform up to 1 / sqrt(inputs), positions normal with a deviation of 1 / sqrt(width)."""
+    stages = [{**DENSE, "name": name, "processor": str(processor_folder)} for name in ("dense", "openai")]
+    output = run(stages, {"openai.openai_embeddings": True})
+    dense, openai = (AutoModel.from_pretrained(output / name).vision_model.embeddings for name in ("dense", "openai"))
+    width, inputs = openai.embed_dim, openai.patch_embedding.weight[0].numel()
+    assert 0.9 < openai.patch_embedding.weight.abs().max() * inputs**0.5 <= 1
+    assert openai.position_embedding.weight.std().item() == pytest.approx(width**-0.5, rel=0.2)
+    assert dense.position_embedding.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
 @pytest.mark.parametrize("missing", ["tokenizer.json", "processor_config.json"])
 def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_path, missing):
     shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns(missing))
