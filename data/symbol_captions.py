@@ -1,4 +1,4 @@
-"""The captions of the symbol world: what the web and what a careful person says of a scene."""
+"""The captions of the symbol world: what the web and what a careful person says of a scene, and how it looks."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ import numpy as np
 from data.drawing import COLORS, OPPOSITE, article, choose
 from data.symbol_kinds import TOPIC_OF, TOPICS
 
-CAPTION_STYLES = ("web", "detailed")
+CAPTION_STYLES = ("web", "detailed", "looks")
 # Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
 # the right one again, and not every caption tells it
 WRONG_SHARE = 0.05
@@ -18,7 +18,22 @@ ANYTHING = ["symbol", "icon", "drawing", "something"]
 
 def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
     """A random caption of a scene in one of `CAPTION_STYLES`."""
+    if style == "looks":
+        nouns = choose(rng, ANYTHING), choose(rng, ANYTHING)
+        return _everything(scene, *nouns)
     return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
+
+
+def _everything(scene: Mapping[str, str], noun: str, second: str) -> str:
+    """All that there is to see, in few words."""
+    text = f"{scene['size']} {scene['color']} {noun} {_place(scene)}"
+    if scene["second_kind"]:
+        text += f" and {scene['second_color']} {second} at the {OPPOSITE[scene['position']]}"
+    return f"{text} on {scene['texture']} {scene['background']}"
+
+
+def _place(scene: Mapping[str, str]) -> str:
+    return {"center": "in the middle"}.get(scene["position"], f"at the {scene['position']}")
 
 
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
@@ -43,7 +58,7 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
     color, size, position, background, texture = (
         scene[name] for name in ("color", "size", "position", "background", "texture")
     )
-    place_ = {"center": "in the middle"}.get(position, f"at the {position}")
+    place_, second = _place(scene), ""
     if scene["second_kind"]:
         second, color_2, opposite = _web_noun(scene["second_kind"], rng), scene["second_color"], OPPOSITE[position]
         phrases = [
@@ -60,9 +75,7 @@ def _web_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
         phrases = phrases[4:]
     text = choose(rng, phrases)
     if is_complete:
-        text = f"{size} {color} {noun} {place_}"
-        text += f" and {color_2} {second} at the {opposite}" if scene["second_kind"] else ""
-        text += f" on {texture} {background}"
+        text = _everything(scene, noun, second)
     if rng.random() < 0.8 and noun not in ANYTHING:
         words = choose(rng, TOPICS[scene["topic"]].words)
         text = choose(rng, [f"{text}, {words}", f"{words}: {text}", f"{text} {words}"])

@@ -3,7 +3,7 @@
 A picture shows one or two symbols on a ground: letters, Greek, Hebrew, chess pieces, zodiac signs, ... of the fonts
 that matplotlib carries, by their Unicode names, and handwritten digits (scikit-learn's `load_digits`). Topics have
 habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: often
-they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything.
+they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything, `looks` everything but the kinds.
 Training and test pictures use different fonts and pen strokes. Everything follows from the arguments of `load` and
 `load_minimal_pairs`, to the bit.
 
@@ -97,7 +97,7 @@ def load(
 
     Args:
         split: "train" or "test"; no font and no pen stroke is in both.
-        captions: "web" or "detailed".
+        captions: "web", "detailed" or "looks".
         kinds: of the first symbol of a picture, and of a second one.
         captions_per_image: with more than one, `caption` is a list.
         single: whether every picture has one symbol.
@@ -234,7 +234,7 @@ def draw_samples(path: str | Path, seed: int = 0, columns: int = 6, rows: int = 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    web, detailed = (load("train", style, columns * rows, seed=seed) for style in CAPTION_STYLES)
+    web, detailed = (load("train", style, columns * rows, seed=seed) for style in ("web", "detailed"))
     figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns, 3.5 * rows), dpi=70)
     for axis, first, second in zip(axes.flat, web, detailed, strict=True):
         axis.imshow(first["image"])
@@ -359,7 +359,7 @@ def _all_words():
     for index in range(4000):
         rng = np.random.default_rng([len(SPLITS) * 2, index])
         scene = draw_scene(rng, KINDS)
-        for style in CAPTION_STYLES:
+        for style in ("web", "detailed"):
             yield caption(scene, style, rng)
     yield from TEMPLATES
 

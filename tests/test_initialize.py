@@ -70,15 +70,29 @@ def test_openai_s_number_of_the_end_token_means_the_highest(run, processor_folde
     assert AutoModel.from_pretrained(output / "dense").config.text_config.eos_token_id == 2
 
 
-def test_embeddings_as_large_as_openai_draws_them(run, processor_folder):
-    """Patches uniform up to 1 / sqrt(inputs), positions normal with a deviation of 1 / sqrt(width)."""
+def test_weights_as_large_as_openai_draws_them(run, processor_folder):
     stages = [{**DENSE, "name": name, "processor": str(processor_folder)} for name in ("dense", "openai")]
-    output = run(stages, {"openai.openai_embeddings": True})
-    dense, openai = (AutoModel.from_pretrained(output / name).vision_model.embeddings for name in ("dense", "openai"))
-    width, inputs = openai.embed_dim, openai.patch_embedding.weight[0].numel()
-    assert 0.9 < openai.patch_embedding.weight.abs().max() * inputs**0.5 <= 1
-    assert openai.position_embedding.weight.std().item() == pytest.approx(width**-0.5, rel=0.2)
-    assert dense.position_embedding.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    output = run(stages, {"openai.openai_weights": True})
+    before, model = (AutoModel.from_pretrained(output / name) for name in ("dense", "openai"))
+    text, vision = model.text_model, model.vision_model
+
+    def deviation(weight, expected):
+        assert weight.std().item() == pytest.approx(expected, rel=0.2)
+
+    width, layers = text.config.hidden_size, len(text.encoder.layers)
+    deviation(text.embeddings.token_embedding.weight, 0.02)
+    deviation(text.embeddings.position_embedding.weight, 0.01)
+    deviation(text.encoder.layers[0].self_attn.q_proj.weight, width**-0.5)
+    deviation(text.encoder.layers[0].self_attn.out_proj.weight, width**-0.5 * (2 * layers) ** -0.5)
+    deviation(text.encoder.layers[0].mlp.fc1.weight, (2 * width) ** -0.5)
+    deviation(text.encoder.layers[0].mlp.fc2.weight, width**-0.5 * (2 * layers) ** -0.5)
+    width = vision.config.hidden_size
+    inputs = vision.embeddings.patch_embedding.weight[0].numel()
+    deviation(vision.embeddings.patch_embedding.weight, (3 * inputs) ** -0.5)
+    deviation(vision.embeddings.position_embedding.weight, width**-0.5)
+    deviation(vision.encoder.layers[0].self_attn.v_proj.weight, (2 * width) ** -0.5)
+    deviation(vision.encoder.layers[0].mlp.fc1.weight, (3 * width) ** -0.5)
+    deviation(before.vision_model.embeddings.position_embedding.weight, 0.02)
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "processor_config.json"])

@@ -10,6 +10,7 @@ from typing import Any
 import PIL.Image
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.nn import init
 from transformers import (
     CLIPConfig,
     CLIPImageProcessorPil,
@@ -43,7 +44,7 @@ def random_clip(
     projection_dim: int,
     processor: str | None = None,
     tokenizer: str | None = None,
-    openai_embeddings: bool = False,
+    openai_weights: bool = False,
 ) -> tuple[CLIPModel, CLIPProcessor]:
     """A dense CLIP with random weights, and its processor.
 
@@ -51,8 +52,7 @@ def random_clip(
         text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
-        openai_embeddings: whether patches and their positions are embedded with weights as large as OpenAI's code
-            draws them (clip/model.py, VisionTransformer).
+        openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
 
     Raises:
         FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
@@ -61,14 +61,47 @@ def random_clip(
     config, processor = clip_config(text_config, vision_config, projection_dim, processor, tokenizer)
     with _as_value_errors():
         model = CLIPModel(config)
-        if openai_embeddings:
-            embeddings = model.vision_model.embeddings
-            embeddings.patch_embedding.reset_parameters()
-            torch.nn.init.normal_(embeddings.position_embedding.weight, std=embeddings.embed_dim**-0.5)
+        if openai_weights:
+            draw_as_openai(model)
         with torch.no_grad():
             model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
     forget_last_call(processor.tokenizer)
     return model, processor
+
+
+@torch.no_grad()
+def draw_as_openai(model: CLIPModel) -> None:
+    """Draw the weights of both towers anew as OpenAI's code does (clip/model.py: `VisionTransformer`, and
+    `initialize_parameters` of `CLIP` for texts).
+
+    transformers draws queries, keys and values sqrt(2 * layers) times smaller, and positions of patches as a ninth of
+    patches of 8 x 8 pixels where OpenAI's are a fourth: both towers begin nearly blind to order and place.
+    """
+    for tower in (model.text_model, model.vision_model):
+        for layer in tower.encoder.layers:
+            layer.mlp.fc1.reset_parameters()
+            layer.mlp.fc2.reset_parameters()
+            layer.self_attn.out_proj.reset_parameters()
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                bound = (6 / (4 * projection.in_features)) ** 0.5  # Xavier's, of all three in one matrix
+                init.uniform_(projection.weight, -bound, bound)
+                init.zeros_(projection.bias)
+            init.zeros_(layer.self_attn.out_proj.bias)
+
+    text, width = model.text_model, model.text_model.config.hidden_size
+    init.normal_(text.embeddings.token_embedding.weight, std=0.02)
+    init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+    for layer in text.encoder.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            init.normal_(projection.weight, std=width**-0.5)
+        for projection in (layer.self_attn.out_proj, layer.mlp.fc2):  # add to the residual stream
+            init.normal_(projection.weight, std=width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5)
+        init.normal_(layer.mlp.fc1.weight, std=(2 * width) ** -0.5)
+
+    embeddings = model.vision_model.embeddings
+    embeddings.patch_embedding.reset_parameters()
+    for table in (embeddings.class_embedding, embeddings.position_embedding.weight):
+        init.normal_(table, std=embeddings.embed_dim**-0.5)
 
 
 def clip_config(

@@ -55,9 +55,9 @@ class InitializeStage(Stage):
     processor: str | None = None
     # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
-    # Draw the vision tower's embeddings of patches and positions as large as OpenAI's code does. transformers makes
-    # positions a ninth of patches of 8 x 8, not a fourth, and small models may then never learn where things are.
-    openai_embeddings: bool = False
+    # Draw the towers' weights as OpenAI's code does. As transformers draws them, small models may never learn where
+    # things are.
+    openai_weights: bool = False
 
     @field_validator("text_config", "vision_config")
     @classmethod
@@ -83,7 +83,7 @@ class InitializeStage(Stage):
             self.projection_dim,
             self.processor,
             inputs.tokenizer,
-            self.openai_embeddings,
+            self.openai_weights,
         )
         model.save_pretrained(directory)
         save(processor, directory)
