@@ -70,7 +70,8 @@ class DataArguments:
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
     # Of a built-in world only.
-    captions: Literal["web", "detailed"] = "web"
+    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind.
+    captions: Literal["web", "detailed", "looks"] = "web"
     # Of a built-in world only: a set of its kinds, such as "all", glyphs' "seen" or symbols' "planet".
     kinds: str = "all"
     # Of a built-in world only: of how its pictures are drawn.
@@ -85,6 +86,9 @@ class DataArguments:
         is_drawn = self.source in WORLDS
         if is_drawn and self.num_samples is None:
             raise ValueError(f"num_samples must say how many {self.source} to draw")
+        if is_drawn and self.captions not in WORLDS[self.source].CAPTION_STYLES:
+            styles = ", ".join(WORLDS[self.source].CAPTION_STYLES)
+            raise ValueError(f"{self.source} have no captions {self.captions!r}, only {styles}")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
         # Of another source they are not used, but still one of those there are

@@ -1,7 +1,7 @@
 """The worlds that this package draws, so that nothing needs a download.
 
-A world is a module with `load`, `load_minimal_pairs`, `build_tokenizer`, `KINDS`, `KIND_SETS` and `TEMPLATES`; see
-`data.glyphs` and docs/worlds.md.
+A world is a module with `load`, `load_minimal_pairs`, `build_tokenizer`, `CAPTION_STYLES`, `KINDS`, `KIND_SETS` and
+`TEMPLATES`; see `data.glyphs` and docs/worlds.md.
 """
 
 from transformers import CLIPProcessor
