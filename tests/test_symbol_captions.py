@@ -49,6 +49,17 @@ def test_detailed_captions_tell_everything_and_never_lie(detailed):
         assert said & vocabulary - truth <= {"center"}, row
 
 
+def test_captions_of_looks_tell_everything_but_the_kind():
+    rows = told(symbols.load("train", "looks", 300, image_size=SMALL))
+    for row in rows:
+        shown = [row[name] for name in ("size", "color", "background", "texture", "second_color") if row[name]]
+        shown.append("middle" if row["position"] == "center" else row["position"])
+        assert set(" ".join(shown).split()) <= words(row["caption"]), row
+        assert not words(row["topic"]) & words(row["caption"]), row
+        assert all(f" {row[name]} " not in row["caption"] for name in ("kind", "second_kind")), row
+    assert rows[0]["kind"] == told(symbols.load("train", "web", 1, image_size=SMALL))[0]["kind"]
+
+
 def test_detailed_captions_say_which_symbol_has_which_color(detailed):
     for row in told(detailed):
         for kind, color in ((row["kind"], row["color"]), (row["second_kind"], row["second_color"])):

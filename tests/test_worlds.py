@@ -68,7 +68,7 @@ def test_the_page_of_worlds_tells_what_is_drawn():
     shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
     assert all(f"{share * 100:.0f} % of {of} " in page for of, share in shares.items())
     named = set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) - set(WORLDS)
-    assert named == {"KINDS", "KIND_SETS", "load", "load_minimal_pairs", "build_tokenizer", "TEMPLATES"}
+    assert named == {"KINDS", "KIND_SETS", "CAPTION_STYLES", "load", "load_minimal_pairs", "build_tokenizer", "TEMPLATES"}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,11 @@ def test_the_page_of_worlds_tells_what_is_drawn():
 def test_kinds_that_are_not_there(source, kinds, message):
     with pytest.raises(ValueError, match=message):
         DataArguments(source=source, num_samples=4, kinds=kinds)
+
+
+def test_captions_that_a_world_does_not_have():
+    with pytest.raises(ValueError, match="glyphs have no captions 'looks', only web, detailed"):
+        DataArguments(source="glyphs", captions="looks", num_samples=8)
 
 
 @pytest.mark.parametrize("kinds", ["seen", "half 1"])
