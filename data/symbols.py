@@ -3,7 +3,8 @@
 A picture shows one or two symbols on a ground: letters, Greek, Hebrew, chess pieces, zodiac signs, ... of the fonts
 that matplotlib carries, by their Unicode names, and handwritten digits (scikit-learn's `load_digits`). Topics have
 habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: often
-they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything, `looks` everything but the kinds.
+they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything,
+`looks` everything but the kinds.
 Training and test pictures use different fonts and pen strokes. Everything follows from the arguments of `load` and
 `load_minimal_pairs`, to the bit.
 
@@ -91,7 +92,7 @@ def load(
     seed: int = 0,
     image_size: int = 32,
     captions_per_image: int = 1,
-    single: bool = False,
+    two: bool | None = None,
 ) -> Dataset:
     """Captioned symbols.
 
@@ -100,7 +101,7 @@ def load(
         captions: "web", "detailed" or "looks".
         kinds: of the first symbol of a picture, and of a second one.
         captions_per_image: with more than one, `caption` is a list.
-        single: whether every picture has one symbol.
+        two: whether every picture has two symbols, or none; None: `TWO` of them have.
 
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
@@ -115,7 +116,7 @@ def load(
     rows = []
     for index in range(num_samples):
         rng = np.random.default_rng([SPLITS[split], seed, index])
-        scene = draw_scene(rng, kinds, two=False if single else None)
+        scene = draw_scene(rng, kinds, two=two)
         image = render(scene, split, rng, image_size)
         texts = [caption(scene, captions, rng) for _ in range(captions_per_image)]
         rows.append({"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **scene})

@@ -61,7 +61,7 @@ def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, tr
 
 def _symbol_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
     """Pictures of one symbol, with its kind."""
-    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], single=True)
+    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], two=False)
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
@@ -101,8 +101,8 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
         "symbols_retrieval": Task(
             kind="retrieval",
             title="retrieval",
-            protocol=f"{retrieval:,} test pictures, one detailed caption each",
-            load=lambda: (symbols.load("test", "detailed", retrieval), 0),
+            protocol=f"{retrieval:,} test pictures of two symbols, one detailed caption each",
+            load=lambda: (symbols.load("test", "detailed", retrieval, two=True), 0),
         ),
         "symbols_pairs": Task(
             kind="pairs",

@@ -207,8 +207,8 @@ def test_bad_arguments(call, message):
 
 
 def test_style_does_not_tell_the_kind():
-    train = symbols.load("train", "web", 2500, image_size=SMALL, single=True)
-    test = symbols.load("test", "web", 500, image_size=SMALL, single=True)
+    train = symbols.load("train", "web", 2500, image_size=SMALL, two=False)
+    test = symbols.load("test", "web", 500, image_size=SMALL, two=False)
     assert 0.01 < style_probe(train, test, "kind") < 0.15
     assert 0.3 < style_probe(train, test, "topic") < 0.7
 

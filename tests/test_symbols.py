@@ -78,7 +78,7 @@ def digest(rows):
         (lambda: symbols.load("train", "detailed", 50), "606692e54a023599"),
         (lambda: symbols.load("test", "web", 50), "a06e077183d7f271"),
         (lambda: symbols.load("test", "detailed", 50), "18d2890c05379ba1"),
-        (lambda: symbols.load("test", "detailed", 20, single=True), "d16a133edf8650a6"),
+        (lambda: symbols.load("test", "detailed", 20, two=False), "d16a133edf8650a6"),
         (
             lambda: symbols.load("train", "web", 20, symbols.KIND_SETS["half 1"], captions_per_image=2),
             "28010a73e36c849a",
@@ -146,8 +146,9 @@ def test_two_symbols_in_a_picture(detailed):
     assert all(row["kind"] != row["second_kind"] for row in two)
     same = np.mean([row["topic"] == TOPIC_OF[row["second_kind"]] for row in two])
     assert symbols.SAME_TOPIC - 0.08 < same < symbols.SAME_TOPIC + 0.15  # others may be of the topic too
-    rows = symbols.load("train", "detailed", 60, single=True, image_size=SMALL)
+    rows = symbols.load("train", "detailed", 60, two=False, image_size=SMALL)
     assert set(rows["second_kind"]) == set(rows["second_color"]) == {""}
+    assert all(symbols.load("train", "detailed", 60, two=True, image_size=SMALL)["second_kind"])
 
 
 def test_both_symbols_are_in_the_picture():

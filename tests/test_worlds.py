@@ -68,7 +68,15 @@ def test_the_page_of_worlds_tells_what_is_drawn():
     shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
     assert all(f"{share * 100:.0f} % of {of} " in page for of, share in shares.items())
     named = set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) - set(WORLDS)
-    assert named == {"KINDS", "KIND_SETS", "CAPTION_STYLES", "load", "load_minimal_pairs", "build_tokenizer", "TEMPLATES"}
+    assert named == {
+        "KINDS",
+        "KIND_SETS",
+        "CAPTION_STYLES",
+        "load",
+        "load_minimal_pairs",
+        "build_tokenizer",
+        "TEMPLATES",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""The dense symbol CLIPs that come with the repository."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from conversion import upcycle
+from data import symbols
+from data.worlds import build_processor
+from evaluation.embedder import Embedder
+from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from modeling_clip_moe import CLIPMoEConfig
+
+BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
+# Of the whole, of a half and of a quarter of its pretraining
+FOLDERS = {"whole": BASE, "half": BASE / "half", "quarter": BASE / "quarter"}
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    """Zero-shot accuracy on 250 symbols; the whole test is in the folder's README."""
+    rows = symbols.load("test", "detailed", 250, seed=1, two=False)
+    labels = np.array([symbols.KINDS.index(kind) for kind in rows["kind"]])
+    prompts = [f"a picture of a {kind}" for kind in symbols.KINDS]
+    found = {}
+    for name, folder in FOLDERS.items():
+        embedder = Embedder(folder, None, 64, torch.device("cpu"))
+        classes = class_embeddings(embedder.texts(prompts)[:, None])
+        found[name] = zero_shot_metrics(embedder.images(rows), classes, labels)["accuracy"]
+    return found
+
+
+def test_they_learn_on(accuracy):
+    assert 5 / len(symbols.KINDS) < accuracy["quarter"] < accuracy["half"] < accuracy["whole"] < 0.9
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_its_tokenizer_is_the_worlds(name):
+    """Another state of the world would have other words."""
+    embedder = Embedder(FOLDERS[name], None, 64, torch.device("cpu"))
+    built = build_processor("symbols", 64, 32).tokenizer
+    assert embedder.processor.tokenizer.get_vocab() == built.get_vocab()
+
+
+def test_together_they_are_small():
+    files = [file for file in BASE.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 15e6
+    with safe_open(FOLDERS["half"] / "model.safetensors", "pt") as weights:
+        assert weights.get_tensor("logit_scale").dtype == torch.float16
+
+
+def test_the_second_half_has_two_sparse_layers(tmp_path):
+    """By the rule of CLIP-FMoE: so there is attention behind a sparse layer."""
+    upcycle.main([str(BASE), str(tmp_path / "sparse"), "--preset", "clip_fmoe"])
+    config = CLIPMoEConfig.from_pretrained(tmp_path / "sparse")
+    assert config.text_config.moe_layers == config.vision_config.moe_layers == [5, 7]
