@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> None:
             "the model's image features": topics_found(embedder.images(rows), topics),
             "the model's text features": topics_found(embedder.texts(captions), topics),
             "TF-IDF": topics_found(TfidfEncoder.fit(captions, 64, seed=0).encode(captions), topics),
+            "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": topics_found(
+                TfidfEncoder.fit(captions, 16, seed=0, max_df=0.05).encode(captions), topics
+            ),
         }
         probe = TASKS["symbols_linear_probe"]
         (train, _), (test, _) = probe.load_train(), probe.load()

@@ -51,12 +51,15 @@ class TfidfEncoder:
         self.name = f"tfidf-{_hash(json.dumps(self.words).encode(), idf.tobytes(), components.tobytes())}"
 
     @classmethod
-    def fit(cls, texts: Sequence[str], dim: int, seed: int) -> "TfidfEncoder":
+    def fit(cls, texts: Sequence[str], dim: int, seed: int, max_df: float = 1.0) -> "TfidfEncoder":
         """
+        Args:
+            max_df: words that a larger share of the texts has are left out: what is said of everything hides topics.
+
         Raises:
             ValueError: the texts have fewer different words than `dim`.
         """
-        vectorizer = _vectorizer()
+        vectorizer = _vectorizer(max_df=max_df)
         counts = vectorizer.fit_transform(texts)
         if counts.shape[1] < dim:
             raise ValueError(

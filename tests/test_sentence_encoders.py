@@ -44,6 +44,13 @@ def test_tfidf_is_scikit_learns():
         TfidfEncoder.fit(TEXTS, 12, seed=0)
 
 
+def test_tfidf_without_words_that_most_captions_have():
+    texts = ["a red knight", "a red bishop", "a blue sun", "a red moon"]
+    encoder = TfidfEncoder.fit(texts, 5, seed=0, max_df=0.5)
+    assert encoder.words == ["bishop", "blue", "knight", "moon", "sun"]
+    assert not encoder.encode(["a red"]).any()
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls", "pooler"])
 def test_text_model_is_pooled(bert, pooling):
     encoder = open_encoder(str(bert), pooling)

@@ -66,6 +66,8 @@ class EmbedCaptionsStage(Stage):
     pooling: Literal["mean", "cls", "pooler"] = "mean"
     # Of tfidf: size of the embeddings.
     dim: int = Field(default=64, gt=0)
+    # Of tfidf: words that a larger share of the captions has are left out; what is said of everything hides topics.
+    max_df: float = Field(default=1.0, gt=0, le=1)
     # Captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
     # In which precision embeddings are kept.
@@ -117,9 +119,10 @@ class EmbedCaptionsStage(Stage):
             with new_folder(folder) as partial:
                 shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
             return
-        tfidf = self.encoder == "tfidf"
-        encoder = TfidfEncoder.fit(captions_of(rows, 0, len(rows)), self.dim, seed) if tfidf else None
-        encoder = encoder or open_encoder(source, self.pooling, modality=self.modality)
+        if self.encoder == "tfidf":
+            encoder = TfidfEncoder.fit(captions_of(rows, 0, len(rows)), self.dim, seed, self.max_df)
+        else:
+            encoder = open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
             encoder.save(partial)
 
