@@ -21,6 +21,10 @@ from safetensors import SafetensorError
 NOTHING_LEFT = "nothing was written"
 MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
 
+# What signals raised. Where one arrives while torch looks at a Python object, torch makes an error of its own of it, or
+# drops it: `end_if_told_to` raises it again.
+_raised: list[BaseException] = []
+
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
@@ -31,14 +35,12 @@ def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
     Args:
         interrupted: what is left after Ctrl-C, and how to go on.
     """
-    with _signals_raise() as received:
+    with _signals_raise():
         try:
             try:
                 yield
-            except Exception as error:
-                # torch makes an error of its own of what a signal raises while it looks at a sequence
-                if received:
-                    raise received[0] from error
+            except Exception:
+                end_if_told_to()
                 raise
         except KeyboardInterrupt:
             if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -57,14 +59,21 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[list[BaseException]]:
-    """SIGTERM raises SystemExit, so that `finally` blocks run, and SIGINT KeyboardInterrupt. Gives what was raised."""
-    received = []
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that `finally` blocks run, and SIGINT KeyboardInterrupt."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        received.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
-        raise received[-1]
+        _raised.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise _raised[-1]
 
+    def send_again(lost: Any) -> None:
+        """Where a finalizer runs when the signal arrives, Python drops what it raises, and goes on."""
+        if lost.exc_value not in _raised:
+            return hook(lost)
+        number = signal.SIGINT if isinstance(lost.exc_value, KeyboardInterrupt) else signal.SIGTERM
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # not before the finalizer is over
+
+    hook, sys.unraisablehook = sys.unraisablehook, send_again
     before = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -74,11 +83,19 @@ def _signals_raise() -> Iterator[list[BaseException]]:
         if int(os.environ.get("WORLD_SIZE", 1)) <= 1:
             before[signal.SIGTERM] = signal.signal(signal.SIGTERM, leave)
     try:
-        yield received
+        yield
     finally:
+        sys.unraisablehook = hook
+        _raised.clear()
         for number, handler in before.items():
             if signal.getsignal(number) is leave:
                 signal.signal(number, handler)
+
+
+def end_if_told_to() -> None:
+    """Ends the program if a signal told it to and what that raised got lost."""
+    if _raised:
+        raise _raised[0]
 
 
 def _absolute(path: str | Path) -> Path:
@@ -164,6 +181,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            end_if_told_to()
             respect_umask(temporary)
             if output.exists():
                 output.rmdir()
@@ -193,6 +211,7 @@ def new_file(path: Path) -> Iterator[Path]:
         temporary.touch()
         mode = temporary.stat().st_mode  # what the umask gives, and safetensors does not
         yield temporary
+        end_if_told_to()
         temporary.chmod(mode)
         os.replace(temporary, path)
     finally:

@@ -142,6 +142,36 @@ def test_a_signal_that_a_library_takes_for_an_error_ends_the_program_all_the_sam
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("new", [new_folder, new_file])
+def test_a_signal_that_a_library_drops_ends_the_program_before_anything_is_there(new, number, status, tmp_path):
+    with pytest.raises(SystemExit) as left, one_line_errors(), new(tmp_path / "out"):
+        try:  # as torch, where a signal arrives in an attribute that it asks a Python object for
+            signal.raise_signal(number)
+        except BaseException:
+            pass
+    assert left.value.code == status and not list(tmp_path.iterdir())
+    with one_line_errors(), new(tmp_path / "out"):
+        pass  # it is not told to end any more
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_arrives_in_a_finalizer_ends_the_program_all_the_same(number, status, tmp_path, capsys):
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit) as left, one_line_errors(), new_folder(tmp_path / "out"):
+        finalized = Finalized()
+        del finalized
+        time.sleep(60)
+        pytest.fail("not told to end")
+    assert left.value.code == status and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ("interrupted: nothing was written\n" if number == signal.SIGINT else "")
+    assert sys.unraisablehook is hook
+
+
 @pytest.fixture
 def full_disk(capsys):
     """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
