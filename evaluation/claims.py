@@ -2,10 +2,10 @@
 
     python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md
 
-The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them.
-Their rows are the models. `experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which
-`evaluation.experts` writes as `experts.json`, add rows such as "routed", "expert 0" and "K = 2". Claims of a folder
-that is not there yet are "not measured".
+The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them,
+or several, made by recipes that share models. Their rows are the models. `experts_0.json`, `experts_1.json`, ... in
+the same folder, one for each seed, which `evaluation.experts` writes as `experts.json`, add rows such as "routed",
+"expert 0" and "K = 2". Claims of folders that are not all there yet are "not measured".
 """
 
 import argparse
@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from conversion.files import one_line_errors, read_json, write_text
 from conversion.markdown import escape, one_line
@@ -43,6 +52,7 @@ three times in ten with two of each. More seeds tell more.
 """
 
 Text = Annotated[str, Field(pattern=r"\S")]
+Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Scores = dict[str, dict[str, list[dict[str, Share]]]]  # row -> task -> for each seed: metric -> score
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -68,7 +78,7 @@ class Claim(BaseModel):
     place: Text
     # Titles of rows: the first must be better than the best of the others
     better: Text | None = None
-    than: list[Text] = Field(default_factory=list)
+    than: Texts = Field(default_factory=list)
     # Task -> metrics
     scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
     # Percent points by which it must be better; below 0: by which it may be worse
@@ -78,11 +88,6 @@ class Claim(BaseModel):
     missing: Text | None = None
     # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
     note: str = ""
-
-    @field_validator("than", mode="before")
-    @classmethod
-    def _as_list(cls, value):
-        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self):
@@ -102,8 +107,8 @@ class Paper(BaseModel):
     model_config = STRICT
 
     link: Annotated[str, Field(pattern=r"^https://[^\s()<>]+$")] | None = None
-    # The folder of the results, as seen from the file of claims
-    results: Text
+    # The folders of the results, as seen from the file of claims
+    results: Annotated[Texts, Field(min_length=1)]
     # The command that makes them
     command: Text
     claims: list[Claim] = Field(min_length=1)
@@ -221,6 +226,31 @@ def read_scores(folder: Path) -> Scores | None:
     return scores | _read_experts(folder, numbers.pop())
 
 
+def read_all_scores(folders: Sequence[Path]) -> Scores | None:
+    """The scores in several folders of results, of recipes that share models; None if not all are there yet.
+
+    Raises:
+        OSError, ValueError: as `read_scores`.
+        ValueError: a row that two folders have is not the same in both, so that their runs differ.
+    """
+    merged: Scores = {}
+    origin: dict[str, Path] = {}
+    for folder in folders:
+        scores = read_scores(folder)
+        if scores is None:
+            return None
+        for row, of_tasks in scores.items():
+            tasks = merged.setdefault(row, {})
+            for task, of_seeds in of_tasks.items():
+                if tasks.setdefault(task, of_seeds) != of_seeds:
+                    raise ValueError(
+                        f"{task} of {row!r} differs between {origin[row]} and {folder}: give one of the rows another "
+                        "title, or measure both with the same settings, seeds and commit"
+                    )
+            origin.setdefault(row, folder)
+    return merged
+
+
 def _read_experts(folder: Path, num_seeds: int) -> Scores:
     """The rows of single experts and of the routed model, where they were measured."""
     if not (folder / "experts_0.json").exists():
@@ -275,10 +305,10 @@ def write_claims(path: Path, output: Path) -> str:
 
 def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: int) -> tuple[str, list[str]]:
     """The part of the page on one paper, and the verdicts on its claims, whose numbers begin with `first`."""
-    folder = base / paper.results
-    scores, rows, notes, verdicts = read_scores(folder), [], [], []
+    folders = [base / results for results in paper.results]
+    scores, rows, notes, verdicts = read_all_scores(folders), [], [], []
     for number, claim in enumerate(paper.claims, first):
-        compared, figures, verdict = _judge(claim, scores, folder, base, output_folder)
+        compared, figures, verdict = _judge(claim, scores, " and ".join(map(str, folders)), base, output_folder)
         rows.append([f"{number}", escape(claim.claim), escape(claim.place), compared, figures, verdict])
         verdicts.append(verdict)
         note = one_line(claim.note) or "nothing was tried yet to find the cause" * (verdict == DOES_NOT_HOLD)
@@ -286,8 +316,11 @@ def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: i
     made = "There are no results yet."
     if scores is not None:
         num_seeds = len(next(of_seeds for row in scores.values() for of_seeds in row.values()))
-        link = f"[{escape(paper.results)}]({_link(folder, output_folder)})"
-        made = f"Results of {num_seeds} seeds: {link}. {_computed_with(folder)}"
+        links = [
+            f"[{escape(name)}]({_link(folder, output_folder)}). {_computed_with(folder)}"
+            for name, folder in zip(paper.results, folders, strict=True)
+        ]
+        made = f"Results of {num_seeds} seeds: {' '.join(links)}"
     header = ["", "claim", "in the paper", "what would show it", "figures", "verdict"]
     table = [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
     name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
@@ -295,7 +328,7 @@ def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: i
     return "\n\n".join([*parts, "\n".join(table), *(["\n".join(notes)] if notes else [])]), verdicts
 
 
-def _judge(claim: Claim, scores: Scores | None, folder: Path, base: Path, output_folder: Path) -> tuple[str, str, str]:
+def _judge(claim: Claim, scores: Scores | None, where: str, base: Path, output_folder: Path) -> tuple[str, str, str]:
     """The cells of a claim: what is compared, the figures and the verdict."""
     if claim.missing is not None:
         return f"missing: {escape(claim.missing)}", "", NOT_MEASURED
@@ -308,7 +341,7 @@ def _judge(claim: Claim, scores: Scores | None, folder: Path, base: Path, output
     compared = f"{claim.better} against {' / '.join(claim.than)}{points * bool(claim.by)}; on {', '.join(on)}"
     if scores is None:
         return escape(compared), "", NOT_MEASURED
-    measured = measure_claim(claim, scores, str(folder))
+    measured = measure_claim(claim, scores, where)
     verdict = verdict_of_all([one.verdict for one in measured])
     return escape(compared), "<br>".join(escape(_figures(one)) for one in measured), verdict
 

@@ -172,6 +172,20 @@ def test_what_is_not_measured(folder):
     assert [row[-1] for row in rows(text)] == ["not measured"] * 3 and "There are no results yet." in text
 
 
+def test_results_of_several_recipes(folder):
+    (folder / "more").mkdir()
+    (folder / "more" / "seeds.md").write_text("Commit def, torch 2.\n")
+    both = {"results": ["results", "more"]}
+    assert rows(page(folder, **both))[0][5] == "not measured"
+    write_scores(folder / "more" / "seeds.json", dense=[0.5, 0.51, 0.52], dearer=[0.9] * 3)
+    text = page(folder, claim(than=["dense", "dearer"]), **both)
+    assert "against 90.0 ± 0.0 of dearer" in rows(text)[0][4]
+    assert f"[results](results). {COMMIT} [more](more). Commit def" in text
+    write_scores(folder / "more" / "seeds.json", dense=[0.5, 0.51, 0.53])
+    with pytest.raises(ValueError, match="Paper: retrieval of 'dense' differs between .*results and .*more: give one"):
+        page(folder, **both)
+
+
 @pytest.fixture
 def experts(folder):
     """Adds single experts to the results: of three seeds, routed 60, 62, 64 and expert 0 always 50."""
@@ -353,18 +367,25 @@ def metrics_of(task):
 )
 def test_recipes_have_what_the_claims_name(title, paper):
     """Rows, tasks and metrics, also before there are results; and the command makes these results of that recipe."""
-    (recipe,) = set(re.findall(r"training/recipes/(\w+)\.yaml", paper.command))
-    assert recipe == paper.results and f"--output-dir model_cards/{paper.results} " in paper.command
+    assert re.findall(r"training/recipes/(\w+)\.yaml", paper.command) == paper.results
+    assert re.findall(r"--output-dir model_cards/(\w+) ", paper.command) == paper.results
     subprocess.run(["bash", "-n"], input=paper.command, text=True, check=True)
-    stages = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["stages"]
-    (evaluation,) = (stage for stage in stages if stage["stage"] == "evaluate")
-    titles = [*evaluation["models"], *evaluation.get("oracles", {})]
-    scores = {row: {task: metrics_of(task) for task in evaluation["tasks"]} for row in titles}
-    for analysis in (stage for stage in stages if stage["stage"] == "analyze"):
-        numbers = [f"K = {number}" for number in analysis.get("num_experts_per_tok", [])]
-        for row in ["routed", *(f"expert {number}" for number in range(4)), *numbers]:
-            scores[row] = {task: metrics_of(task) for task in analysis["tasks"]}
+    scores = {}
+    for recipe in paper.results:
+        for row, tasks in rows_of(recipe).items():
+            scores.setdefault(row, {}).update({task: metrics_of(task) for task in tasks})
     compared = [one for one in paper.claims if one.better]
     assert len(compared) >= 5
     for one in compared:
-        assert measure_claim(one, scores, recipe)
+        assert measure_claim(one, scores, title)
+
+
+def rows_of(recipe):
+    """Row -> the tasks that a recipe measures it on."""
+    stages = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["stages"]
+    (evaluation,) = (stage for stage in stages if stage["stage"] == "evaluate")
+    tasks = dict.fromkeys([*evaluation["models"], *evaluation.get("oracles", {})], evaluation["tasks"])
+    for analysis in (stage for stage in stages if stage["stage"] == "analyze"):
+        numbers = [f"K = {number}" for number in analysis.get("num_experts_per_tok", [])]
+        tasks |= dict.fromkeys(["routed", *(f"expert {number}" for number in range(4)), *numbers], analysis["tasks"])
+    return tasks
