@@ -231,7 +231,8 @@ def read_all_scores(folders: Sequence[Path]) -> Scores | None:
 
     Raises:
         OSError, ValueError: as `read_scores`.
-        ValueError: a row that two folders have is not the same in both, so that their runs differ.
+        ValueError: a row that two folders have is not the same in both, so that their runs differ; or they have
+            different numbers of seeds.
     """
     merged: Scores = {}
     origin: dict[str, Path] = {}
@@ -248,6 +249,8 @@ def read_all_scores(folders: Sequence[Path]) -> Scores | None:
                         "title, or measure both with the same settings, seeds and commit"
                     )
             origin.setdefault(row, folder)
+    if len({len(of_seeds) for of_tasks in merged.values() for of_seeds in of_tasks.values()}) > 1:
+        raise ValueError(f"{' and '.join(map(str, folders))} have different numbers of seeds: measure the same in all")
     return merged
 
 

@@ -184,6 +184,9 @@ def test_results_of_several_recipes(folder):
     write_scores(folder / "more" / "seeds.json", dense=[0.5, 0.51, 0.53])
     with pytest.raises(ValueError, match="Paper: retrieval of 'dense' differs between .*results and .*more: give one"):
         page(folder, **both)
+    write_scores(folder / "more" / "seeds.json", dearer=[0.9] * 4)
+    with pytest.raises(ValueError, match="results and .*more have different numbers of seeds"):
+        page(folder, **both)
 
 
 @pytest.fixture
