@@ -1,6 +1,6 @@
 """Measure a model.
 
-    python -m evaluation.evaluate --model runs/demo/clip_up --tasks glyphs_zero_shot,glyphs_pairs --output-dir scores
+    python -m evaluation.evaluate --model runs/demo/clip_moe --tasks symbols_zero_shot,symbols_pairs --output-dir scores
     python -m evaluation.evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
 
 Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings.

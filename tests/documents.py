@@ -24,11 +24,12 @@ RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
 STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
-DEMO = STEP + PAIRS + "32 --evaluation.tasks [glyphs_pairs,glyphs_retrieval] "
+DEMO = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 "
+DEMO += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
 SMALLER = {
     "--config training/recipes/demo.yaml": DEMO,
-    "--clip_up.max_steps 50": "--clip_up.max_steps 2",
-    "training.upcycle --seed": DEMO + "--stages direct,upcycled,clip_up,evaluation",
+    "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
+    "training.upcycle --seed": DEMO,
     "--config training/recipes/clip_moe_glyphs.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
     "--stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "

@@ -82,7 +82,7 @@ STAND_INS = {
     "clip-moe-4-2-sharegpt4v.pt": save_released,
     "my/images/train": save_images,
     "my/images/test": save_images,
-    "user/clip-moe": lambda folder: folder.symlink_to("../runs/demo/clip_up"),  # which the demo makes
+    "user/clip-moe": lambda folder: folder.symlink_to("../runs/demo/clip_moe"),  # which the demo makes
     "clip-moe": lambda folder: folder.symlink_to("."),  # the clone
     "training": lambda folder: folder.symlink_to(ROOT / "training"),
     ".venv/bin/activate": lambda file: file.touch(),

@@ -297,7 +297,7 @@ def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_pat
     assert card_of(Lineage.of(run / "sparse")).data.datasets == ["user/pairs"]
 
 
-@pytest.mark.parametrize("name", ["runs/demo/clip_up", "no name", "training"])
+@pytest.mark.parametrize("name", ["runs/demo/clip_moe", "no name", "training"])
 def test_a_base_model_is_a_name_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training").mkdir()

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
             "(--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML."
         ),
     )
-    parser.add_argument("--config", default=DEFAULT_RECIPE, help="recipe, a YAML file (default: the glyph demo)")
+    parser.add_argument("--config", default=DEFAULT_RECIPE, help="recipe, a YAML file (default: the demo)")
     parser.add_argument("--output-dir", help="folder for the stages' outputs (default: the recipe's)")
     parser.add_argument("--stages", help="run only these stages, e.g. upcycled,clip_up (default: all)")
     parser.add_argument(

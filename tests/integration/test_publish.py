@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     """A finished run: an upcycled glyph CLIP, trained for two steps and measured."""
     folder = tmp_path_factory.mktemp("publish") / "run"
     recipe = load_recipe(
-        ROOT / "training" / "recipes" / "demo.yaml",
+        ROOT / "training" / "recipes" / "clip_up_glyphs.yaml",
         {
             "output_dir": str(folder),
             "clip_up.max_steps": 2,
