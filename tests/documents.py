@@ -29,7 +29,8 @@ DEMO += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
 SMALLER = {
     "--config training/recipes/demo.yaml": DEMO,
     "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
-    "training.upcycle --seed": DEMO,
+    "training.upcycle --seed": DEMO
+    + "--stages direct,evaluation --evaluation.models '{dense: training/symbol_clip, direct: direct}'",
     "--config training/recipes/clip_moe_glyphs.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
     "--stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
