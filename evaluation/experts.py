@@ -1,6 +1,6 @@
 """What each expert of a sparse model knows, and which tokens it gets.
 
-    python -m evaluation.experts --model runs/clip_moe_glyphs/clip_moe --tasks glyphs_pairs --output-dir experts
+    python -m evaluation.experts --model runs/demo/clip_moe --tasks symbols_pairs --output-dir experts
 
 Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
 1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone

@@ -1,6 +1,6 @@
 """Results of the same models with several seeds: mean and spread.
 
-    python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_glyphs --baseline dense
+    python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
 the mean and the sample standard deviation of the main scores, and `seeds.json`, with all scores of every seed.

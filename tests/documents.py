@@ -31,16 +31,15 @@ SMALLER = {
     "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
     "training.upcycle --seed": DEMO
     + "--stages direct,evaluation --evaluation.models '{dense: training/symbol_clip, direct: direct}'",
-    "--config training/recipes/clip_moe_glyphs.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
+    "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
     "--stages features_0,clusters_1,expert_1",
-    "--config training/recipes/clip_fmoe_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--captions.data.num_samples 32 --clusters.num_image_clusters 2 "
     "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "
-    "--stages captions,fused,states,features,clusters,sub_clusters,expert_1",
-    "--config training/recipes/mode_glyphs.yaml": STEP + "--defaults.train.global_batch_size 4 "
+    "--stages captions,fused,states,features,clusters,sub_clusters,clip_fmoe_1",
+    "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
-    "--stages captions,fine,assigned,clusters_2,clusters_4,"
-    "expert_2_1,expert_4_1,expert_4_2,expert_4_3,expert_4_4,mode_4",
+    "--stages captions,fine,assigned,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
     "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }

@@ -1,6 +1,7 @@
 """README and docs: examples run as they stand, links lead somewhere, numbers are those of the cards."""
 
 import ast
+import itertools
 import re
 import shutil
 
@@ -9,7 +10,7 @@ import stand_ins
 from documents import DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
 
 from conversion.recipe_yaml import read_yaml
-from data import glyphs
+from data import glyphs, symbols
 from training import settings_page, upcycle
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -24,7 +25,7 @@ COLUMNS = {
     "attribute pairs": "attribute pairs: group score",
     "linear probe": "linear probe: accuracy",
 }
-LARGEST_TEST = 24  # glyphs that a benchmark has here
+LARGEST_TEST = 24  # pictures that a benchmark has here
 
 
 def name_of(page):
@@ -33,10 +34,10 @@ def name_of(page):
 
 @pytest.fixture(scope="module")
 def small_tests():
-    """The benchmarks of the glyph world, smaller."""
+    """The benchmarks of the built-in worlds, smaller."""
     with pytest.MonkeyPatch.context() as patch:
-        for function in ("load", "load_minimal_pairs"):
-            patch.setattr(glyphs, function, smaller(getattr(glyphs, function)))
+        for world, function in itertools.product((glyphs, symbols), ("load", "load_minimal_pairs")):
+            patch.setattr(world, function, smaller(getattr(world, function)))
         yield
 
 

@@ -238,16 +238,14 @@ def test_missing_recipe(tmp_path):
 
 
 def test_an_alias_is_overridden_in_one_place_alone(tmp_path):
-    recipe = load_recipe(RECIPES[0].parent / "mode_glyphs.yaml", {"defaults.train.data.num_samples": 1000})
+    recipe = load_recipe(RECIPES[0].parent / "mode_symbols.yaml", {"defaults.train.data.num_samples": 1000})
     sizes = {stage.name: stage.data.num_samples for stage in recipe.stages if getattr(stage, "data", None)}
-    assert sizes["dense"] == sizes["expert_4_1"] == 1000 and sizes["captions"] == 32000
+    assert sizes["dense"] == sizes["expert_1"] == 1000 and sizes["captions"] == 48000
 
 
 def test_a_stage_of_the_wrong_type_is_refused():
-    with pytest.raises(
-        ValueError, match="mode_2.clusters: fine is a stage of type cluster_fine, not cluster_coarse or"
-    ):
-        load_recipe(RECIPES[0].parent / "mode_glyphs.yaml", {"mode_2.clusters": "fine"})
+    with pytest.raises(ValueError, match="mode.clusters: fine is a stage of type cluster_fine, not cluster_coarse or"):
+        load_recipe(RECIPES[0].parent / "mode_symbols.yaml", {"mode.clusters": "fine"})
 
 
 def test_no_means_no():

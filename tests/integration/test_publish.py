@@ -30,23 +30,31 @@ BASE = "training/glyph_clip"
 LEGACY = {"preprocessor_config.json", "vocab.json", "merges.txt"}
 
 
+RECIPE = """
+output_dir: run
+seed: 0
+stages:
+  - {name: upcycled, stage: upcycle, model: training/glyph_clip, preset: clip_up, changes: {num_experts: 4}}
+  - name: clip_up
+    stage: train
+    model: upcycled
+    data: {source: glyphs, captions: detailed, num_samples: 64}
+    global_batch_size: 32
+    max_steps: 2
+    learning_rate: 1.0e-3
+  - name: evaluation
+    stage: evaluate
+    models: {dense: training/glyph_clip, CLIP-UP: clip_up}
+    tasks: [glyphs_pairs]
+"""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run: an upcycled glyph CLIP, trained for two steps and measured."""
-    folder = tmp_path_factory.mktemp("publish") / "run"
-    recipe = load_recipe(
-        ROOT / "training" / "recipes" / "clip_up_glyphs.yaml",
-        {
-            "output_dir": str(folder),
-            "clip_up.max_steps": 2,
-            "clip_up.data.num_samples": 64,
-            "clip_up.global_batch_size": 32,
-            "clip_up.warmup_steps": 0,
-            "evaluation.models": {"dense": BASE, "CLIP-UP": "clip_up"},
-            "evaluation.tasks": ["glyphs_pairs"],
-        },
-    )
-    return run_recipe(recipe, only=["upcycled", "clip_up", "evaluation"])
+    folder = tmp_path_factory.mktemp("publish")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return run_recipe(load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / "run")}))
 
 
 @pytest.fixture(scope="module")
