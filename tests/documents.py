@@ -24,7 +24,7 @@ RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
 STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
-DEMO = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 "
+DEMO = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "
 DEMO += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
 SMALLER = {
     "--config training/recipes/demo.yaml": DEMO,
@@ -32,9 +32,9 @@ SMALLER = {
     "training.upcycle --seed": DEMO
     + "--stages direct,evaluation --evaluation.models '{dense: training/symbol_clip, direct: direct}'",
     "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
-    "--stages features_0,clusters_1,expert_1",
+    "--long_clip.num_components 2 --stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
-    "--captions.data.num_samples 32 --clusters.num_image_clusters 2 "
+    "--captions.data.num_samples 32 --direct_2x.num_epochs null --clusters.num_image_clusters 2 "
     "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "
     "--stages captions,fused,states,features,clusters,sub_clusters,clip_fmoe_1",
     "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
