@@ -205,7 +205,13 @@ def respect_umask(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, which takes its place when the block ends without an error."""
+    """Yields a temporary path beside `path`, which takes its place when the block ends without an error.
+
+    A device or a pipe, as /dev/null or /dev/stdout, is itself what is yielded: nothing takes its place.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield path
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         temporary.touch()

@@ -16,7 +16,7 @@ from converters import COMMANDS, make_sources, run
 from safetensors.torch import save_file
 from test_upcycle import processor, tiny_clip
 
-from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask
+from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask, write_text
 from conversion.processors import copy_processor
 from conversion.publish import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
@@ -245,6 +245,15 @@ def test_files_are_readable_as_the_umask_says(sources, tmp_path, umask, mask, mo
     tiny_clip(1, 1).save_pretrained(tmp_path / "saved")
     respect_umask(tmp_path / "saved")
     assert set(modes(tmp_path / "saved").values()) == {oct(mode)}
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        write_text(pipe, "table")
+        assert reader.communicate(timeout=30)[0].decode().strip() == "table"
+    assert pipe.is_fifo()
 
 
 def test_an_output_that_no_folder_can_be(sources, tmp_path):
