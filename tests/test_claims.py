@@ -323,23 +323,22 @@ def test_command(folder, capsys):
 
 
 def test_committed_results(tmp_path):
-    """The glyph cards say the same: better than each stage of its own length, not than one as long as all."""
     one = {
         "claim": "better at retrieval",
         "place": "Table 2",
         "better": "CLIP-MoE",
         "than": ["dense", "direct fine-tuning", "sparse upcycling"],
-        "scores": {"glyphs_retrieval": ["image_to_text_recall@1", "text_to_image_recall@1"]},
+        "scores": {"symbols_retrieval": ["image_to_text_recall@1", "text_to_image_recall@1"]},
     }
-    (tmp_path / "clip_moe_glyphs").symlink_to(CARDS / "clip_moe_glyphs")
-    longer = one | {"claim": "with as many steps", "than": [*one["than"], "direct, 4 x steps"]}
-    routed = claim(better="routed", than=["expert 0", "expert 3"], scores={"glyphs_pairs": ["group"]})
-    text = page(tmp_path, one, longer, routed, results="clip_moe_glyphs")
+    (tmp_path / "clip_moe_symbols").symlink_to(CARDS / "clip_moe_symbols")
+    stages = one | {"claim": "than its stages", "than": ["MCL stage 1", "MCL stage 3"]}
+    routed = claim(better="routed", than=["expert 0", "expert 3"], scores={"symbols_pairs": ["group"]})
+    text = page(tmp_path, one, stages, routed, results="clip_moe_symbols")
     better, worse, mixture = rows(text)
-    assert "75.7 ± 0.9 against 68.5 ± 0.7 of sparse upcycling: +7.2 ± 1.6, holds" in better[4]
-    assert "75.7 ± 0.9 against 78.3 ± 0.3 of direct, 4 x steps: -2.7 ± 0.7, does not hold" in worse[4]
+    assert "74.3 ± 0.4 against 68.8 ± 1.0 of sparse upcycling: +5.5 ± 0.7, holds" in better[4]
+    assert "74.3 ± 0.4 against 76.1 ± 0.1 of MCL stage 3: -1.8 ± 0.3, does not hold" in worse[4]
     assert [better[5], worse[5], mixture[5]] == [HOLDS, DOES_NOT_HOLD, HOLDS]
-    assert "Commit 46e6c7bdf885a01d21a72b57a69b2325cf7665b9" in text
+    assert "Commit 8258ab98e30c8374359280d916504c926f77c451" in text
 
 
 # --- the claims of the four papers
