@@ -367,6 +367,9 @@ def test_a_tracker_that_cannot_start_ends_the_run_before_it_trains(run, tmp_path
     assert not list(tmp_path.rglob("log.jsonl"))
 
 
+UPCYCLED = ["--config", "training/recipes/clip_up_symbols.yaml", "--stages", "upcycled"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -375,12 +378,12 @@ def test_a_tracker_that_cannot_start_ends_the_run_before_it_trains(run, tmp_path
         (["seed", "1"], "'seed' is not an option"),
         (["--sede", "1"], "'sede' is neither an option"),
         (["--stages", "nope"], "no stage nope"),
-        (["--upcycled.changes.num_expert", "4", "--stages", "upcycled"], "a preset has no num_expert"),
-        (["--upcycled.changes.num_experts", "1", "--stages", "upcycled"], "num_experts_per_tok"),
-        (["--upcycled.text_config.capacity", "4", "--stages", "upcycled"], "has no field 'capacity'"),
-        (["--upcycled.model", "nowhere/", "--stages", "upcycled"], "nowhere"),
+        ([*UPCYCLED, "--upcycled.changes.num_expert", "4"], "a preset has no num_expert"),
+        ([*UPCYCLED, "--upcycled.changes.num_experts", "1"], "num_experts_per_tok"),
+        ([*UPCYCLED, "--upcycled.text_config.capacity", "4"], "has no field 'capacity'"),
+        ([*UPCYCLED, "--upcycled.model", "nowhere/"], "nowhere"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
 def test_mistakes_end_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
