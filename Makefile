@@ -23,7 +23,7 @@ $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
 	touch $(INTEGRATIONS)
 
-demo: $(STAMP)  ## upcycle, train and evaluate the glyph CLIP into runs/demo
+demo: $(STAMP)  ## upcycle, train and evaluate the symbol CLIP into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 
 # Two processes, each with whole files: tests of one file share runs of a recipe.

@@ -69,7 +69,6 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Of a built-in world only.
     # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind.
     captions: Literal["web", "detailed", "looks"] = "web"
     # Of a built-in world only: a set of its kinds, such as "all", glyphs' "seen" or symbols' "planet".

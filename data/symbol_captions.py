@@ -8,10 +8,11 @@ from data.drawing import COLORS, OPPOSITE, article, choose
 from data.symbol_kinds import TOPIC_OF, TOPICS
 
 CAPTION_STYLES = ("web", "detailed", "looks")
-# Of the web captions have the kind or the color drawn anew, among the kinds of their topic or all colors: now and then
-# the right one again, and not every caption tells it
+# The share of web captions whose kind or color is drawn anew, among the kinds of their topic or all colors. Fewer are
+# wrong: the new one may be the old one, and not every caption names it
 WRONG_SHARE = 0.05
-COMPLETE = 0.3  # of the web captions tell all that there is to see, in few words
+# The share of web captions that tell all that there is to see, in few words
+COMPLETE = 0.3
 # What the web calls a symbol that it does not name
 ANYTHING = ["symbol", "icon", "drawing", "something"]
 
@@ -43,7 +44,7 @@ def _web_noun(kind: str, rng: np.random.Generator) -> str:
         return kind
     if draw < 0.84:
         return TOPICS[topic].short[kind]
-    # Of the last, captions tell nothing but where it stands and how it looks: what a model learns these from
+    # Without a name, a caption tells places and looks alone, and a model has to learn these
     return topic if draw < 0.92 else choose(rng, ANYTHING)
 
 

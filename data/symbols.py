@@ -2,10 +2,12 @@
 
 A picture shows one or two symbols on a ground: letters, Greek, Hebrew, chess pieces, zodiac signs, ... of the fonts
 that matplotlib carries, by their Unicode names, and handwritten digits (scikit-learn's `load_digits`). Topics have
-habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: often
-they name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything,
-`looks` everything but the kinds.
-Training and test pictures use different fonts and pen strokes. Everything follows from the arguments of `load` and
+habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: some
+name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything, `looks`
+everything but the kinds.
+
+Training and test pictures use different font files and pen strokes; where fonts share an outline, only what happens to
+it afterwards differs. Everything follows from the arguments of `load` and
 `load_minimal_pairs`, to the bit.
 
     python -m data.symbols --contact-sheet symbols.png
@@ -59,10 +61,14 @@ FONTS = {
 SIZES = {"small": 0.5, "medium": 0.7, "large": 0.9}  # of the image's side
 SMALLEST_IMAGE = 16
 
-TWO = 0.2  # of the pictures have two symbols
-SAME_TOPIC = 0.5  # of the second symbols are of the first one's topic
-HABIT = 0.5  # of the colors, backgrounds and textures, each, are their topic's most common one
-COVERED = 0.05  # of the symbols have a piece of paper on them
+# The share of pictures that have two symbols
+TWO = 0.2
+# The share of second symbols that are of the first one's topic
+SAME_TOPIC = 0.5
+# The share of colors, of backgrounds and of textures that are set to their topic's own; the others are drawn from all
+HABIT = 0.5
+# The share of symbols that have a piece of paper on them
+COVERED = 0.05
 
 # The columns of a row, and what two pictures of a minimal pair may differ in: a value, or which symbol has which color
 ATTRIBUTES = ["kind", "topic", "color", "size", "position", "background", "texture", "second_kind", "second_color"]
@@ -97,9 +103,12 @@ def load(
     """Captioned symbols.
 
     Args:
-        split: "train" or "test"; no font and no pen stroke is in both.
+        split: "train" or "test"; no font file and no pen stroke is in both.
         captions: "web", "detailed" or "looks".
+        num_samples: how many rows; the first ones are the same for any number.
         kinds: of the first symbol of a picture, and of a second one.
+        seed: other rows for another one.
+        image_size: pixels a side, at least `SMALLEST_IMAGE`.
         captions_per_image: with more than one, `caption` is a list.
         two: whether every picture has two symbols, or none; None: `TWO` of them have.
 

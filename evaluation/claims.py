@@ -42,9 +42,9 @@ INTRODUCTION = f"""\
 Made by `python -m evaluation.claims`. All figures are percentages, mean ± sample standard deviation of the seeds.
 Models are compared seed by seed. "{HOLDS}": in every seed the first one is better, and the mean of the differences is
 larger than their deviation. "{DOES_NOT_HOLD}": the same the other way round. "{CANNOT_BE_TOLD}": anything else. Of
-several models that the first one has to beat, the one with the best mean counts. A claim on several scores holds if it
-holds on each, and does not hold if it does not hold on one. Where a claim names a number of points, they are
-subtracted from the differences before.
+several models that the first one has to beat, the one with the best mean counts. Where a claim is about several
+scores, the verdict is the worst of theirs. Where it names a number of points, these are subtracted from the differences
+first.
 
 Three seeds are few. Of two equal models on one score, one time in ten the first seems better, and one time in ten
 worse. "{DOES_NOT_HOLD}" comes by chance more often where several scores count, or several models are to be beaten:
@@ -368,7 +368,9 @@ def _computed_with(folder: Path) -> str:
         raise ValueError(f"{path} does not say the commit: make it again with python -m evaluation.seeds")
     if not (folder / "experts_0.json").exists():
         return lines[-1]
-    return f"{lines[-1]} Single experts: {escape(computed_with(_expert_scores(folder, 0).model_dump()))}."
+    of_seeds = (_expert_scores(folder, seed) for seed in range(len(list(folder.glob("experts_*.json")))))
+    made = dict.fromkeys(computed_with(of_seed.model_dump()) for of_seed in of_seeds)
+    return f"{lines[-1]} Single experts: {escape('; '.join(made))}."
 
 
 def _link(path: Path, folder: Path) -> str:

@@ -82,6 +82,27 @@ def routing_weights(
         ValueError: a task without metadata, embeddings of another size than the centers' or that are not finite, or
             an unknown routing.
     """
+    _require_metadata(metadata_embeds, centers, routing)
+    length, size = metadata_embeds.shape[-2:]
+    rows = metadata_embeds.reshape(-1, size)
+    # In float64, where the matrix product of squared distances does not cancel
+    centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
+    per_row = []
+    for chunk in rows.double().split(8192):  # bounds memory
+        distances = chunk.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * chunk @ centers.T
+        distances = distances.clamp_min(0)
+        similarity = _similarity(distances, length, temperature, routing)
+        if nearest_center_only:
+            nearest = distances.argmin(-1, keepdim=True)
+            similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
+        similarity = similarity * (chunk != 0).any(-1, keepdim=True)
+        per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
+    sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
+    return (sums / 8 if routing == "released" else sums).softmax(-1).float()
+
+
+def _require_metadata(metadata_embeds: torch.Tensor, centers: torch.Tensor, routing: str) -> None:
+    """Raises the errors of `routing_weights`."""
     if routing not in ROUTINGS:
         raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
     length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
@@ -97,22 +118,6 @@ def routing_weights(
         )
     if not metadata_embeds.isfinite().all():
         raise ValueError("The metadata's embeddings are not finite.")
-    rows = metadata_embeds.reshape(-1, size)
-    # In float64, where the matrix product of squared distances does not cancel
-    centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
-    per_row = []
-    for chunk in rows.double().split(8192):  # bounds memory
-        distances = (chunk.square().sum(-1, keepdim=True) + centers.square().sum(-1) - 2 * chunk @ centers.T).clamp_min(
-            0
-        )
-        similarity = _similarity(distances, length, temperature, routing)
-        if nearest_center_only:
-            nearest = distances.argmin(-1, keepdim=True)
-            similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
-        similarity = similarity * (chunk != 0).any(-1, keepdim=True)
-        per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
-    sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
-    return (sums / 8 if routing == "released" else sums).softmax(-1).float()
 
 
 def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:

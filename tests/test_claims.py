@@ -197,7 +197,7 @@ def experts(folder):
         content = {
             "metrics": metrics,
             "weights": f"{seed}",
-            "commit": "def",
+            "commit": "def" if seed else "abc",
             "versions": {"torch": "3"},
             "source": "run",
         }
@@ -210,7 +210,7 @@ def test_single_experts_are_rows(folder, experts):
     (*_, figures, _), (*_, of_models, _) = rows(text)
     assert figures == "pairs group: 62.0 ± 2.0 against 50.0 ± 0.0 of expert 0: +12.0 ± 2.0, holds"
     assert of_models.startswith("retrieval recall: 63.0")
-    assert f"{COMMIT} Single experts: commit def, torch 3." in text
+    assert f"{COMMIT} Single experts: commit abc, torch 3; commit def, torch 3." in text
 
 
 @pytest.mark.parametrize(

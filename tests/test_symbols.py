@@ -4,6 +4,7 @@ said of them is in test_symbol_captions.py."""
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from datasets import Image
 from data import symbols
 from data.drawing import BACKGROUNDS, COLORS, DIGITS, SIDES, TEXTURES
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
-from data.worlds import build_processor
 
 SMALL = 16  # the smallest pictures, where only what is told of them matters
 
@@ -31,10 +31,6 @@ def told(rows):
     return rows.remove_columns([name for name in rows.column_names if name.startswith("image")]).to_list()
 
 
-def words(text):
-    return set(text.lower().replace(",", "").replace(".", "").replace(":", "").split())
-
-
 @pytest.fixture(scope="module")
 def web():
     return symbols.load("train", "web", 1500, image_size=SMALL)
@@ -43,11 +39,6 @@ def web():
 @pytest.fixture(scope="module")
 def detailed():
     return symbols.load("train", "detailed", 1500, image_size=SMALL)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 64, 32)
 
 
 @pytest.fixture
@@ -201,6 +192,18 @@ def test_no_font_is_in_both_splits():
     assert {split: {Path(file).stem for file in files} for split, files in used.items()} == fonts
     several = [len(files) > 1 for files in symbols._fonts_of("test").values()]
     assert np.mean(several) > 0.5
+
+
+def test_the_page_says_how_many_test_drawings_are_training_drawings():
+    """Fonts share some outlines."""
+    known = []
+    for character, files in symbols._fonts_of("test").items():
+        drawn = {symbols._printed(character, file).tobytes() for file in symbols._fonts_of("train")[character]}
+        known.append([symbols._printed(character, file).tobytes() in drawn for file in files])
+    all_known, some_known = (sum(map(count, known)) for count in (all, any))
+    page = (Path(__file__).parents[1] / "docs" / "worlds.md").read_text(encoding="utf-8")
+    said = re.search(r"the test\s+drawings of (\d+) kinds, and some of those of (\d+) more", page)
+    assert said and [int(number) for number in said.groups()] == [all_known, some_known - all_known]
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
