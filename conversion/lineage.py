@@ -90,7 +90,9 @@ class Lineage:
         return cls(
             recipe=without_paths(recipe, local),
             stages={names[origin]: without_paths(manifest, local) for origin, manifest in made.items()},
-            attempts={names[origin]: _attempts(origin / ATTEMPTS) for origin in made if (origin / ATTEMPTS).is_file()},
+            attempts={
+                names[origin]: read_attempts(origin / ATTEMPTS) for origin in made if (origin / ATTEMPTS).is_file()
+            },
             bases=bases,
             unknown=unknown,
             data=sorted({text for _, text in data}),
@@ -232,7 +234,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     return recipe
 
 
-def _attempts(path: Path) -> list[dict[str, Any]]:
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """What the attempts of a stage ran on and took, of its `attempts.json`. Raises a ValueError if it is damaged."""
     attempts = read_record(path, list)
     try:
         TypeAdapter(list[Attempt]).validate_python(attempts)

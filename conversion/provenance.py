@@ -7,6 +7,8 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # In the folder of a stage, and of a run
@@ -83,4 +85,7 @@ def environment() -> dict:
         "accelerate": accelerate.__version__,
         "numpy": numpy.__version__,
     }
+    for name in ("scikit-learn", "matplotlib", "pillow"):  # clusters and digits; the fonts of the symbols; pictures
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {"commit": commit, "versions": versions}

@@ -12,7 +12,7 @@ import argparse
 import os
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,13 +42,13 @@ INTRODUCTION = f"""\
 Made by `python -m evaluation.claims`. All figures are percentages, mean ± sample standard deviation of the seeds.
 Models are compared seed by seed. "{HOLDS}": in every seed the first one is better, and the mean of the differences is
 larger than their deviation. "{DOES_NOT_HOLD}": the same the other way round. "{CANNOT_BE_TOLD}": anything else. Of
-several models that the first one has to beat, the one with the best mean counts. Where a claim is about several
-scores, the verdict is the worst of theirs. Where it names a number of points, these are subtracted from the differences
-first.
+several models that the first one has to beat, it has to beat each; the figures are those of the hardest one. Where a
+claim is about several scores, the verdict is the worst of theirs. Where it names a number of points, these are
+subtracted from the differences first.
 
 Three seeds are few. Of two equal models on one score, one time in ten the first seems better, and one time in ten
 worse. "{DOES_NOT_HOLD}" comes by chance more often where several scores count, or several models are to be beaten:
-three times in ten with two of each. More seeds tell more.
+one time in three with two of each. More seeds tell more.
 """
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -76,7 +76,7 @@ class Claim(BaseModel):
     claim: Text
     # Table, section or figure of the paper
     place: Text
-    # Titles of rows: the first must be better than the best of the others
+    # Titles of rows: the first must be better than each of the others
     better: Text | None = None
     than: Texts = Field(default_factory=list)
     # Task -> metrics
@@ -146,7 +146,7 @@ def differences_verdict(differences: Sequence[float]) -> str:
     return DOES_NOT_HOLD if max(differences) < 0 and -mean > deviation else CANNOT_BE_TOLD
 
 
-def verdict_of_all(verdicts: Sequence[str]) -> str:
+def verdict_of_all(verdicts: Collection[str]) -> str:
     """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
     told."""
     return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in verdicts)
@@ -164,10 +164,17 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
     measured = []
     for task, metric in ((task, metric) for task, metrics in claim.scores.items() for metric in metrics):
         percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
-        better, rival = percentages[claim.better], max(claim.than, key=lambda row: statistics.mean(percentages[row]))
-        pairs = zip(better, percentages[rival], strict=True)
+        better = percentages[claim.better]
         # Rounded: scores that differ by exactly `by` are equal
-        verdict = differences_verdict([round(one - other - claim.by, 9) for one, other in pairs])
+        verdicts = {
+            rival: differences_verdict(
+                [round(one - other - claim.by, 9) for one, other in zip(better, percentages[rival], strict=True)]
+            )
+            for rival in claim.than
+        }
+        verdict = verdict_of_all(verdicts.values())
+        hardest = (rival for rival in claim.than if verdicts[rival] == verdict)
+        rival = max(hardest, key=lambda row: statistics.mean(percentages[row]))
         measured.append(Measured(task, metric, better, rival, percentages[rival], verdict))
     return measured
 
@@ -213,7 +220,7 @@ def read_scores(folder: Path) -> Scores | None:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: it is damaged, or has fewer than three seeds.
+        ValueError: it is damaged, or has fewer than three seeds, or rows named as those of single experts.
     """
     path = folder / "seeds.json"
     if not path.exists():
@@ -223,7 +230,11 @@ def read_scores(folder: Path) -> Scores | None:
     if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
         found = ", ".join(map(str, sorted(numbers))) or "none"
         raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {found}")
-    return scores | _read_experts(folder, numbers.pop())
+    experts = _read_experts(folder, numbers.pop())
+    twice = sorted(set(scores) & set(experts))
+    if twice:
+        raise ValueError(f"{path} and the experts_*.json beside it both have {', '.join(twice)}: rename the former")
+    return scores | experts
 
 
 def read_all_scores(folders: Sequence[Path]) -> Scores | None:

@@ -26,7 +26,7 @@ Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
-SAME_FOR_MODEL = ("weights", "dtype")
+SAME_FOR_MODEL = ("weights", "dtype", "changes")
 # The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
@@ -98,8 +98,8 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
         one, *others = row.values()
         for key, other in ((key, other) for key in SAME_FOR_MODEL for other in others if differ(one, other, key)):
             raise ValueError(
-                f"{model!r} has results of different models: {key} is {one[key]!r} on {one['task']} but "
-                f"{other[key]!r} on {other['task']}; measure it again, or give them different names"
+                f"{model!r} has results of different models: {key} is {one.get(key)!r} on {one['task']} but "
+                f"{other.get(key)!r} on {other['task']}; measure it again, or give them different names"
             )
         missing = sorted(set(first) - set(row))
         if missing:
@@ -110,7 +110,9 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
-    """Whether results disagree in what both have."""
+    """Whether results disagree in what both have; where one has no changes, there were none."""
+    if key == "changes":
+        return (result.get(key) or {}) != (other.get(key) or {})
     return key in result and key in other and result[key] != other[key]
 
 

@@ -3,7 +3,8 @@
     python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
-the mean and the sample standard deviation of the main scores, and `seeds.json`, with all scores of every seed.
+the mean and the sample standard deviation of the main scores and how long each run took, and `seeds.json`, with all
+scores of every seed.
 """
 
 import argparse
@@ -13,12 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
+from conversion.lineage import read_attempts
 from conversion.markdown import escape
+from conversion.provenance import ATTEMPTS
 from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, markdown_table, primary_columns
 from evaluation.results import named_folder
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone.
-SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "commit", "versions")
+SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "changes", "device", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
 
@@ -34,8 +37,9 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         The table of the primary metrics: a row a model, in percent.
 
     Raises:
-        ValueError: fewer than two folders or one twice, one without results, two of the same weights, folders that
-            differ in models, tasks, protocols, precision, commit or versions, or a baseline without results.
+        ValueError: fewer than two folders or one twice, one without results, two of the same weights, a model that has
+            the same weights in some of them, folders that differ in models, tasks, protocols, precision, device, commit
+            or versions, a damaged record of a run, or a baseline without results.
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(
@@ -65,11 +69,13 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     protocols = [f"- {escape(task)}: {escape(result['protocol'])}" for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
     sections += [table, "\n".join(protocols), f"{made_with[0].upper()}{made_with[1:]}."]
+    took = [(number, _took(folder)) for number, folder in enumerate(folders)]
+    sections += ["\n".join(f"- Run {number}: {escape(text)}" for number, text in took if text)]
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
     with output_folder(output_dir), new_file(output_dir / "seeds.md") as text:
-        text.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+        text.write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
         write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
     return table
 
@@ -92,13 +98,14 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
             for key in SAME_FOR_SEEDS:
                 if differ(result, other[model][task], key):
                     raise ValueError(
-                        f"{task} of {model!r}: {key} is {result[key]!r} in {folder} but {other[model][task][key]!r} in "
-                        f"{other_folder}; such scores cannot be averaged"
+                        f"{task} of {model!r}: {key} is {result.get(key)!r} in {folder} but "
+                        f"{other[model][task].get(key)!r} in {other_folder}; such scores cannot be averaged"
                     )
 
 
 def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
-    """Copies of a run are one seed. Results without weights are of earlier versions, or the best of several models."""
+    """Copies of a run are one seed, and a model has one seed's weights in each of them, or, as a base, one weights in
+    all. Results without weights are of earlier versions, or the best of several models."""
     seen: dict[frozenset[tuple[str, str]], Path] = {}
     for table, folder in zip(tables, folders, strict=True):
         results = [result for row in table.values() for result in row.values() if "weights" in result]
@@ -108,6 +115,24 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
                 f"{folder} and {seen[weights]} hold results of the same weights: a spread needs runs of different seeds"
             )
         seen[weights] = folder
+    for model in tables[0]:
+        weights = [str(next(iter(table[model].values())).get("weights")) for table in tables]
+        if 1 < len(set(weights)) < len(weights):
+            same = [str(folder) for folder, one in zip(folders, weights, strict=True) if weights.count(one) > 1]
+            raise ValueError(
+                f"{model!r} has the same weights in {' and '.join(same)}, but not in all: are there copies?"
+            )
+
+
+def _took(folder: Path) -> str | None:
+    """How long a run took of whose folders this one is, on what, and at which commits; None: it was not recorded."""
+    attempts = [attempt for path in sorted(folder.parent.glob(f"*/{ATTEMPTS}")) for attempt in read_attempts(path)]
+    if not attempts:
+        return None
+    minutes = sum(attempt["seconds"] or 0 for attempt in attempts) / 60
+    hardware = sorted({f"{attempt['num_processes']} x {attempt['device']}" for attempt in attempts})
+    commits = sorted({str(attempt["commit"]) for attempt in attempts})
+    return f"{minutes:.0f} minutes on {', '.join(hardware)}, commit {', '.join(commits)}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -90,6 +90,36 @@ def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_model_with_one_weights_in_two_of_three_runs(folders, tmp_path):
+    for number, folder in enumerate(folders):
+        write(folder, result("dense", weights=f"dense {number}"))
+        write(folder, result("sparse", weights=f"sparse {number // 2}"))
+    with pytest.raises(ValueError, match="'sparse' has the same weights in .*seed 0 and .*seed 1, but not in all"):
+        write_seeds(folders, tmp_path / "out")
+
+
+def test_changes_are_not_averaged_with_none(folders, tmp_path):
+    write(folders[1], result("sparse", changes={"routing": "paper"}))
+    with pytest.raises(ValueError, match="changes is None in .*seed 0 but {'routing': 'paper'} in .*seed 1"):
+        write_seeds(folders, tmp_path / "out")
+
+
+def test_how_long_the_runs_took(tmp_path):
+    """Of all stages of the runs whose evaluation is given, where that was recorded."""
+    folders = [tmp_path / f"run {number}" / "evaluation" for number in range(2)]
+    attempt = {"device": "cpu", "num_processes": 1, "versions": {}}
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        write(folder, result("sparse", value=0.5 + 0.1 * number))
+    for stage, seconds in (("dense", [90, None]), ("evaluation", [210])):
+        (folders[1].parent / stage).mkdir(exist_ok=True)
+        attempts = [{**attempt, "commit": stage[0], "seconds": number} for number in seconds]
+        (folders[1].parent / stage / "attempts.json").write_text(json.dumps(attempts))
+    write_seeds(folders, tmp_path / "out")
+    text = (tmp_path / "out" / "seeds.md").read_text()
+    assert text.endswith("\n\n- Run 1: 5 minutes on 1 x cpu, commit d, e\n") and "Run 0" not in text
+
+
 def test_too_few(folders, tmp_path):
     for repeated in (folders[:1], [folders[0], folders[0].parent / folders[0].name, folders[1]]):
         with pytest.raises(ValueError, match="at least two different runs, got"):
