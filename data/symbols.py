@@ -7,8 +7,7 @@ name a topic alone or use a word that several topics share, and some are wrong. 
 everything but the kinds.
 
 Training and test pictures use different font files and pen strokes; where fonts share an outline, only what happens to
-it afterwards differs. Everything follows from the arguments of `load` and
-`load_minimal_pairs`, to the bit.
+it afterwards differs. Everything follows from the arguments of `load` and `load_minimal_pairs`, to the bit.
 
     python -m data.symbols --contact-sheet symbols.png
 """
