@@ -1,17 +1,24 @@
 # Everything runs in .venv, which the first target that needs it makes.
 PYTHON ?= python3
 BIN := .venv/bin
-# Threads that wait do not spin: on a machine that does other work too, spinning costs several times the time.
-export OMP_WAIT_POLICY := PASSIVE
 STAMP := .venv/installed
 INTEGRATIONS := .venv/installed-integrations
 # They require much that the parts we use do not, or old versions of it.
 WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
+# What clip-benchmark's command imports, in a folder of its own: with torchvision, transformers would prepare images by
+# it, and the one on PyPI does not go with a CPU build of torch. With NumPy 2.4, its top-5 accuracy fails.
+FOR_CLIP_BENCHMARK := braceexpand==0.1.7 ftfy==6.3.1 numpy==2.3.5 open_clip_torch==3.3.0 pycocoevalcap==1.2 pycocotools==2.0.11 \
+	timm==1.0.31 torchvision==0.29.2 wcwidth==0.9.4 webdataset==1.0.2
 # Of test-transformers.
 TRANSFORMERS ?= 5.17.0
 OTHER := .venv-transformers-$(TRANSFORMERS)
 
-.PHONY: demo test test-integrations test-transformers check style docs bench
+# gradio takes no Pillow 13
+APP := .venv-app
+MODEL ?= runs/demo/clip_moe
+BASELINE ?= training/symbol_clip
+
+.PHONY: app test-app demo test test-integrations test-transformers check style docs bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,12 +28,29 @@ $(STAMP): setup.py constraints.txt
 $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[integrations]"
 	$(BIN)/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/clip-benchmark $(FOR_CLIP_BENCHMARK)
 	touch $(INTEGRATIONS)
 
 demo: $(STAMP)  ## upcycle, train and evaluate the symbol CLIP into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 
-# Two processes, each with whole files: tests of one file share runs of a recipe.
+$(APP)/installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(APP)
+	grep --invert-match '^pillow=' constraints.txt > $(APP)/constraints.txt
+	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app]"
+	touch $@
+
+app: $(APP)/installed  ## a page for a model: make app MODEL=runs/demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
+	$(APP)/bin/python -m evaluation.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
+
+test-app: $(APP)/installed  ## the page in a headless Chromium
+	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app,test]" PyQt6-WebEngine
+	$(APP)/bin/python -m pytest --numprocesses 0 tests/integration/test_app.py
+
+# Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
+# processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
+test test-integrations test-transformers: export OMP_WAIT_POLICY := PASSIVE
+
 test: $(STAMP)  ## all tests that need no GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
@@ -38,6 +62,7 @@ $(OTHER)/installed: setup.py constraints.txt
 	grep --invert-match --regexp '^transformers=' --regexp '^tokenizers=' --regexp '^huggingface_hub=' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --constraint $(OTHER)/constraints.txt --editable ".[integrations]" transformers==$(TRANSFORMERS)
 	$(OTHER)/bin/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
+	$(OTHER)/bin/pip install --quiet --no-deps --upgrade --target $(OTHER)/clip-benchmark $(FOR_CLIP_BENCHMARK)
 	touch $@
 
 test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
@@ -61,3 +86,4 @@ bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.assign
 	$(BIN)/python -m benchmarks.balanced_kmeans
 	$(BIN)/python -m benchmarks.import_time
+	$(BIN)/python -m benchmarks.retrieval

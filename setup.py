@@ -12,7 +12,9 @@ from setuptools import setup
 training = [
     "accelerate>=1.15",
     "datasets>=5.0.1",  # file names in metadata cannot leave their folder
+    "evaluate>=0.4.6",
     "filelock>=4.0",
+    "markdown-it-py>=4.0",
     "matplotlib>=3.9",
     "pillow>=11",
     "psutil>=6.0",
@@ -34,11 +36,12 @@ test = [
     "sentence-transformers>=6.2",
     "tensorboard>=2.18",
 ]
+# The page of evaluation.app. gradio takes no Pillow 13: see the Makefile
+app = [*training, "gradio>=6.31"]
 # clip-benchmark and llava-torch come without their own requirements: see the Makefile
 integrations = [
     *test,
     "diffusers>=0.42",
-    "markdown-it-py>=4.0",
     "onnx>=1.23",
     "onnxruntime>=1.31",
     "onnxscript>=0.7",
@@ -62,5 +65,5 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
     ],
-    extras_require={"training": training, "test": test, "integrations": integrations},
+    extras_require={"training": training, "test": test, "integrations": integrations, "app": app},
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import CLIPModel, PreTrainedConfig, PreTrainedModel
+from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -176,7 +176,7 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
 
 
 def require_loadable(folder: str | Path) -> None:
-    """The model in a folder, dense, sparse or mixed, loads whole, and so does the processor if there is one.
+    """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
 
     Of a mixture, one expert is in memory at a time.
 
@@ -187,6 +187,8 @@ def require_loadable(folder: str | Path) -> None:
         mixture = load_mixture(folder, max_loaded_experts=1)
         for number in range(mixture.num_experts):
             mixture.expert(number)
+    elif load_config(folder).model_type == "llava":
+        load_model(LlavaForConditionalGeneration, folder)
     else:
         load_clip(folder)
     if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
@@ -202,7 +204,7 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
     return {name: value for name, value in config.to_diff_dict().items() if name in known}
 
 
-def sample_inputs(config, seed: int = 0) -> dict[str, Tensor]:
+def sample_inputs(config, seed: int = 0, batch_size: int = 2) -> dict[str, Tensor]:
     """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at.
 
     For the config of a text tower, token ids alone.
@@ -211,10 +213,10 @@ def sample_inputs(config, seed: int = 0) -> dict[str, Tensor]:
     text, inputs = config.get_text_config(), {}
     if text is not config:
         vision = config.vision_config
-        shape = (2, vision.num_channels, vision.image_size, vision.image_size)
+        shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
     last = text.vocab_size - 1
-    input_ids = torch.randint(last, (2, text.max_position_embeddings), generator=generator)
+    input_ids = torch.randint(last, (batch_size, text.max_position_embeddings), generator=generator)
     # transformers pools at the highest token id where eos_token_id is 2, else at the first eos_token_id
     input_ids[:, -1] = last if text.eos_token_id == 2 else min(text.eos_token_id, last)
     return inputs | {"input_ids": input_ids}

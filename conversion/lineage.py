@@ -20,7 +20,11 @@ from conversion.result_schema import require_result
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
 TASK_TYPES = {
     "accuracy": ("zero-shot-image-classification", "Zero-shot image classification"),
+    "mean_per_class_recall": ("zero-shot-image-classification", "Zero-shot image classification"),
+    "mean_of_top1_and_top5": ("zero-shot-image-classification", "Zero-shot image classification"),
+    "roc_auc": ("zero-shot-image-classification", "Zero-shot image classification"),
     "group": ("image-text-matching", "Attribute pairs"),
+    "image": ("image-text-matching", "Attribute pairs"),
     "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
     "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
 }

@@ -3,7 +3,9 @@
 import re
 
 # What would be more than text
-MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)")
+MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)")
+# What would make a line a heading, a quotation, a list or a rule
+BLOCK = re.compile(r"^(\d*)([-+#.)](?=[-+#\s]|$)|>)")
 
 
 def one_line(text: object) -> str:
@@ -14,6 +16,11 @@ def one_line(text: object) -> str:
 def escape(text: object) -> str:
     """As one line that shows it as it is, also in a cell of a table."""
     return MARKUP.sub(r"\\\g<0>", one_line(text))
+
+
+def item(text: object) -> str:
+    """As an item of a list."""
+    return "- " + BLOCK.sub(r"\1\\\2", escape(text))
 
 
 def code(text: object) -> str:

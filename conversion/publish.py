@@ -83,11 +83,7 @@ def build(
     stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
     if stages and not has_file(source, "config.json"):
         raise ValueError(f"{source} holds several models; publish one of {', '.join(stages)} in it")
-    with own_code_only(Path(source)) as copy:
-        model = write_model(copy, folder)
-        write_processor(copy, folder)
-        write_encoder(copy / ENCODER, folder / ENCODER)
-    forget_this_machine(folder)
+    model = copy_model(Path(source), folder)
     left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
     left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
     if left_out:
@@ -110,6 +106,23 @@ def build(
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     render(model.config, lineage, repository, license, base_model).save(folder / "README.md")
     verify(model, folder)
+
+
+def copy_model(source: Path, folder: Path) -> PreTrainedModel:
+    """Write a model, its processor and its encoder of metadata into another folder, and return the model.
+
+    What else lies in its folder, code that is not ours, and what is true on this machine alone stay behind.
+
+    Raises:
+        FileNotFoundError: it has no processor.
+        ValueError: see `own_code_only`, `write_model` and `write_processor`.
+    """
+    with own_code_only(source) as copy:
+        model = write_model(copy, folder)
+        write_processor(copy, folder)
+        write_encoder(copy / ENCODER, folder / ENCODER)
+    forget_this_machine(folder)
+    return model
 
 
 def write_model(source: Path, folder: Path) -> PreTrainedModel:

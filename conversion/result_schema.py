@@ -57,6 +57,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or holds no result.
+        ValueError: it is damaged or a folder, or holds no result.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: name the results in it, as {path}/*.json")
     return require_result(read_json(Path(path)), str(path))

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
-from data.sources import DataArguments, file_stamp, named_images, open_rows, reading, split_files
+from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
 
 # What others say of a fingerprint that is not that of the pairs
@@ -131,6 +131,13 @@ def newest_file(arguments: DataArguments) -> str:
     return max(files, key=os.path.getmtime)
 
 
+def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
+    """The hashes of images, each a path or with `bytes` or a `path`; raises as `content_digests`."""
+    images = [{"path": image} if isinstance(image, str) else image for image in images]
+    in_files = iter(content_digests(image["path"] for image in images if not image.get("bytes")))
+    return [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
+
+
 def content_digests(paths: Iterable[str]) -> list[str]:
     """The hashes of files by size and content, in hexadecimal digits.
 
@@ -173,8 +180,14 @@ def _is_old(path: str) -> bool:
 def _named_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""
-    in_memory = _saved(arguments) is not None or arguments.source.endswith(".json")
     column = arguments.image_column
+    if arguments.source.endswith(".json"):  # conversations may be without an image
+        with reading(arguments):
+            entries = read_entries(arguments)[arguments.taken_rows]
+        names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
+        names = [name for name in names if isinstance(name, str)]
+        return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
+    in_memory = _saved(arguments) is not None
     rows = open_rows(replace(arguments, streaming=not in_memory, in_memory=False))
     if in_memory:
         names = named_images(rows.data.column(column)) if column in rows.column_names else []

@@ -4,12 +4,14 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import PIL.Image
 
+from data.identity import image_digests
 from data.images import read_image
 from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, reading
 from data.worlds import WORLDS
@@ -186,9 +188,11 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         return {"problem": problem, "more_frames": more_frames}
 
     with reading(arguments):
+        files = _named_files(rows, arguments)
         looks = rows.map(
             look,
-            fn_kwargs={"files": _named_files(rows, arguments)},  # part of what the result is cached under
+            fn_kwargs={"files": files},  # part of what the result is cached under
+            cache_file_name=None if rows.cache_files else _cache_file(rows, arguments, files),
             remove_columns=rows.column_names,
             num_proc=arguments.num_workers or None,
             desc="reading all images",
@@ -206,10 +210,35 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
     return rows, len(bad)
 
 
+def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
+    """Rows of the same image as one with all their captions, where the first of them is: apart, they would tie."""
+    batches = rows.select_columns("image").iter(1000)
+    numbers_of: dict[str, list[int]] = {}
+    for number, digest in enumerate(digest for batch in batches for digest in image_digests(batch["image"])):
+        numbers_of.setdefault(digest, []).append(number)
+    if len(numbers_of) == len(rows):
+        return rows
+    captions = list(rows["caption"])
+    merged: list[list[str]] = [[] for _ in captions]
+    for numbers in numbers_of.values():
+        merged[numbers[0]] = [text for number in numbers for text in present_captions(captions[number])]
+    feature = datasets.List(datasets.Value("string"))
+    rows = rows.remove_columns("caption").add_column("caption", merged, feature=feature)
+    return rows.select([numbers[0] for numbers in numbers_of.values()])
+
+
 def _named_files(rows: datasets.Dataset, arguments: DataArguments) -> str:
     """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
     paths = [os.path.join(arguments.image_root or "", name) for name in named_images(rows.data.column("image"))]
     return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
+
+
+def _cache_file(rows: datasets.Dataset, arguments: DataArguments, files: str) -> str:
+    """Where looks at rows in memory are cached: `datasets` finds a place for those of rows in files alone."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "looks"
+    folder.mkdir(parents=True, exist_ok=True)
+    key = datasets.fingerprint.Hasher.hash([rows._fingerprint, arguments.image_root, files])
+    return str(folder / f"{key}.arrow")
 
 
 class StreamReport:

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import re
+import tarfile
 import textwrap
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import datasets
 import pyarrow.parquet
@@ -99,6 +100,12 @@ class DataArguments:
             raise ValueError("skip goes neither with a built-in world nor with streaming")
         return self
 
+    @property
+    def taken_rows(self) -> slice:
+        """Which of a source's rows are left by `skip` and `num_samples`."""
+        start = self.skip or 0
+        return slice(start, None if self.num_samples is None else start + self.num_samples)
+
     def taken(self, pairs: int) -> int:
         """How many of a source's pairs are left by `skip` and `num_samples`."""
         left = max(pairs - (self.skip or 0), 0)
@@ -139,6 +146,8 @@ def reading(arguments: DataArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError) and not is_here(source):
+            raise OSError(f"there is no file or folder {source}: {error}") from error
         if isinstance(error, ValueError | OSError) and source in str(error):
             raise
         cause = error
@@ -193,8 +202,13 @@ def _open(arguments: DataArguments) -> Rows:
     # `datasets` takes file names for patterns
     patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
-    stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for file in files])
-    return datasets.load_dataset(builder, data_files=patterns, split=split, streaming=streaming, description=stamps)
+    options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
+    if builder == "webdataset":
+        options["description"] += " whole"  # older versions kept rows of damaged shards
+        if streaming or not os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir):
+            for file in files:
+                _require_whole(file, streaming)
+    return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
 
 
 def file_stamp(path: str) -> str:
@@ -312,6 +326,27 @@ def _require_same_columns(files: list[str]) -> None:
                 raise ValueError(f"column {name} is {kinds[name]} in {file}, but {kind} in {files[0]}")
 
 
+def _require_whole(file: str, streaming: bool) -> None:
+    """A tar must end as tars do, with zeros up to a full record. Readers take a damaged header for the end, silently.
+
+    All headers are read, but of a stream, which may be of many large shards, only the end: it shows what was cut.
+
+    Raises:
+        ValueError: it does not end so.
+    """
+    end = b""
+    with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:
+        if streaming:
+            tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
+        else:
+            while tar.next() is not None:
+                tar.members = []  # there may be millions
+            tar.fileobj.seek(tar.offset)
+        end = tar.fileobj.read(2 * tarfile.RECORDSIZE + 1)
+    if not 2 * tarfile.BLOCKSIZE <= len(end) <= 2 * tarfile.RECORDSIZE or end.strip(b"\0"):
+        raise ValueError(f"{file} is no tar, or is cut or damaged: copy or download it again")
+
+
 def _require_objects(file: str) -> None:
     """Lines of metadata.jsonl must be JSON objects. Others can kill pyarrow, which reads them, and with it the process.
 
@@ -343,11 +378,14 @@ def _open_saved(arguments: DataArguments) -> Rows:
         rows = rows[arguments.split]
     elif rows.split is not None and str(rows.split) != arguments.split:
         raise ValueError(_no_split(arguments, [rows.split]))
+    elif set("[+") & set(arguments.split):  # such as test[:20], of which all rows would be read
+        raise ValueError(f"{arguments.source} was saved as one split: it has no {arguments.split}; take its name alone")
     return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
-def _open_sharegpt4v(path: Path, arguments: DataArguments) -> Rows:
-    """ShareGPT4V's format: a list of {"image": path, "conversations": [..., {"from": "gpt", "value": caption}]}."""
+def read_entries(arguments: DataArguments) -> list[Any]:
+    """The entries of a .json, from before `skip` and `num_samples`: ShareGPT4V's and LLaVA's are dictionaries."""
+    path = Path(arguments.source)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if arguments.split != "train":
@@ -356,8 +394,13 @@ def _open_sharegpt4v(path: Path, arguments: DataArguments) -> Rows:
         entries = json.load(file)
     if not isinstance(entries, list):
         raise ValueError(f"{path} holds no list of entries, as ShareGPT4V's format is")
+    return entries
+
+
+def _open_sharegpt4v(path: Path, arguments: DataArguments) -> Rows:
+    """ShareGPT4V's format: a list of {"image": path, "conversations": [..., {"from": "gpt", "value": caption}]}."""
     rows = {arguments.image_column: [], arguments.caption_column: []}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(read_entries(arguments)):
         try:
             caption = next(turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
             image = entry["image"]

@@ -2,27 +2,35 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Image
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import CLIPModel
 
 import data.images
 import modeling_clip_moe
 from conversion.checkpoints import load_clip
-from conversion.files import new_file, output_folder
-from conversion.processors import load_processor
+from conversion.files import output_folder
+from conversion.processors import load_processor, require_context_length, require_fit
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
-from data.images import decode_image
+from evaluation import batches as reading
+from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
+from evaluation.kept import KeptEmbeddings
 from modeling_clip_moe import CLIPMoEModel
+
+# Batches that are written together: what a run that is killed loses
+BATCHES_PER_PART = 8
+
+# What makes embeddings of inputs
+Embed = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 class Embedder:
@@ -31,11 +39,16 @@ class Embedder:
     Args:
         model: a folder or hub name of a dense or sparse CLIP.
         processor: a folder or hub name with the processor; default: the model's.
-        cache_dir: where they are kept, under a hash of model, code, settings and what is embedded. None: nowhere.
+        cache_dir: where they are kept, under hashes of model, code and settings, and of what is embedded. What is
+            interrupted goes on from there. Any number of evaluations may share a folder. None: nowhere.
+        num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
+        state: of the processes that share the work through `cache_dir`, and all call the same methods. None: this
+            process works alone.
 
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer or no image processor.
-        ValueError: the batch size is below 1, it is no CLIP, its weights do not fit, embeddings are not finite, or
+        ValueError: the batch size is below 1 or the number of workers below 0, it is no CLIP, its weights do not fit or
+            changed since the embedder was made, the processor is another model's, embeddings are zero or not finite, or
             a kept file of them is damaged.
     """
 
@@ -47,68 +60,116 @@ class Embedder:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         processor: str | Path | None = None,
+        *,
+        num_workers: int | None = None,
+        state: PartialState | None = None,
     ):
-        processor = processor or model
+        processor = processor or model  # of an expert, the mixture's
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        files = [model_fingerprint(str(model), WEIGHTS), model_fingerprint(str(processor), PROCESSOR)]
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers must be 0 or more, got {num_workers}")
+        self.fingerprint = model_fingerprint(str(model), WEIGHTS)
+        files = [self.fingerprint, model_fingerprint(str(processor), PROCESSOR)]
         self.processor = load_processor(processor)
-        self.source, self.cache_dir = model, cache_dir
+        self.source, self.processor_source, self.cache_dir = model, processor, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
+        self.num_workers, self.state = num_workers, state
+        # Whether torchvision is installed decides of which class a folder's image processor is, and how it resizes.
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
-        versions = environment()["versions"]
-        self.key = json.dumps([*files, code_hash(), versions, str(dtype), device.type, batch_size])
+        images, versions = type(self.processor.image_processor).__name__, environment()["versions"]
+        self.key = json.dumps([*files, images, code_hash(), versions, str(dtype), device.type, batch_size])
 
     @cached_property
     def model(self) -> CLIPModel | CLIPMoEModel:
         """Loaded when something is embedded that was not kept."""
-        return load_clip(self.source, dtype=self.dtype).to(self.device)
+        model = load_clip(self.source, dtype=self.dtype)
+        if model_fingerprint(str(self.source), WEIGHTS) != self.fingerprint:
+            raise ValueError(f"{self.source} was changed while it was measured: start again")
+        tokenizer = self.processor.tokenizer
+        require_fit(model.config, self.processor_source, tokenizer, self.processor.image_processor)
+        require_context_length(model.config.text_config, self.processor_source, tokenizer)
+        return model.to(self.device)
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
         """(rows, D) of the images of a column."""
-        rows = rows.select_columns(column)
-        if isinstance(rows.features[column], Image):
-            rows = rows.cast_column(column, Image(decode=False))
-        digest = hashlib.sha256()
-        for row in rows:
-            value = row[column] if isinstance(row[column], dict) else {"path": row[column]}
-            digest.update(value.get("bytes") or Path(value["path"]).read_bytes())
 
-        def embed(start: int) -> torch.Tensor:
-            images = [decode_image(value) for value in rows[start : start + self.batch_size][column]]
-            pixel_values = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
-            return self.model.get_image_features(pixel_values.to(self.device, self.dtype)).pooler_output
+        def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            pixel_values = inputs["pixel_values"].to(self.device, self.dtype)
+            return self.model.get_image_features(pixel_values).pooler_output
 
-        return self._cached(f"images {digest.hexdigest()}", len(rows), embed)
+        batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size)
+        return self._embeddings("images", batches, embed)
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(texts, D) of texts, cut at the tokenizer's `model_max_length`."""
 
-        def embed(start: int) -> torch.Tensor:
-            batch = self.processor.tokenizer(
-                list(texts[start : start + self.batch_size]), padding=True, truncation=True, return_tensors="pt"
-            )
-            inputs = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
             return self.model.get_text_features(**inputs).pooler_output
 
-        return self._cached(f"texts {hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()}", len(texts), embed)
+        return self._embeddings("texts", TextBatches(texts, self.processor.tokenizer, self.batch_size), embed)
 
-    def _cached(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
-        if self.cache_dir is None:
-            return self._embed(content, number, embed)
-        path = self.cache_dir / f"{hashlib.sha256(f'{self.key} {content}'.encode()).hexdigest()[:32]}.safetensors"
-        if path.is_file():
-            try:
-                embeds = load_file(path)["embeds"]
-                if embeds.dtype != np.float32 or embeds.shape[:-1] != (number,) or not np.isfinite(embeds).all():
-                    raise ValueError(f"it holds no {number} embeddings that are finite")
-            except (SafetensorError, KeyError, ValueError) as error:
-                raise ValueError(f"{path} is damaged; delete it, and it is computed again: {error}") from error
-            return embeds
-        embeds = self._embed(content, number, embed)
-        with output_folder(self.cache_dir), new_file(path) as partial:
-            save_file({"embeds": embeds}, partial)
+    def _embeddings(self, what: str, batches: Batches, embed: Embed) -> np.ndarray:
+        if len(batches) == 0:
+            raise ValueError(f"there are no {what} to embed")
+        if self.cache_dir is None:  # every process embeds all
+            numbers = range(len(batches))
+            return np.concatenate([embeds for _, _, embeds in self._computed(what, batches, numbers, embed)])
+        with output_folder(self.cache_dir):
+            kept = KeptEmbeddings(self.cache_dir, self.key, self.batch_size)
+            batches.known = kept.digests()
+            digests = self._gathered(self._compute_share(what, batches, kept, embed))
+            embeds = kept.read(digests)
+            if self.state is not None:
+                self.state.wait_for_everyone()  # all have read the parts
+            if self.state is None or self.state.is_main_process:
+                kept.join(digests, embeds)
         return embeds
+
+    def _compute_share(self, what: str, batches: Batches, kept: KeptEmbeddings, embed: Embed) -> dict[int, str]:
+        """Embed what this process has to, in parts. Returns the digests of its batches by their numbers."""
+        process, processes = (0, 1) if self.state is None else (self.state.process_index, self.state.num_processes)
+        numbers = [number for number in range(len(batches)) if number // BATCHES_PER_PART % processes == process]
+        digests: dict[int, str] = {}
+        part: dict[str, np.ndarray] = {}
+        for number, digest, embeds in self._computed(what, batches, numbers, embed):
+            digests[number] = digest
+            if embeds is not None:
+                part[digest] = embeds
+            if part and (len(part) == BATCHES_PER_PART or number == numbers[-1]):
+                kept.add_part(list(part), list(part.values()))
+                part = {}
+        return digests
+
+    def _gathered(self, digests: dict[int, str]) -> list[str]:
+        """The digests of all batches in their order, from those of each process."""
+        if self.state is not None and self.state.num_processes > 1:
+            digests = dict(gather_object(list(digests.items())))
+        return [digests[number] for number in range(len(digests))]
+
+    @torch.no_grad()
+    def _computed(
+        self, what: str, batches: Batches, numbers: Sequence[int], embed: Embed
+    ) -> Iterator[tuple[int, str, np.ndarray | None]]:
+        """Of each of these batches the number, the digest, and the normalized embeddings unless they are known."""
+        processes, is_main = (1, True) if self.state is None else (self.state.num_processes, self.state.is_main_process)
+        num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
+        description = f"embedding {len(batches.items)} {what}"
+        bar = tqdm(numbers, desc=description, leave=False, disable=not is_main)
+        for number, (digest, inputs) in zip(bar, read_batches(batches, numbers, num_workers), strict=True):
+            yield number, digest, None if inputs is None else self._normalized(what, number, embed(inputs))
+
+    def _normalized(self, what: str, number: int, embeds: torch.Tensor) -> np.ndarray:
+        embeds = torch.nn.functional.normalize(embeds.float().cpu(), dim=-1)
+        lengths = embeds.norm(dim=-1)  # not 1 of what is not finite, or too small or large for its length
+        bad = int((~lengths.isclose(torch.ones(()), atol=1e-3)).sum())
+        if bad:
+            raise ValueError(
+                f"{bad} of the {len(embeds)} {what} in batch {number} have an embedding that is zero or not finite: "
+                f"the weights of {self.source} are damaged, or {self.dtype} is too small for them"
+            )
+        return embeds.numpy()
 
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
         """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""
@@ -124,18 +185,6 @@ class Embedder:
     def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
         """As `evaluation.ensemble.Ensemble.features`."""
         return embeds[0]
-
-    @torch.no_grad()
-    def _embed(self, content: str, number: int, embed: Callable[[int], torch.Tensor]) -> np.ndarray:
-        starts = tqdm(range(0, number, self.batch_size), desc=f"embedding {number} {content.split()[0]}", leave=False)
-        embeds = torch.cat([embed(start).float().cpu() for start in starts])
-        bad = number - int(embeds.isfinite().all(dim=1).sum())
-        if bad:
-            raise ValueError(
-                f"{bad} of {number} {content.split()[0]} have an embedding that is not finite: the weights of "
-                f"{self.source} are damaged, or {self.dtype} is too small for them"
-            )
-        return torch.nn.functional.normalize(embeds, dim=-1).numpy()
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
@@ -158,6 +207,6 @@ def code_hash() -> str:
     """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
     digest = hashlib.sha256()
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    for file in [*model_code, Path(__file__), Path(data.images.__file__)]:
+    for file in [*model_code, Path(__file__), Path(reading.__file__), Path(data.images.__file__)]:
         digest.update(file.read_bytes())
     return digest.hexdigest()

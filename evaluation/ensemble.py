@@ -1,7 +1,9 @@
 """The experts of a mixture, measured together (MoDE)."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ class Ensemble:
 
     Args:
         model: a folder or hub name.
-        cache_dir, batch_size, device, dtype: of `Embedder`.
+        cache_dir, batch_size, device, dtype, reading: of `Embedder`.
         changes: see `require_changes`.
 
     Raises:
@@ -49,21 +51,22 @@ class Ensemble:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         changes: Mapping[str, Any] | None = None,
+        **reading: Any,
     ):
         require_changes(changes or {})
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
-        self.folder, self.device = folder, device
-        self.options = (cache_dir, batch_size, device, dtype)
+        self.folder, self.batch_size, self.device = folder, batch_size, device
         self.router = load_mixture(folder, max_loaded_experts=1, **(changes or {}))
         with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
+        options = cache_dir, batch_size, device, dtype, folder
+        self.experts = [Embedder(folder / name, *options, **reading) for name in self.router.config.experts]
         self._known: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
         """What is computed with every expert, of which one is in memory at a time."""
-        names = self.router.config.experts
-        return [compute(Embedder(self.folder / name, *self.options, processor=self.folder)) for name in names]
+        return [compute(copy(expert)) for expert in self.experts]  # with the copy, the model that it loads goes
 
     def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ("{}",)) -> np.ndarray:
         """(m, n) weights of the n experts' cosine similarities, from m lists of metadata, which have the same number of
@@ -97,10 +100,9 @@ class Ensemble:
         None."""
         if self.router.config.metadata_modality == "text":
             return None
-        batch_size = self.options[1]
         embeds = [
-            self.encoder.encode([decode_image(value) for value in rows[start : start + batch_size][column]])
-            for start in range(0, len(rows), batch_size)
+            self.encoder.encode([decode_image(value) for value in rows[start : start + self.batch_size][column]])
+            for start in range(0, len(rows), self.batch_size)
         ]
         return self.router.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
 
@@ -118,18 +120,26 @@ class Ensemble:
             self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
 
 
-def open_model(model: str | Path, *options, changes: Mapping[str, Any] | None = None) -> Embedder | Ensemble:
+def open_model(
+    model: str | Path, cache_dir: Path | None, *options, changes: Mapping[str, Any] | None = None, **reading: Any
+) -> Embedder | Ensemble:
     """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do, and a
-    ValueError for changes of what is no mixture."""
+    ValueError for changes of what is no mixture, and for embeddings that would be kept in the model's own folder."""
+    folder = os.path.realpath(model)
+    if cache_dir is not None and os.path.isdir(folder) and Path(os.path.realpath(cache_dir)).is_relative_to(folder):
+        raise ValueError(
+            f"{cache_dir} lies in the folder of the model {model}, where embeddings would count as its weights: choose "
+            "a folder outside of it"
+        )
     try:
         mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
     except (OSError, ValueError):
         mixture = False  # `Embedder` says what is wrong
     if mixture:
-        return Ensemble(model, *options, changes=changes)
+        return Ensemble(model, cache_dir, *options, changes=changes, **reading)
     if changes:
         raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
-    return Embedder(model, *options)
+    return Embedder(model, cache_dir, *options, **reading)
 
 
 def require_changes(changes: Mapping[str, Any]) -> None:
@@ -149,6 +159,8 @@ def require_changes(changes: Mapping[str, Any]) -> None:
 
 def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
     """(..., n * D) the embeddings (..., D) of n experts one after the other, each times its weight (..., n)."""
+    if len(embeds) == 1:  # whose weight is 1
+        return embeds[0]
     if weights is not None:
         embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
     return np.concatenate(embeds, axis=-1)

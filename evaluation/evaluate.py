@@ -1,36 +1,44 @@
 """Measure a model.
 
     python -m evaluation.evaluate --model runs/demo/clip_moe --tasks symbols_zero_shot,symbols_pairs --output-dir scores
+    python -m evaluation.evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
     python -m evaluation.evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
 
-Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings.
+Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings. A command that was
+interrupted goes on where it stopped. Several processes share the work:
+
+    accelerate launch -m evaluation.evaluate --model FOLDER ...
 """
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from conversion.files import one_line_errors, output_folder
+from conversion.folders import load_config
 from conversion.provenance import environment, model_fingerprint, weights_fingerprint
+from conversion.recipe_yaml import read_yaml
 from evaluation.embedder import usable_device
 from evaluation.ensemble import CHANGES, open_model
 from evaluation.measures import measure
-from evaluation.results import named_folder, require_free, task_name, write_result
-from evaluation.task import PRIMARY_METRICS
-from evaluation.tasks import (
-    OWN_TASKS,
-    TASKS,
-    Task,
-    add_own_data_options,
-    own_tasks,
-    parse_tasks,
-    require_tasks,
+from evaluation.processes import (
+    first_failure_speaks,
+    joined_processes,
+    launch_cpu_processes,
+    silence_other_processes,
 )
+from evaluation.results import named_folder, require_free, task_name, write_result
+from evaluation.task import Task
+from evaluation.tasks import TASKS_HELP, add_data_options, find_tasks, parse_tasks, wanted_tasks
+from modeling_clip_moe import CLIPMoDEConfig
+
+GO_ON = "run the same command again to go on where it stopped"
 
 
 def evaluate_model(
@@ -43,6 +51,8 @@ def evaluate_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     changes: Mapping[str, Any] | None = None,
+    num_workers: int | None = None,
+    state: PartialState | None = None,
 ) -> list[dict[str, Any]]:
     """Measure a model on tasks; each result is also written to `output_dir/TASK--NAME.json`.
 
@@ -52,6 +62,7 @@ def evaluate_model(
         name: what the model is called in reports; default: its folder's or repository's name.
         device: default: the accelerator, if there is one.
         changes: what a mixture is measured with in place of its own configuration, see `require_changes`.
+        num_workers, state: see `Embedder`. Of several processes, the main one alone writes results.
 
     Returns:
         One result a task: the metrics and all it takes to know what they mean.
@@ -59,11 +70,13 @@ def evaluate_model(
     Raises:
         OSError: the output folder cannot be made.
         ValueError: a device that cannot compute, an empty name, or a result of other weights, another dtype, another
-            protocol or other changes under the same name; else as `evaluation.ensemble.open_model`.
+            protocol or other changes under the same name, or of another batch size where scores depend on it; else as
+            `evaluation.ensemble.open_model`.
     """
     set_seed(0)
     name, output_dir, device = _model_name(model, name), Path(output_dir), usable_device(device)
-    opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes)
+    reading = {"num_workers": num_workers, "state": state}
+    opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
     of_model = {
         "source": str(model),
         "fingerprint": model_fingerprint(str(model)),
@@ -72,30 +85,41 @@ def evaluate_model(
         "device": device.type,
         "batch_size": batch_size,
         "seed": 0,
+        **({"depends_on_batch": True} if _depends_on_batch(model) else {}),
         **({"changes": dict(changes)} if changes else {}),
     }
-    names = {
-        key: {"model": name, "task": task_name(key, task.data), "protocol": task.protocol}
-        for key, task in tasks.items()
-    }
-    for of_task in names.values():  # before the work
-        require_free(of_task | of_model, output_dir)
+    names = {}
+    for key, task in tasks.items():  # before the work
+        names[key] = {"model": name, "task": task_name(key, task.data), "protocol": task.protocol}
+        require_free(names[key] | {"data": task.data} | of_model, output_dir)
     results = []
     with output_folder(output_dir):
         for key, task in tasks.items():
             result = names[key] | {"title": task.title, "data": task.data, **measure(task, opened)}
-            result |= {"primary": PRIMARY_METRICS[task.kind], **of_model, **environment()}
-            write_result(result, output_dir)
+            result |= {"primary": task.primary, **of_model, **environment()}
+            if state is None or state.is_main_process:
+                write_result(result, output_dir)
             results.append(result)
     return results
 
 
+def _depends_on_batch(model: str | Path) -> bool:
+    """Whether experts have a capacity, so that what else is in a batch counts."""
+    config = load_config(model)
+    configs = [load_config(model, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
+    towers = [getattr(one, tower, None) for one in configs for tower in ("text_config", "vision_config")]
+    return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)
+
+
 def _change(text: str) -> tuple[str, Any]:
-    """The type of an argument NAME=VALUE, whose value is read as YAML."""
+    """The type of an argument NAME=VALUE, whose value is read as that of a recipe."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
-    return name, yaml.safe_load(value)
+    try:
+        return name, read_yaml(value, name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(" ".join(str(error).split())) from error
 
 
 def _model_name(model: str | Path, name: str | None) -> str:
@@ -113,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--model", required=True, help="folder or hub name of a CLIPModel, CLIPMoEModel or CLIPMoDEModel"
     )
-    parser.add_argument("--tasks", required=True, help=f"{', '.join(TASKS)}; or with --dataset: {', '.join(OWN_TASKS)}")
+    parser.add_argument("--tasks", required=True, nargs="+", help=TASKS_HELP)
     parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
     parser.add_argument("--batch-size", type=int, default=64)
@@ -127,26 +151,32 @@ def main(argv: list[str] | None = None) -> None:
         help=f"of a mixture, in place of its own configuration: {', '.join(CHANGES)}",
     )
     parser.add_argument("--device", help="default: the accelerator, if there is one")
-    add_own_data_options(parser)
+    parser.add_argument(
+        "--num-workers", type=int, help="that read images (default: none for a few small ones, else up to 8)"
+    )
+    add_data_options(parser)
     args = parser.parse_args(argv)
-    with one_line_errors():
-        names = parse_tasks(args.tasks)
-        require_tasks(names, [*TASKS, *OWN_TASKS])
-        tasks = TASKS | own_tasks(names, args)
+    silence_other_processes()
+    with one_line_errors(GO_ON), first_failure_speaks():
+        state = joined_processes(args.device)
+        wanted = wanted_tasks(parse_tasks(" ".join(args.tasks)), args)
         results = evaluate_model(
             args.model,
-            {name: tasks[name] for name in names},
+            find_tasks(wanted, args.data_root, args.num_workers),
             args.output_dir,
             name=args.name,
             batch_size=args.batch_size,
-            device=args.device,
+            device=args.device if state is None else state.device,
             dtype=getattr(torch, args.dtype),
             changes=dict(args.change),
+            num_workers=args.num_workers,
+            state=state,
         )
-    for result in results:
+    for result in results if state is None or state.is_main_process else []:
         numbers = ", ".join(f"{metric} {value:.1%}" for metric, value in result["metrics"].items())
         print(f"{result['task']} ({result['num_samples']} samples, {result['num_skipped']} skipped): {numbers}")
 
 
 if __name__ == "__main__":
+    launch_cpu_processes("evaluation.evaluate", ["-m", "evaluation.evaluate", *sys.argv[1:]])
     main()

@@ -4,42 +4,47 @@
 
 Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
 1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone
-has the weight that the experts of a token have together in the routed model. OUTPUT_DIR gets `experts.json`, the table
-`experts.md`, the share of tokens per expert and layer, `routing.png` (CLIP-MoE Figure 3), and of a model with fusion
-gates how much of the base FFN each layer keeps, `gates.png`; both over all tokens, and at the tokens that reach the
-output, which are class tokens and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales
-that `python -m conversion.dense --scale` takes.
+has the weight that the experts of a token have together in the routed model.
+
+OUTPUT_DIR gets the tables `experts.md` with the same as `experts.json`, and pictures:
+
+    routing.png         the share of the tokens per expert and layer (CLIP-MoE Figure 3)
+    coactivation.png    how often two experts compute the same token, where a token has several
+    agreement.png       whether experts embed alike: linear CKA of the embeddings of each expert alone
+    gates.png           how much of the base FFN each layer keeps, of a model with fusion gates
+    patches.png         the expert of every patch of some images, in one layer
+    expert_patches.png  the patches that each expert is surest to get, in that layer (CLIP-UP Figure 11)
+    expert_words.png    the words that each expert computes most, in one layer
+
+Shares, entropies and gates are given over all tokens, and at the tokens that reach the output, which are class tokens
+and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales that `python -m conversion.dense
+--scale` takes.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
+from datasets import Dataset
 
-from conversion.files import new_file, one_line_errors, output_folder, write_text
+from conversion.files import one_line_errors
 from conversion.provenance import environment, weights_fingerprint
+from data.images import decode_image
+from evaluation.agreement import agreement
 from evaluation.embedder import Embedder, usable_device
+from evaluation.experts_page import ByLayer, Findings, Routing, write_findings
 from evaluation.measures import measure
+from evaluation.page_folder import require_free_page
+from evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, top_words
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
-from evaluation.routing import (
-    POOLED_TOKEN,
-    GateMean,
-    RouterCounts,
-    average_gates,
-    chosen_experts,
-    count_tokens,
-    draw_gates,
-    draw_shares,
-)
-from evaluation.tasks import TASKS, Task, find_tasks, loaded_once, parse_tasks
+from evaluation.routing import GateMean, RouterCounts, average_gates, chosen_experts, count_tokens
+from evaluation.tasks import TASKS_HELP, Task, add_data_options, find_tasks, loaded_once, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoEModel
 
 ROUTED, EXPERT = "routed", "expert"
@@ -47,30 +52,56 @@ EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
     "layer, the sum of the weights that the router gives, which is 1 where they are normalized."
 )
+# Of the images and of the texts, by which the agreement of experts is computed
+MOST_EMBEDDINGS = 10_000
 
 
 # Name of a task or of a column of the table -> ...
 ByTask = dict[str, dict[str, float]]
 ByColumn = dict[str, ByTask]
-# tower ("text", "vision") -> layer, from 0 -> ...
-ByLayer = dict[str, dict[int, Any]]
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What routers and fusion gates did with all tokens of the tasks, and with those that reach the output.
+class _Witness(Embedder):
+    """An embedder that remembers what it embedded, and the embeddings."""
 
-    Args:
-        shares, output_shares: tower -> layer -> the share of the tokens that each expert computed.
-        gates, output_gates: tower -> layer -> the mean share of the base FFN, where there are fusion gates.
-        scales: tower -> layer -> the mean weight of a token's experts together, where that is not always 1.
-    """
+    def __init__(self, *options):
+        super().__init__(*options)
+        self.forget()
 
-    shares: ByLayer
-    output_shares: ByLayer
-    gates: ByLayer
-    output_gates: ByLayer
-    scales: ByLayer
+    def forget(self) -> None:
+        self.columns: list[tuple[Dataset, str]] = []
+        self.seen_texts: dict[str, None] = {}
+        self._embeds: dict[str, list[np.ndarray]] = {"images": [], "texts": []}
+
+    def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
+        embeds = super().images(rows, column)
+        self.columns.append((rows, column))
+        self._embeds["images"].append(embeds)
+        return embeds
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        embeds = super().texts(texts)
+        self.seen_texts |= dict.fromkeys(texts)
+        self._embeds["texts"].append(embeds)
+        return embeds
+
+    def embeds(self) -> dict[str, np.ndarray]:
+        """Of images and of texts, if there are some (rows, D), from all parts of what was seen."""
+        whole = {what: np.concatenate(parts) for what, parts in self._embeds.items() if parts}
+        return {what: embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for what, embeds in whole.items()}
+
+    def some_images(self) -> list:
+        """From all parts of what was seen."""
+        places = [(rows, column, index) for rows, column in self.columns for index in range(len(rows))]
+        return [decode_image(rows[index][column]) for rows, column, index in _spread(places, NUM_IMAGES)]
+
+    def some_texts(self) -> list[str]:
+        return _spread(list(self.seen_texts), NUM_TEXTS)
+
+
+def _spread(items: Sequence[Any], number: int) -> list[Any]:
+    """So many of the items, or all, at equal distances."""
+    return [items[index] for index in np.linspace(0, len(items) - 1, min(number, len(items))).astype(int)]
 
 
 def analyze_experts(
@@ -79,6 +110,7 @@ def analyze_experts(
     output_dir: str | Path,
     *,
     num_experts_per_tok: Sequence[int] = (),
+    layers: Mapping[str, int] | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
@@ -88,6 +120,7 @@ def analyze_experts(
         model: a folder or hub name of a `CLIPMoEModel`.
         tasks: name -> task; see `evaluation.tasks.find_tasks`.
         num_experts_per_tok: numbers of experts a token to try, beside the model's own.
+        layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.
 
     Returns:
         The table: a row a metric, a column an expert, in percent; the best of a row is bold. Below it, how an expert is
@@ -95,43 +128,110 @@ def analyze_experts(
 
     Raises:
         ValueError: a model without sparse layers or whose towers differ in their number of experts, or whose sparse
-            text tower sees no text of the tasks; else as `evaluation.embedder.Embedder`.
+            text tower sees no text of the tasks; a layer that is not sparse; a folder with a page of other weights,
+            tasks or settings; else as `evaluation.embedder.Embedder`.
     """
     set_seed(0)
     tasks, output_dir = loaded_once(tasks), Path(output_dir)
-    embedder = Embedder(model, None, batch_size, usable_device(device))
+    embedder = _Witness(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
     _require_texts(tasks, embedder.model)
+    layers = _layers_to_draw(embedder.model, layers or {})
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
             pass  # an impossible number is an error before the work
-    metrics = _measure_alone(tasks, embedder, num_experts) | _measure_numbers(tasks, embedder, num_experts_per_tok)
+    settings = _identity(model, tasks) | {"num_experts_per_tok": list(num_experts_per_tok)}
+    settings |= {"layers": layers, "batch_size": batch_size}
+    require_free_page(output_dir, "experts", settings)
+    metrics, embeds = _measure_alone(tasks, embedder, num_experts)
+    metrics |= _measure_numbers(tasks, embedder, num_experts_per_tok)
+    embedder.forget()
     metrics[ROUTED], routing = _measure_routed(tasks, embedder)
+    embeds[ROUTED] = embedder.embeds()
     table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
-    result = {
+    findings = Findings(
+        table=table,
+        title=f"% of the tokens computed by each expert: {', '.join(tasks)}",
+        routing=routing,
+        agreement={
+            what: agreement({column: of_column[what] for column, of_column in embeds.items()})
+            for what in embeds[ROUTED]
+        },
+        layers=layers,
+        capacity_groups=_capacity_groups(embedder.model, batch_size),
+        num_embeddings={what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
+        **_drawn(embedder, layers),
+    )
+    write_findings(output_dir, findings, _result(metrics, findings), settings)
+    return table
+
+
+def _identity(model: str | Path, tasks: Mapping[str, Task]) -> dict[str, Any]:
+    """What is measured."""
+    return {
         "source": str(model),
         "weights": weights_fingerprint(str(model)),
         "protocols": {name: task.protocol for name, task in tasks.items()},
+    }
+
+
+def _result(metrics: ByColumn, findings: Findings) -> dict[str, Any]:
+    """What `experts.json` holds beside the settings."""
+    return {
         "expert_protocol": EXPERT_PROTOCOL,
-        "metrics": {task: {column: by_task[task] for column, by_task in metrics.items()} for task in tasks},
-        **dataclasses.asdict(routing),
+        "metrics": {task: {column: of[task] for column, of in metrics.items()} for task in metrics[ROUTED]},
+        **dataclasses.asdict(findings.routing),
+        "agreement": findings.agreement,
+        "words": findings.words,
+        "capacity_groups": findings.capacity_groups,
+        "num_embeddings": findings.num_embeddings,
         **environment(),
     }
-    _write(output_dir, table, routing, result, title=f"% of the tokens computed by each expert: {', '.join(tasks)}")
-    return table
+
+
+def _layers_to_draw(model: CLIPMoEModel, layers: Mapping[str, int]) -> dict[str, int]:
+    """tower -> layer, of the sparse towers."""
+    sparse = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in ("text", "vision")}
+    for tower, layer in layers.items():
+        if layer not in sparse[tower]:
+            known = ", ".join(map(str, sparse[tower])) or "none"
+            raise ValueError(f"layer {layer} of the {tower} tower cannot be drawn: its sparse layers are {known}")
+    return {tower: layers.get(tower, max(of_tower)) for tower, of_tower in sparse.items() if of_tower}
+
+
+def _capacity_groups(model: CLIPMoEModel, batch_size: int) -> dict[str, int]:
+    """tower -> how many images or texts share the capacity of training, in batches of this size."""
+    configs = {tower: getattr(model.config, f"{tower}_config") for tower in ("text", "vision")}
+    return {tower: min(config.capacity_group_size or batch_size, batch_size) for tower, config in configs.items()}
+
+
+def _drawn(embedder: _Witness, layers: Mapping[str, int]) -> dict[str, Any]:
+    """What these layers do with some of the images and texts that were measured."""
+    images, texts = embedder.some_images(), embedder.some_texts()
+    words = None
+    if "text" in layers and texts:
+        words = top_words(route_texts(embedder, texts, layers["text"]), embedder.processor.tokenizer)
+    return {
+        "routed_images": route_images(embedder, images, layers["vision"]) if "vision" in layers and images else None,
+        "words": words,
+    }
 
 
 def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
     return {name: measure(task, embedder)["metrics"] for name, task in tasks.items()}
 
 
-def _measure_alone(tasks: Mapping[str, Task], embedder: Embedder, num_experts: int) -> ByColumn:
-    """The metrics of each expert, which gets all tokens."""
-    metrics = {}
+def _measure_alone(
+    tasks: Mapping[str, Task], embedder: _Witness, num_experts: int
+) -> tuple[ByColumn, dict[str, dict[str, np.ndarray]]]:
+    """The metrics of each expert, which gets all tokens, and its embeddings."""
+    metrics, embeds = {}, {}
     for expert in range(num_experts):
+        embedder.forget()
         with embedder.model.force_expert(expert):
             metrics[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
-    return metrics
+        embeds[f"{EXPERT} {expert}"] = embedder.embeds()
+    return metrics, embeds
 
 
 def _measure_numbers(tasks: Mapping[str, Task], embedder: Embedder, num_experts_per_tok: Sequence[int]) -> ByColumn:
@@ -153,59 +253,24 @@ def _measure_routed(tasks: Mapping[str, Task], embedder: Embedder) -> tuple[ByTa
         average_gates(model, at_output=True) as output_gates,
     ):
         metrics = _measure_all(tasks, embedder)
-    unnormalized = {
-        tower: layers for tower, layers in counts.items() if not getattr(model.config, f"{tower}_config").norm_topk_prob
-    }
+    configs = {tower: getattr(model.config, f"{tower}_config") for tower in counts}
+    unnormalized = {tower: layers for tower, layers in counts.items() if not configs[tower].norm_topk_prob}
+    limited = {tower: layers for tower, layers in counts.items() if configs[tower].capacity_factor is not None}
     routing = Routing(
         shares=_by_layer(counts, lambda counter: counter.shares().tolist()),
         output_shares=_by_layer(output_counts, lambda counter: counter.shares().tolist()),
+        share_entropy=_by_layer(counts, RouterCounts.share_entropy),
+        output_share_entropy=_by_layer(output_counts, RouterCounts.share_entropy),
+        entropy=_by_layer(counts, RouterCounts.mean_entropy),
+        output_entropy=_by_layer(output_counts, RouterCounts.mean_entropy),
+        coactivation=_by_layer(counts, lambda counter: counter.coactivation().tolist()),
+        dropped=_by_layer(counts, RouterCounts.dropped),
+        overflowing=_by_layer(limited, RouterCounts.overflowing),
         gates=_by_layer(gates, GateMean.mean),
         output_gates=_by_layer(output_gates, GateMean.mean),
         scales=_by_layer(unnormalized, RouterCounts.mean_weight),
     )
     return metrics, routing
-
-
-def _write(output_dir: Path, table: str, routing: Routing, result: dict[str, Any], title: str) -> None:
-    """All files, or none of them."""
-    with output_folder(output_dir), ExitStack() as files:
-        picture = files.enter_context(new_file(output_dir / "routing.png"))
-        draw_shares(routing.shares, routing.output_shares, picture, title)
-        if routing.gates:
-            picture = files.enter_context(new_file(output_dir / "gates.png"))
-            draw_gates(routing.gates, routing.output_gates, picture)
-        page = files.enter_context(new_file(output_dir / "experts.md"))
-        page.write_text(_page(table, routing), encoding="utf-8")
-        write_text(output_dir / "experts.json", json.dumps(result, indent=2))
-
-
-def _page(table: str, routing: Routing) -> str:
-    rows = [
-        [tower, str(layer), tokens, *(f"{share:.1%}" for share in shares)]
-        for tower, of in routing.shares.items()
-        for layer in of
-        for tokens, shares in (("all", of[layer]), (POOLED_TOKEN[tower], routing.output_shares[tower][layer]))
-    ]
-    experts = [f"computed by expert {number}" for number in range(len(rows[0]) - 3)]
-    shares = markdown_table(["tower", "layer", "tokens", *experts], rows)
-    sections = ["# Experts", table, shares, "![routing](routing.png)"]
-    if routing.scales:
-        rows = [
-            [tower, str(layer), f"{scale:.3f}"] for tower, of in routing.scales.items() for layer, scale in of.items()
-        ]
-        sections += [
-            markdown_table(["tower", "layer", "mean weight of the experts of a token together"], rows),
-            "`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.",
-        ]
-    if routing.gates:
-        rows = [
-            [tower, str(layer), f"{gate:.1%}", f"{routing.output_gates[tower][layer]:.1%}"]
-            for tower, of in routing.gates.items()
-            for layer, gate in of.items()
-        ]
-        header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
-        sections += [markdown_table(header, rows), "![fusion gates](gates.png)"]
-    return "\n\n".join(sections) + "\n"
 
 
 def _by_layer(counts: ByLayer, value: Callable[[Any], Any]) -> ByLayer:
@@ -256,20 +321,25 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m evaluation.experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
-    parser.add_argument("--tasks", required=True, help=", ".join(TASKS))
+    parser.add_argument("--tasks", required=True, nargs="+", help=TASKS_HELP)
     parser.add_argument("--output-dir", required=True, type=named_folder)
     parser.add_argument(
         "--num-experts-per-tok", type=int, nargs="+", default=[], metavar="K", help="other numbers of experts a token"
     )
+    parser.add_argument("--text-layer", type=int, metavar="N", help="whose words are drawn (default: the last sparse)")
+    parser.add_argument("--vision-layer", type=int, metavar="N", help="whose patches are drawn")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--device", help="default: the accelerator, if there is one")
+    add_data_options(parser)
     args = parser.parse_args(argv)
+    layers = {"text": args.text_layer, "vision": args.vision_layer}
     with one_line_errors():
         table = analyze_experts(
             args.model,
-            find_tasks(parse_tasks(args.tasks)),
+            find_tasks(wanted_tasks(parse_tasks(" ".join(args.tasks)), args), args.data_root),
             args.output_dir,
             num_experts_per_tok=args.num_experts_per_tok,
+            layers={tower: layer for tower, layer in layers.items() if layer is not None},
             batch_size=args.batch_size,
             device=args.device,
         )

@@ -28,7 +28,8 @@ def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
     rows, num_skipped = task.load()
     images, classes = _zero_shot_embeds(task, rows, model)
     weights, of_images = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
-    metrics = zero_shot_metrics(concatenate(images, of_images), concatenate(classes, weights), _labels(task, rows))
+    embeds = concatenate(images, of_images), concatenate(classes, weights)
+    metrics = zero_shot_metrics(*embeds, _labels(task, rows), task.metrics)
     return _result(model, metrics, len(rows), num_skipped, {"classes": weights, "images": of_images})
 
 
@@ -95,7 +96,8 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
     sides = [model.image_weights(rows, f"image_{side}") for side in range(2)]
     of_images = None if sides[0] is None else np.stack(sides, axis=1)
     embeds = concatenate(images, of_images), concatenate(texts, weights[:, None])
-    metrics = pair_metrics(*embeds, list(rows["attribute"]))
+    attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
+    metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
     return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images})
 
 
@@ -120,10 +122,20 @@ MEASURES = {
     "pairs": measure_pairs,
     "linear_probe": measure_linear_probe,
 }
+# Kind of task -> its metrics, of which some data sets lack some. A slash and a group or an attribute may follow.
+METRICS = {
+    "zero_shot": ("accuracy", "accuracy_top5", "mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc"),
+    "zero_shot_groups": ("accuracy",),
+    "retrieval": tuple(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+    "pairs": ("text", "image", "group"),
+    "linear_probe": ("accuracy", "mean_per_class_recall"),
+}
 
 
 def _labels(task: Task, rows: Dataset) -> np.ndarray:
     """(rows,) the number of each row's class."""
+    if "label" in rows.column_names:
+        return np.array(rows["label"])
     number_of_class = {name: number for number, name in enumerate(task.classes)}
     return np.array([number_of_class[name] for name in rows["caption"]])
 

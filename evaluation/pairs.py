@@ -1,11 +1,19 @@
 """Pairs of captioned images that differ in one attribute: does the model see it?"""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
-from evaluation.retrieval import TIE
+from .retrieval import TIE  # relative, since evaluation.metrics takes both files along
 
 
-def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: list[str]) -> dict[str, float]:
+def pair_metrics(
+    image_embeds: np.ndarray,
+    text_embeds: np.ndarray,
+    attributes: Sequence[str] | None,
+    score: Literal["text", "image", "group"] = "group",
+) -> dict[str, float]:
     """Winoground's three scores (Thrush et al. 2022, equations 1 to 3); `image` is MMVP-VLM's (Tong et al. 2024).
 
     Of a pair, `text` asks that each image is closer to its own caption than to the other, `image` that each caption is
@@ -13,19 +21,21 @@ def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: 
 
     Args:
         image_embeds, text_embeds: (pairs, 2, D), normalized.
-        attributes: (pairs,), what differs in each.
+        attributes: (pairs,), what differs in each; None: it is not known.
+        score: that is also told for each attribute.
 
     Returns:
-        The shares `text`, `image` and `group` of all pairs, and `group/ATTRIBUTE` of those that differ in it.
+        The shares `text`, `image` and `group` of all pairs, and `SCORE/ATTRIBUTE` of those that differ in it.
 
     Raises:
         ValueError: the numbers of pairs differ, there is none, or an embedding is not finite.
     """
-    if not len(image_embeds) == len(text_embeds) == len(attributes):
+    num_attributes = len(image_embeds) if attributes is None else len(attributes)
+    if not len(image_embeds) == len(text_embeds) == num_attributes:
         raise ValueError(
-            f"{len(image_embeds)} pairs of images, {len(text_embeds)} of captions and {len(attributes)} attributes"
+            f"{len(image_embeds)} pairs of images, {len(text_embeds)} of captions and {num_attributes} attributes"
         )
-    if not attributes:
+    if not len(image_embeds):
         raise ValueError("there are no pairs to score")
     if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
         raise ValueError("image_embeds and text_embeds must be finite")
@@ -34,8 +44,8 @@ def pair_metrics(image_embeds: np.ndarray, text_embeds: np.ndarray, attributes: 
     other_text = similarity[:, [0, 1], [1, 0]]  # of each image
     other_image = similarity[:, [1, 0], [0, 1]]  # of each text
     text, image = (own > other_text + TIE).all(axis=1), (own > other_image + TIE).all(axis=1)
-    group = text & image
-    metrics = {"text": float(text.mean()), "image": float(image.mean()), "group": float(group.mean())}
-    for attribute in sorted(set(attributes)):
-        metrics[f"group/{attribute}"] = float(group[np.array(attributes) == attribute].mean())
+    scores = {"text": text, "image": image, "group": text & image}
+    metrics = {name: float(found.mean()) for name, found in scores.items()}
+    for attribute in sorted(set(() if attributes is None else attributes)):
+        metrics[f"{score}/{attribute}"] = float(scores[score][np.array(attributes) == attribute].mean())
     return metrics

@@ -1,4 +1,4 @@
-"""Results side by side: a markdown table and a picture.
+"""Results side by side: tables as markdown and as one HTML page, and a chart.
 
 python -m evaluation.report scores/*.json --output-dir scores
 """
@@ -7,7 +7,7 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import matplotlib
 import numpy as np
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
-from conversion.markdown import escape, one_line
+from conversion.markdown import escape, item, one_line
 from conversion.result_schema import read_result, require_result
+from evaluation.html_page import html_page
 from evaluation.results import named_folder
 
 matplotlib.use("Agg")
@@ -26,7 +27,7 @@ Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
-SAME_FOR_MODEL = ("weights", "dtype", "changes")
+SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
@@ -34,20 +35,19 @@ MAX_WIDTH, MAX_HEIGHT = 60, 20
 
 
 def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
-    """Write `report.md` and `report.png`.
+    """Write `report.md`, `report.png` and `report.html`, which holds both.
 
     Args:
         results: of `evaluation.evaluate.evaluate_model`, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
 
     Returns:
-        The table: a row a model, a column a task and primary metric, in percent.
+        The table: a row a model, a column a task and primary metric, in percent; blank where there is no result.
 
     Raises:
         OSError: the folder cannot be made.
-        ValueError: there are no results, two of one model and task, tasks that a model lacks, a score that is not
-            finite, results of one task with different data, protocols, numbers of samples or metrics, or of one model
-            with different weights.
+        ValueError: there are no results, two of one model and task, a score that is not finite, results of one task
+            with different data, protocols, numbers of samples or metrics, or of one model with different weights.
     """
     table = arrange(results)
     if baseline is not None and baseline not in table:
@@ -55,11 +55,21 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     summary = _summary(table, baseline)
     sections = ["# Evaluation", summary, "![scores](report.png)", "## All metrics", _all_metrics(table)]
     sections += ["## How it was measured", _protocols(table)]
+    columns = primary_columns(of_tasks(table))
+    scores = {model: [_score(row, *column) for column in columns] for model, row in table.items()}
     output_dir = Path(output_dir)
     with output_folder(output_dir), new_file(output_dir / "report.png") as picture:
-        _draw(table, picture)
-        write_text(output_dir / "report.md", "\n\n".join(sections))
+        draw_scores(list(columns.values()), scores, picture)
+        write_page(output_dir / "report", "\n\n".join(sections), {"report.png": picture})
     return summary
+
+
+def write_page(path: Path, markdown: str, pictures: Mapping[str, Path]) -> None:
+    """Write a text as `path.md`, and with its pictures as `path.html`."""
+    title = " ".join(part.name for part in (path.resolve().parent, path))
+    with new_file(path.with_suffix(".html")) as page:
+        page.write_text(html_page(markdown, pictures, title), encoding="utf-8")
+        write_text(path.with_suffix(".md"), markdown)
 
 
 def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
-    """model -> task -> result, whole and comparable. Raises as `write_report`."""
+    """model -> task -> result, of the tasks that a model was measured on. Raises as `write_report`."""
     results = [_read(result) for result in results]
     if not results:
         raise ValueError("there are no results to report")
@@ -101,18 +111,35 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
                 f"{model!r} has results of different models: {key} is {one.get(key)!r} on {one['task']} but "
                 f"{other.get(key)!r} on {other['task']}; measure it again, or give them different names"
             )
-        missing = sorted(set(first) - set(row))
+    return {model: {task: row[task] for task in first if task in row} for model, row in table.items()}
+
+
+def require_whole(table: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Raises a ValueError if a model of `arrange` lacks a task."""
+    tasks = {task for row in table.values() for task in row}
+    for model, row in table.items():
+        missing = sorted(tasks - set(row))
         if missing:
             raise ValueError(
-                f"{model!r} has no result on {', '.join(missing)}: measure it, or report fewer tasks or models"
+                f"{model!r} has no result on {', '.join(missing)}: measure it, or leave out these tasks or this model"
             )
-    return {model: {task: row[task] for task in first} for model, row in table.items()}
+
+
+def of_tasks(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """task -> the result of the first model that has one, for what all results of a task share."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in table.values():
+        found |= {task: result for task, result in row.items() if task not in found}
+    return found
 
 
 def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
-    """Whether results disagree in what both have; where one has no changes, there were none."""
+    """Whether results disagree in what both have. Where one has no changes, there were none; the batch size counts
+    where scores depend on it."""
     if key == "changes":
         return (result.get(key) or {}) != (other.get(key) or {})
+    if key == "batch_size" and not (result.get("depends_on_batch") or other.get("depends_on_batch")):
+        return False
     return key in result and key in other and result[key] != other[key]
 
 
@@ -146,40 +173,41 @@ def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str
 
 
 def _summary(table, baseline: str | None) -> str:
-    columns = primary_columns(next(iter(table.values())))
+    columns = primary_columns(of_tasks(table))
     rows = []
     for model, row in table.items():
         cells = []
         for task, metric in columns:
-            value = row[task]["metrics"][metric]
-            cell = f"{value:.1%}"
-            if baseline not in (None, model):
-                cell += f" ({100 * (value - table[baseline][task]['metrics'][metric]):+.1f})"
-            cells.append(cell)
+            value = _score(row, task, metric)
+            cell = "" if value is None else f"{value:.1%}"
+            other = None if baseline in (None, model) else _score(table[baseline], task, metric)
+            cells.append(cell if None in (value, other) else f"{cell} ({100 * (value - other):+.1f})")
         rows.append([model, *cells])
     return markdown_table(["model", *columns.values()], rows)
 
 
+def _score(row: dict[str, dict[str, Any]], task: str, metric: str) -> float | None:
+    return row[task]["metrics"][metric] if task in row else None
+
+
 def _all_metrics(table) -> str:
-    row = next(iter(table.values()))
-    keys = [(task, metric) for task, result in row.items() for metric in result["metrics"]]
-    rows = [
-        [f"{task}: {metric}", *(f"{table[m][task]['metrics'][metric]:.1%}" for m in table)] for task, metric in keys
-    ]
+    rows = []
+    for task, metric in ((task, metric) for task, result in of_tasks(table).items() for metric in result["metrics"]):
+        values = (_score(row, task, metric) for row in table.values())
+        rows.append([f"{task}: {metric}", *("" if value is None else f"{value:.1%}" for value in values)])
     return markdown_table(["metric", *table], rows)
 
 
 def _protocols(table) -> str:
-    row = next(iter(table.values()))
     lines = [
         f"{task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
-        for task, result in row.items()
+        for task, result in of_tasks(table).items()
     ]
     for model, results in table.items():
         for result in results.values():
             line = f"{model}: {result['source']}, {result['dtype']}, {computed_with(result)}"
             lines += [line] if line not in lines else []
-    return "\n".join(f"- {escape(line)}" for line in lines)
+    return "\n".join(map(item, lines))
 
 
 def computed_with(result: dict[str, Any]) -> str:
@@ -205,21 +233,36 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(formatted)
 
 
-def _draw(table, path: Path) -> None:
-    columns = primary_columns(next(iter(table.values())))
-    positions, width = np.arange(len(columns)), 0.8 / len(table)
-    models = [plot_text(model) for model in table]
+def draw_scores(
+    columns: Sequence[str],
+    scores: Mapping[str, Sequence[float | None]],
+    path: Path,
+    spreads: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """A group of bars for each column, with a bar for each model.
+
+    Args:
+        scores: model -> a share from 0 to 1 for each column; None where there is none.
+        spreads: model -> half the length of each bar's error bar.
+    """
+    positions, width = np.arange(len(columns)), 0.8 / len(scores)
+    models = [plot_text(model) for model in scores]
     # Room for a name, and for a number above each bar
     name_width = 0.7 + 0.09 * max(map(len, models))
-    figure_width = min(MAX_WIDTH, max(name_width, len(columns) * max(1.6, 0.34 * len(table)) + 1))
-    names_a_line = min(5, len(table), int(figure_width / name_width))
-    name_lines = math.ceil(len(table) / names_a_line)
+    figure_width = min(MAX_WIDTH, max(name_width, len(columns) * max(1.6, 0.34 * len(scores)) + 1))
+    names_a_line = min(5, len(scores), int(figure_width / name_width))
+    name_lines = math.ceil(len(scores) / names_a_line)
     figure, axis = plt.subplots(figsize=(figure_width, min(MAX_HEIGHT, 4.4 + 0.2 * name_lines)))
-    for number, (model, row) in enumerate(zip(models, table.values(), strict=True)):
-        values = [100 * row[task]["metrics"][metric] for task, metric in columns]
-        bars = axis.bar(positions + (number - (len(table) - 1) / 2) * width, values, width * 0.94, label=model)
-        axis.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
-    titles = [re.split(": |, ", one_line(title)) for title in columns.values()]
+    for number, (model, row) in enumerate(scores.items()):
+        values = [math.nan if score is None else 100 * score for score in row]
+        errors = None if spreads is None else [100 * spread for spread in spreads[model]]
+        place = positions + (number - (len(scores) - 1) / 2) * width
+        # There are ten colors
+        bars = axis.bar(
+            place, values, width * 0.94, yerr=errors, capsize=2, label=models[number], hatch="//" * (number // 10)
+        )
+        axis.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], fontsize=8, padding=1)
+    titles = [re.split(": |, ", one_line(title)) for title in columns]
     axis.set_xticks(positions, ["\n".join(plot_text(part, 24) for part in title[:6]) for title in titles], fontsize=9)
     axis.set_ylim(0, 108)
     axis.set_ylabel("%")

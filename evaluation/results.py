@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.files import write_text
+from conversion.messages import shortened
 from conversion.result_schema import read_result
 
 # Characters of a longer text that the name of a file keeps
@@ -23,12 +24,16 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
 
 
 def require_free(result: dict[str, Any], output_dir: Path) -> None:
-    """Whether a result of this `model`, `task`, `weights`, `dtype`, `protocol` and `changes` may be written.
-
-    Raises:
-        ValueError: there is one of another model of this name, of another dtype, protocol or changes, or the file is
-            damaged.
-    """
+    """Raises a ValueError if there is a result under this `task` and `model` that may not be overwritten: of other
+    `weights`, of another `dtype`, `protocol`, `data` or `changes`, or of another `batch_size` where scores depend on
+    it; if its file is damaged; or if a text of the new one cannot be written, as one of a file's name in no UTF-8."""
+    for key, value in result.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the {key} {shortened(value)} has characters that no file can have as text: rename it"
+            ) from error
     path = result_file(result, output_dir)
     if not path.exists():
         return
@@ -38,8 +43,9 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     found = ""
     if before["model"] != result["model"] or before.get(key) != result.get(key):
         found = f"the result of another model, {before['model']!r} from {before['source']}"
-    for what in ("dtype", "protocol", "changes"):  # which most results lack
-        old, new = before.get(what), result.get(what)
+    of_batch = ("batch_size",) if result.get("depends_on_batch") else ()
+    for what in ("dtype", "protocol", "data", "changes", *of_batch):
+        old, new = before.get(what) or None, result.get(what) or None  # earlier versions had none of what is empty
         if not found and old != new:
             found = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
     if found:
@@ -52,8 +58,8 @@ def result_file(result: dict[str, Any], output_dir: Path) -> Path:
 
 def task_name(task: str, data: dict[str, Any]) -> str:
     """The name of a task on data given by columns: that of the task, what a reader knows the data by, and a hash of all
-    that was chosen. Of other tasks, whose data their name tells, the name itself."""
-    if not data:
+    that was chosen. Of one that has it already, and of other tasks, whose data their name tells, the name itself."""
+    if "caption_column" not in data or task.endswith(f"-{content_hash(data)}"):
         return task
     words = [task, Path(data["source"]).name, data["split"], data["caption_column"]]
     return f"{_plain('-'.join(words))}-{content_hash(data)}"
@@ -69,7 +75,7 @@ def _plain(text: str, length: int = LONGEST_SLUG) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:length]
 
 
-def content_hash(content: dict[str, Any] | Sequence[str] | str) -> str:
+def content_hash(content: dict[str, Any] | Sequence[Any] | str) -> str:
     """Eight letters that tell plain values apart."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 

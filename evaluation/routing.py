@@ -1,55 +1,90 @@
 """Which tokens the routers of a sparse model send where, and what its fusion gates keep of the base FFN."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from evaluation.report import plot_text
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEModel, CLIPMoERouter, CLIPMoESparseMoeBlock
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
+from modeling_clip_moe import CLIPMoETextConfig, CLIPMoEVisionConfig
+from modeling_clip_moe.modeling_clip_moe import (
+    CLIPMoEModel,
+    CLIPMoERouter,
+    CLIPMoESparseMoeBlock,
+    expert_capacity_mask,
+)
 
 
 class RouterCounts:
-    """What one router did with the tokens it saw.
+    """What one router did with the tokens it saw. All that it computes raises ValueError where it has seen none.
 
     Args:
-        computed: (E,), the tokens that each expert computed, as any of their K choices.
+        pairs: (E, E), the tokens that two experts both computed, as any of their K choices; on the diagonal, those that
+            an expert computed.
         num_tokens: of all, without padding.
+        num_choices: of all tokens: K for each.
+        num_overflowing: the choices that the capacity of training would have dropped, in the batches as they came.
         weight: the sum of all weights of all their choices.
+        entropy: the sum of the entropies of the router's distribution, in bits.
     """
 
     def __init__(self, num_experts: int):
-        self.computed, self.num_tokens, self.weight = np.zeros(num_experts, dtype=np.int64), 0, 0.0
+        self.pairs = np.zeros((num_experts, num_experts), dtype=np.int64)
+        self.num_tokens, self.num_choices, self.num_overflowing = 0, 0, 0
+        self.weight, self.entropy = 0.0, 0.0
 
-    def add(self, expert_ids: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Count one call: `expert_ids`, with E for none, and `weights` (B, S, K), and `mask` (B, S), 0 for padding."""
-        num_experts = len(self.computed)
-        counts = torch.bincount(expert_ids.flatten().cpu(), minlength=num_experts + 1)
-        self.computed += counts[:num_experts].numpy()
-        self.num_tokens += expert_ids[..., 0].numel() if mask is None else int(mask.sum())
+    def add(
+        self, logits: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        """Count one call of a router: its outputs, and `mask` (B, S), 0 for padding."""
+        mask = torch.ones_like(expert_ids[..., 0]) if mask is None else mask
+        num_experts = len(self.pairs)
+        chosen = F.one_hot(expert_ids, num_experts + 1)[..., :num_experts].sum(dim=2).flatten(0, 1)  # (T, E)
+        self.pairs += (chosen.double().T @ chosen.double()).long().cpu().numpy()
+        num_tokens = int(mask.sum())
+        self.num_tokens += num_tokens
+        self.num_choices += num_tokens * expert_ids.shape[-1]
         self.weight += weights.sum(dtype=torch.float64).item()
+        entropies = torch.special.entr(logits.double().softmax(dim=-1)).sum(dim=-1) / math.log(2)
+        self.entropy += (entropies * mask).sum().item()
 
     def shares(self) -> np.ndarray:
-        """(E,), the share of the tokens that each expert computed. They sum to K where nothing is dropped.
+        """(E,), the share of the tokens that each expert computed. They sum to K where nothing is dropped."""
+        return self.coactivation().diagonal()
 
-        Raises:
-            ValueError: no token was counted.
-        """
-        if self.num_tokens == 0:
-            raise ValueError("the router has seen no token")
-        return self.computed / self.num_tokens
+    def coactivation(self) -> np.ndarray:
+        """(E, E), the share of the tokens that two experts both computed; on the diagonal, `shares`."""
+        return self.pairs / self._seen(self.num_tokens)
 
     def mean_weight(self) -> float:
-        """What a token's experts have together, in the mean; see `shares` for the error."""
-        if self.num_tokens == 0:
+        """What a token's experts have together, in the mean."""
+        return self.weight / self._seen(self.num_tokens)
+
+    def mean_entropy(self) -> float:
+        """Of the router's distribution over the experts, in bits: 0 where it is sure of every token, and at most
+        log2(E)."""
+        return self.entropy / self._seen(self.num_tokens)
+
+    def share_entropy(self) -> float:
+        """Of the experts' shares of what was computed, in bits: log2(E) where all experts compute as many tokens."""
+        computed = self.pairs.diagonal() / self._seen(self.pairs.trace())
+        return torch.special.entr(torch.from_numpy(computed)).sum().item() / math.log(2)
+
+    def dropped(self) -> float:
+        """The share of the choices that capacity dropped."""
+        return 1 - int(self.pairs.trace()) / self._seen(self.num_choices)
+
+    def overflowing(self) -> float:
+        """The share of the choices that the capacity of training would have dropped, in batches as they came."""
+        return self.num_overflowing / self._seen(self.num_choices)
+
+    @staticmethod
+    def _seen(number: int) -> int:
+        if number == 0:
             raise ValueError("the router has seen no token")
-        return self.weight / self.num_tokens
+        return number
 
 
 class _PooledTokens:
@@ -101,9 +136,10 @@ def count_tokens(model: CLIPMoEModel, at_output: bool = False) -> Iterator[dict[
                 counter = RouterCounts(router.config.num_experts)
                 counts.setdefault(tower, {})[number] = counter
 
-                def count(module, inputs, outputs, tower=tower, counter=counter):
-                    _, weights, ids = outputs
-                    counter.add(*(select(tower, values) for values in (ids, weights, inputs[1])))
+                def count(router, inputs, outputs, tower=tower, counter=counter):
+                    counter.add(*(select(tower, values) for values in (*outputs, inputs[1])))
+                    if not at_output:
+                        counter.num_overflowing += _num_overflowing(router.config, outputs[0], inputs[1])
 
                 hooks.append(router.register_forward_hook(count))
     try:
@@ -113,6 +149,23 @@ def count_tokens(model: CLIPMoEModel, at_output: bool = False) -> Iterator[dict[
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _num_overflowing(
+    config: CLIPMoETextConfig | CLIPMoEVisionConfig, logits: torch.Tensor, mask: torch.Tensor | None
+) -> int:
+    """How many choices of a batch the capacity of training has no room for. A batch that its groups do not divide ends
+    with a smaller one."""
+    if config.capacity_factor is None:
+        return 0
+    ids = logits.topk(config.num_experts_per_tok, dim=-1).indices
+    mask = torch.ones_like(ids[..., 0]) if mask is None else mask
+    groups = (tensor.split(config.capacity_group_size or len(ids)) for tensor in (ids, mask))
+    kept = sum(
+        int(expert_capacity_mask(of_group, config.num_experts, config.capacity_factor, mask_of_group).sum())
+        for of_group, mask_of_group in zip(*groups, strict=True)
+    )
+    return int(mask.sum()) * ids.shape[-1] - kept
 
 
 class GateMean:
@@ -183,51 +236,3 @@ def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[No
     finally:
         for config, number in zip(configs, before, strict=True):
             config.num_experts_per_tok = number
-
-
-POOLED_TOKEN = {"text": "end token", "vision": "class token"}
-
-
-def draw_gates(gates: dict[str, dict[int, float]], output_gates: dict[str, dict[int, float]], path: Path) -> None:
-    """Bars of the mean gate of every layer, in both towers: over all tokens, and at the tokens that are pooled."""
-    names = [f"{tower} {layer}" for tower, layers in gates.items() for layer in layers]
-    figure, axis = plt.subplots(figsize=(6, 1.2 + 0.7 * len(names)))
-    for offset, label, means in ((-0.2, "all tokens", gates), (0.2, "class and end tokens", output_gates)):
-        values = [100 * value for layers in means.values() for value in layers.values()]
-        bars = axis.barh(np.arange(len(names)) + offset, values, height=0.38, label=label)
-        axis.bar_label(bars, fmt="%.0f", padding=2)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set(xlim=(0, 100), xlabel="% of the base FFN in the layer's output", ylabel="layer")
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
-
-
-def draw_shares(
-    shares: dict[str, dict[int, Sequence[float]]],
-    output_shares: dict[str, dict[int, Sequence[float]]],
-    path: Path,
-    title: str,
-) -> None:
-    """Heat maps of the share of tokens per expert and layer, a column for each tower (CLIP-MoE Figure 3): of all
-    tokens, and below of those that are pooled."""
-    height = 2 * (1.2 + 0.42 * max(len(layers) for layers in shares.values())) + 0.4
-    width = 2.2 + 0.75 * max(len(row) for layers in shares.values() for row in layers.values())
-    figure, axes = plt.subplots(2, len(shares), figsize=(width * len(shares), height), squeeze=False)
-    for row, of_row in zip(axes, (shares, output_shares), strict=True):
-        for axis, (tower, layers) in zip(row, of_row.items(), strict=True):
-            values = 100 * np.array(list(layers.values()))
-            axis.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-            for (line, expert), value in np.ndenumerate(values):
-                color = "black" if value > 60 else "white"
-                axis.text(expert, line, f"{value:.0f}", ha="center", va="center", color=color)
-            axis.set_xticks(range(values.shape[1]), range(values.shape[1]))
-            axis.set_yticks(range(len(layers)), list(layers))
-            tokens = "all tokens" if of_row is shares else POOLED_TOKEN[tower]
-            axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower, {tokens}")
-    figure.suptitle(plot_text(title, 120))
-    figure.tight_layout()
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)

@@ -3,8 +3,8 @@
     python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
-the mean and the sample standard deviation of the main scores and how long each run took, and `seeds.json`, with all
-scores of every seed.
+the mean and the sample standard deviation of the main scores and how long each run took, the same scores as a chart,
+`seeds.png`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed.
 """
 
 import argparse
@@ -15,19 +15,29 @@ from pathlib import Path
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.lineage import read_attempts
-from conversion.markdown import escape
+from conversion.markdown import escape, item
 from conversion.provenance import ATTEMPTS
-from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, markdown_table, primary_columns
+from evaluation.report import (
+    SAME_FOR_TASK,
+    arrange,
+    computed_with,
+    differ,
+    draw_scores,
+    markdown_table,
+    primary_columns,
+    require_whole,
+    write_page,
+)
 from evaluation.results import named_folder
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone.
-SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "changes", "device", "commit", "versions")
+SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "changes", "batch_size", "device", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
 
 
 def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None = None) -> str:
-    """Write `seeds.md` and `seeds.json`.
+    """Write `seeds.md`, `seeds.png`, `seeds.html` and `seeds.json`.
 
     Args:
         folders: with one result a model and task, `TASK--MODEL.json`.
@@ -39,7 +49,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     Raises:
         ValueError: fewer than two folders or one twice, one without results, two of the same weights, a model that has
             the same weights in some of them, folders that differ in models, tasks, protocols, precision, device, commit
-            or versions, a damaged record of a run, or a baseline without results.
+            or versions, a model that lacks a task, a damaged record of a run, or a baseline without results.
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(
@@ -52,6 +62,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         if not files:
             raise ValueError(f"{folder} holds no results of an evaluation")
         tables.append(arrange(files))
+        require_whole(tables[-1])
     first = tables[0]
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
@@ -66,27 +77,47 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         name = escape(baseline)
         sections.append(f"In brackets: the difference to {name}, mean ± deviation of the seeds' differences.")
     results = next(iter(first.values()))
-    protocols = [f"- {escape(task)}: {escape(result['protocol'])}" for task, result in results.items()]
+    protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
-    sections += [table, "\n".join(protocols), f"{made_with[0].upper()}{made_with[1:]}."]
+    sections += [
+        table,
+        "![mean and spread](seeds.png)",
+        "\n".join(protocols),
+        f"{made_with[0].upper()}{made_with[1:]}.",
+    ]
     took = [(number, _took(folder)) for number, folder in enumerate(folders)]
-    sections += ["\n".join(f"- Run {number}: {escape(text)}" for number, text in took if text)]
+    sections += ["\n".join(item(f"Run {number}: {text}") for number, text in took if text)]
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
-    with output_folder(output_dir), new_file(output_dir / "seeds.md") as text:
-        text.write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+    with output_folder(output_dir), new_file(output_dir / "seeds.png") as picture:
+        _draw(tables, columns, picture)
         write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
+        write_page(output_dir / "seeds", "\n\n".join(filter(None, sections)), {"seeds.png": picture})
     return table
 
 
+def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:
+    """A bar for each mean, and an error bar for its deviation."""
+    values = {model: [_values(tables, model, *column) for column in columns] for model in tables[0]}
+    means, spreads = (
+        {model: list(map(of, row)) for model, row in values.items()} for of in (statistics.mean, statistics.stdev)
+    )
+    draw_scores(list(columns.values()), means, path, spreads)
+
+
+def _values(tables: Sequence[Table], model: str, task: str, metric: str) -> list[float]:
+    """A score in every seed."""
+    return [table[model][task]["metrics"][metric] for table in tables]
+
+
 def _cell(tables: Sequence[Table], model: str, task: str, metric: str, baseline: str | None) -> str:
-    values = [100 * table[model][task]["metrics"][metric] for table in tables]
+    values = [100 * value for value in _values(tables, model, task, metric)]
     cell = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
     if baseline in (None, model):
         return cell
-    pairs = zip(values, tables, strict=True)
-    differences = [value - 100 * table[baseline][task]["metrics"][metric] for value, table in pairs]
+    others = _values(tables, baseline, task, metric)
+    differences = [value - 100 * other for value, other in zip(values, others, strict=True)]
     return f"{cell} ({statistics.mean(differences):+.1f} ± {statistics.stdev(differences):.1f})"
 
 

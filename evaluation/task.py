@@ -16,6 +16,17 @@ PRIMARY_METRICS = {
     "pairs": {"group": "group score"},
     "linear_probe": {"accuracy": "accuracy"},
 }
+# Metrics that stand for benchmarks whose protocols ask for them -> the titles of their columns
+METRIC_TITLES = {
+    "accuracy": "accuracy",
+    "accuracy_top5": "top-5 accuracy",
+    "mean_per_class_recall": "mean per class",
+    "mean_of_top1_and_top5": "mean of top-1 and top-5",
+    "roc_auc": "ROC AUC",
+    "image": "image score",
+    **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
+    **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},
+}
 
 
 @dataclass(frozen=True)
@@ -23,10 +34,14 @@ class Task:
     """One kind of measure on one dataset.
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
-    Rows have the columns `image` and `caption` (zero-shot: the class name; retrieval: a text or a list of texts),
+    Rows have the columns `image` and `caption` (of retrieval, a text or a list of texts),
     or for pairs those of `data.glyphs.load_minimal_pairs`.
     `group_of_class` parts the classes of one that is the mean of several zero-shot tasks, each among its own classes.
-    `data` is all that was chosen of a dataset given by columns: results in which it differs are of different tasks.
+    The caption of a zero-shot row is the name of its class. A column `label` has the class's number, which counts where
+    two classes have one name.
+    `data` is all that was chosen of a benchmark, or of a dataset given by columns: results in which it differs are of
+    different tasks.
+    `metrics` stand for the task in a table, if others than those of its kind do.
     """
 
     kind: Kind
@@ -38,3 +53,9 @@ class Task:
     group_of_class: Mapping[str, str] = field(default_factory=dict)
     load_train: Callable[[], tuple[Dataset, int]] | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    metrics: Sequence[str] = ()
+
+    @property
+    def primary(self) -> dict[str, str]:
+        """The metrics that stand for it in a table -> the titles of their columns."""
+        return {metric: METRIC_TITLES[metric] for metric in self.metrics} or PRIMARY_METRICS[self.kind]

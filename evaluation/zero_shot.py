@@ -1,7 +1,9 @@
 """Zero-shot classification: an image belongs to the class whose name it is most similar to (CLIP, section 3.1)."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from sklearn.metrics import accuracy_score, recall_score, top_k_accuracy_score
+from sklearn.metrics import accuracy_score, recall_score, roc_auc_score, top_k_accuracy_score
 
 
 def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
@@ -17,20 +19,26 @@ def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
     return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
 
 
-def zero_shot_metrics(image_embeds: np.ndarray, class_embeds: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Shares of images whose class is found.
+def zero_shot_metrics(
+    image_embeds: np.ndarray, class_embeds: np.ndarray, labels: np.ndarray, wanted: Sequence[str] = ()
+) -> dict[str, float]:
+    """Shares of images whose class is found. Of classes that are equally similar, the first one counts as the most
+    similar, as NumPy's argmax has it; but among the five most similar the last ones, as scikit-learn has it.
 
     Args:
         image_embeds: (images, D), normalized.
         class_embeds: (classes, D), normalized.
         labels: (images,), the right class of each.
+        wanted: metrics that few protocols ask for: `mean_of_top1_and_top5`, of more than five classes (Kinetics-700),
+            and `roc_auc` of two, whose score is the similarity to the second less that to the first (Hateful Memes).
 
     Returns:
         `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
-        that occur.
+        that occur; and those that are wanted.
 
     Raises:
-        ValueError: there are not as many labels as images, a label is no class, or an embedding is not finite.
+        ValueError: there are not as many labels as images, a label is no class, an embedding is not finite, or what is
+            wanted has no meaning for these classes.
     """
     labels = np.asarray(labels)
     if len(labels) != len(image_embeds):
@@ -48,4 +56,13 @@ def zero_shot_metrics(image_embeds: np.ndarray, class_embeds: np.ndarray, labels
     }
     if len(classes) > 5:
         metrics["accuracy_top5"] = float(top_k_accuracy_score(labels, similarity, k=5, labels=classes))
+    if "mean_of_top1_and_top5" in wanted:
+        if len(classes) <= 5:
+            raise ValueError(f"the mean of top-1 and top-5 is of more than five classes, not of {len(classes)}")
+        metrics["mean_of_top1_and_top5"] = (metrics["accuracy"] + metrics["accuracy_top5"]) / 2
+    if "roc_auc" in wanted:
+        if len(classes) != 2 or len(np.unique(labels)) != 2:
+            found = f"{len(np.unique(labels))} of {len(classes)}"
+            raise ValueError(f"the ROC AUC is of two classes that both have images, not of {found}")
+        metrics["roc_auc"] = float(roc_auc_score(labels, similarity[:, 1] - similarity[:, 0]))
     return metrics

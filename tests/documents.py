@@ -40,6 +40,8 @@ SMALLER = {
     "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
     "--stages captions,fine,assigned,clusters,expert_1,expert_2,expert_3,expert_4,mode",
+    "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
+    "--defaults.train_llava.data.num_samples 64",
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
     "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }
@@ -124,8 +126,11 @@ def _word(file) -> str:
 
 
 def _python(arguments: list[str]) -> str | None:
-    """`python -m MODULE ARGUMENTS`, in this process. Returns what is wrong, or nothing."""
-    assert arguments[0] == "-m", arguments
+    """`python -m MODULE ARGUMENTS`, in this process; `python FILE ARGUMENTS`. Returns what is wrong, or nothing."""
+    if arguments[0] != "-m":
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run([sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+        return done.stderr.decode() if done.returncode else None
     try:
         importlib.import_module(arguments[1]).main(_smaller(arguments[1:])[1:])
     except SystemExit as stop:

@@ -26,7 +26,8 @@ from conversion.provenance import weights_fingerprint
 from conversion.result_schema import read_result
 from data.sources import DataArguments
 from evaluation import evaluate, experts, report, seeds
-from evaluation.tasks import TASKS, retrieval_task
+from evaluation.own_data import retrieval_task
+from evaluation.tasks import TASKS
 from training.recipe import load_recipe
 from training.runner import run_recipe
 

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 
 import torch
+from benchmark_folders import make_copy
 from test_openai import openai_state_dict
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
 from conversion.long_context import POSITIONS
 from conversion.openai import SETTINGS
 from data import glyphs
+from evaluation.benchmarks.specs import BENCHMARKS
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "training" / "glyph_clip"
@@ -70,6 +72,11 @@ def save_images(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def save_benchmark(folder: Path) -> None:
+    benchmark = BENCHMARKS[folder.name]
+    make_copy(benchmark, benchmark.layouts[0], folder)
+
+
 # Name in a page -> what makes it
 STAND_INS = {
     "openai/clip-vit-base-patch16": save_clip,
@@ -82,6 +89,8 @@ STAND_INS = {
     "clip-moe-4-2-sharegpt4v.pt": save_released,
     "my/images/train": save_images,
     "my/images/test": save_images,
+    "my/benchmarks/mmvp_vlm": save_benchmark,
+    "my/benchmarks/urban1k": save_benchmark,
     "user/clip-moe": lambda folder: folder.symlink_to("../runs/demo/clip_moe"),  # which the demo makes
     "clip-moe": lambda folder: folder.symlink_to("."),  # the clone
     "training": lambda folder: folder.symlink_to(ROOT / "training"),

@@ -95,7 +95,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"defaults.trian.max_steps": 1}, "defaults.trian: no stage uses them: did you mean 'train'?"),
         (
             {"dense.text_config.hidden_siz": 1},
-            "dense.text_config: * no field 'hidden_siz': did you mean 'hidden_size'? *",
+            "dense.text_config: * no field 'hidden_siz': did you mean 'hidden_size'?",
         ),
         # References
         ({"tuned.model": "sprase"}, "tuned.model: there is no stage or folder 'sprase': did you mean 'sparse'?"),
@@ -131,6 +131,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"sparse.model": "unified"}, "sparse.model: unified is sparse already, and a dense CLIP is needed"),
         ({"looked.model": "dense"}, "looked.model: dense is dense: it has no experts to analyze"),
         ({"looked.num_experts_per_tok": [1, 5]}, "looked.num_experts_per_tok: 5 of 4 experts"),
+        ({"looked.tasks": ["glyphs_linear_probe"]}, "looked.tasks: no text of a linear probe reaches the sparse *"),
         ({"tuned.balance_top_k": 5}, "tuned.balance_top_k: *5 of 4 experts"),
         ({"tuned.trainable": "nothing"}, "tuned.trainable: * 'nothing' is found in no parameter's name*"),
         # Data

@@ -5,128 +5,296 @@ its description: base FFN, two experts and the gate are 114.1 G, and 128.2 G is 
 """
 
 import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
+import small_evaluation
 import torch
-from transformers import CLIPConfig, CLIPModel
 
+from conversion.checkpoints import load_clip
 from conversion.presets import PRESETS, sparse_layers
 from conversion.upcycle import sparse_config
-from evaluation.efficiency import count_multiply_adds, count_parameters, meta_model
+from evaluation import speed
+from evaluation.efficiency import (
+    ARCHITECTURES,
+    SIZES,
+    _device_name,
+    _page,
+    count_multiply_adds,
+    count_parameters,
+    main,
+    meta_model,
+    paper_config,
+)
 
-# OpenAI's: vision width, layers, heads, patch; text width, layers, heads; projection.
-SIZES = {
-    "B/32": (768, 12, 12, 32, 512, 12, 8, 512),
-    "B/16": (768, 12, 12, 16, 512, 12, 8, 512),
-    "L/14": (1024, 24, 16, 14, 768, 12, 12, 768),
-}
-BASELINE = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=5, num_experts_per_tok=3, fusion_gate=False)
-SYSTEMS = {"dense": None, "5 experts top-3": BASELINE, **PRESETS}
-
-
-def dense_config(size):
-    vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection = SIZES[size]
-
-    def tower(width, layers, heads):
-        return {
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "projection_dim": projection,
-        }
-
-    return CLIPConfig(
-        text_config=tower(text, text_layers, text_heads),
-        vision_config=tower(vision, vision_layers, vision_heads) | {"patch_size": patch, "image_size": 224},
-        projection_dim=projection,
-    )
+dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
 
-def build(size, system):
-    preset, config = SYSTEMS[system], dense_config(size)
-    return meta_model(config if preset is None else sparse_config(config, preset))
+def build(name):
+    return meta_model(paper_config(name))
 
 
-def arithmetic(size, system):
-    """(parameters, multiply-adds of matrix products, of attention scores) by hand."""
+def arithmetic(size, preset):
+    """By hand: parameters in all; of each tower parameters, activated ones and multiply-adds without attention scores;
+    multiply-adds of attention scores."""
     vision, vision_layers, _, patch, text, text_layers, _, projection = SIZES[size]
-    preset = SYSTEMS[system]
-    parameters, products, scores = 1, 0, 0  # the temperature
     patches = (224 // patch) ** 2
-    for width, layers, tokens in ((vision, vision_layers, patches + 1), (text, text_layers, 77)):
+    towers, scores = {}, 0
+    for tower, width, layers, tokens in (
+        ("vision", vision, vision_layers, patches + 1),
+        ("text", text, text_layers, 77),
+    ):
         ffn = 8 * width**2 + 5 * width
         sparse = 0 if preset is None else len(sparse_layers(preset.sparse_layers, "text", layers))
-        parameters += layers * (4 * width**2 + 4 * width + 4 * width) + (layers - sparse) * ffn
-        products += tokens * (layers * 4 * width**2 + (layers - sparse) * 8 * width**2)
+        parameters = layers * (4 * width**2 + 4 * width + 4 * width) + (layers - sparse) * ffn
+        products = tokens * (layers * 4 * width**2 + (layers - sparse) * 8 * width**2)
         scores += layers * 2 * tokens**2 * width
+        idle = 0
         if sparse:
             gate = width**2 if preset.fusion_gate else 0
             base = ffn if preset.fusion_gate else 0
             parameters += sparse * (preset.num_experts * (ffn + width) + base + gate)
+            idle = sparse * (preset.num_experts - preset.num_experts_per_tok) * ffn
             active = (preset.num_experts_per_tok + preset.fusion_gate) * 8 * width**2 + preset.num_experts * width
             products += tokens * sparse * (active + (width**2 if preset.fusion_gate else 0))
         parameters += tokens * width + width * projection + 2 * width  # positions, projection, last norm
         products += width * projection
-    parameters += 49408 * text + vision * (3 * patch**2) + vision + 2 * vision  # embeddings, first norm
-    products += patches * 3 * patch**2 * vision + projection  # patches, and the similarity
-    return parameters, products, scores
+        if tower == "text":
+            parameters += 49408 * width  # words
+        else:
+            parameters += width * (3 * patch**2) + width + 2 * width  # patches, class token, first norm
+            products += patches * 3 * patch**2 * width
+        towers[tower] = (parameters, parameters - idle, products)
+    return 1 + sum(parameters for parameters, *_ in towers.values()), towers, scores  # 1: the temperature
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [None, *ARCHITECTURES])
 @pytest.mark.parametrize("size", SIZES)
 def test_counts_are_the_arithmetic(size, system):
-    model = build(size, system)
-    costs = count_multiply_adds(model)
-    parameters, products, scores = arithmetic(size, system)
-    assert count_parameters(model)["total"] == parameters
-    assert costs == {"matrix_products": products, "attention_scores": scores}
+    model = build(f"{size}:{system}" if system else size)
+    total, towers, scores = arithmetic(size, ARCHITECTURES.get(system))
+    counts, costs = count_parameters(model), count_multiply_adds(model)
+    assert counts["total"] == total
+    for tower, (parameters, activated, _) in towers.items():
+        assert (counts[tower], counts[f"{tower}_activated"]) == (parameters, activated)
+    assert costs["attention_scores"] == scores
+    assert costs["image"] + costs["text"] - scores == sum(products for *_, products in towers.values())
+    assert counts["total"] - counts["activated"] == sum(parts[0] - parts[1] for parts in towers.values())
 
 
 @pytest.mark.parametrize(
-    ("system", "total", "multiply_adds"),
+    ("name", "total", "multiply_adds"),
     [
-        ("dense", 427.62, 84.31),  # paper: 84.38
-        ("5 experts top-3", 685.78, 112.37),  # paper: 112.44
-        ("clip_fmoe", 693.83, 114.1),  # paper: 693.83 and 128.22, see above
-        ("clip_moe", 1202.1, None),
+        ("ViT-L/14", 427.62, 84.31),  # paper: 84.38
+        ("ViT-L/14:5_experts", 685.78, 112.37),  # paper: 112.44
+        ("ViT-L/14:clip_fmoe", 693.83, 114.1),  # paper: 693.83 and 128.22, see above
+        ("ViT-L/14:clip_moe", 1202.1, None),
     ],
 )
-def test_papers_l14(system, total, multiply_adds):
-    model = build("L/14", system)
+def test_papers_l14(name, total, multiply_adds):
+    model = build(name)
     assert count_parameters(model)["total"] / 1e6 == pytest.approx(total, abs=0.05 if total > 1000 else 0.005)
     if multiply_adds is not None:
-        assert count_multiply_adds(model)["matrix_products"] / 1e9 == pytest.approx(multiply_adds, abs=0.06)
+        costs = count_multiply_adds(model)
+        products = costs["image"] + costs["text"] - costs["attention_scores"]
+        assert products / 1e9 == pytest.approx(multiply_adds, abs=0.06)
 
 
-@pytest.mark.parametrize(("size", "gflops"), [("B/32", 19.55), ("B/16", 54.20), ("L/14", 231.5)])
-def test_clip_up_gflops(size, gflops):
-    """CLIP-UP, Table 2: 19.6, 54.3 and 231.7."""
-    costs = count_multiply_adds(build(size, "clip_up"))
-    assert 2 * sum(costs.values()) / 1e9 == pytest.approx(gflops, abs=0.06)
+@pytest.mark.parametrize(
+    ("name", "gflops"),
+    [
+        ("ViT-B/32", 14.78),  # paper: 14.8, 41.2 and 175.5
+        ("ViT-B/16", 41.09),
+        ("ViT-L/14", 175.33),
+        ("ViT-B/32:clip_up", 19.55),  # paper: 19.6, 54.3 and 231.7
+        ("ViT-B/16:clip_up", 54.20),
+        ("ViT-L/14:clip_up", 231.5),
+    ],
+)
+def test_clip_up_gflops(name, gflops):
+    """CLIP-UP, Table 2."""
+    costs = count_multiply_adds(build(name))
+    assert 2 * (costs["image"] + costs["text"]) / 1e9 == pytest.approx(gflops, abs=0.06)
 
 
 def test_activated_parameters():
     """CLIP-MoE: 0.69 B."""
-    assert count_parameters(build("L/14", "clip_moe"))["activated"] / 1e6 == pytest.approx(685.87, abs=0.005)
-    dense = count_parameters(build("L/14", "dense"))
+    assert count_parameters(build("ViT-L/14:clip_moe"))["activated"] / 1e6 == pytest.approx(685.87, abs=0.005)
+    dense = count_parameters(build("ViT-L/14"))
     assert dense["activated"] == dense["total"]
+    assert (dense["expert"], dense["routers"]) == (0, 0)
 
 
 def test_trainable_parameters():
-    """CLIP-FMoE, Table 5: 72.59 M an expert in stage 1, 8.09 M in stage 2; 322.69 M in the 5-expert baseline."""
-    model = build("L/14", "clip_fmoe")
-    stage_2 = count_parameters(model, r"\.(router|fusion_gate)\.")["trainable"]
-    gates = count_parameters(model, r"\.fusion_gate\.")["trainable"]
-    experts = count_parameters(model, r"\.experts\.")["trainable"]
-    assert stage_2 / 1e6 == pytest.approx(8.095, abs=5e-4)
-    assert (experts / 4 + gates) / 1e6 == pytest.approx(72.591, abs=5e-4)
+    """CLIP-FMoE, Table 5: 72.59 M an expert in stage 1, 8.09 M in stage 2; of the 5 experts 64.53 M each, 0.04 M for
+    the routers, and 322.69 M for all."""
+    model = build("ViT-L/14:clip_fmoe")
+    counts = count_parameters(model, r"\.fusion_gate\.")
+    assert counts["routers"] / 1e6 == pytest.approx(8.095, abs=5e-4)
+    assert (counts["expert"] + counts["trainable"]) / 1e6 == pytest.approx(72.591, abs=5e-4)
     fused = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1)
-    with torch.device("meta"):
-        dense = CLIPModel(dense_config("L/14"))
-    stage_1 = count_parameters(meta_model(sparse_config(dense.config, fused)), r"\.(experts|fusion_gate)\.")[
-        "trainable"
-    ]
-    assert stage_1 == experts / 4 + gates
-    baseline = count_parameters(build("L/14", "5 experts top-3"), r"\.(router|experts)\.")["trainable"]
-    assert baseline / 1e6 == pytest.approx(322.69, abs=0.01)
+    stage_1 = count_parameters(meta_model(sparse_config(paper_config("ViT-L/14"), fused)), r"\.(experts|fusion_gate)\.")
+    assert stage_1["trainable"] == counts["expert"] + counts["trainable"]
+    baseline = count_parameters(build("ViT-L/14:5_experts"), r"\.(router|experts)\.")
+    assert baseline["expert"] / 1e6 == pytest.approx(64.53, abs=0.005)
+    assert baseline["routers"] / 1e6 == pytest.approx(0.04, abs=0.005)
+    assert baseline["trainable"] / 1e6 == pytest.approx(322.69, abs=0.01)
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def report(dense, sparse, tmp_path_factory):
+    """A dense and a sparse model, one that is a configuration alone, and a paper's."""
+    folder = tmp_path_factory.mktemp("efficiency")
+    (folder / "config").mkdir()
+    (folder / "config" / "config.json").write_text((sparse / "config.json").read_text())
+    models = [str(dense), str(sparse), str(folder / "config"), "ViT-B/32:clip_up"]
+    arguments = ["--output-dir", str(folder / "out"), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
+    ballast = np.ones(2**27)  # 1 GiB, which is no model's
+    main([*models, *arguments])
+    del ballast
+    return models, folder / "out"
+
+
+def test_the_command_counts_and_measures(report):
+    models, folder = report
+    result = json.loads((folder / "efficiency.json").read_text())
+    assert list(result["models"]) == models and result["baseline"] == models[1]
+    for name in models[:2]:
+        counts = result["models"][name]["parameters"]
+        assert counts["total"] == sum(parameter.numel() for parameter in load_clip(name).parameters())
+        measured = result["models"][name]["measured"]
+        assert measured["images_per_second"] > 0 and measured["texts_per_second"] > 0
+        assert 4 * counts["total"] < measured["peak_memory"] - measured["memory_before"]
+        assert measured["peak_memory"] < 2**30  # without the ballast
+    for name in models[2:]:
+        assert "measured" not in result["models"][name]
+    assert result["models"][models[1]]["parameters"] == result["models"][models[2]]["parameters"]
+    assert (result["device"], result["dtype"], result["batch_size"]) == ("cpu", "float32", 3)
+    assert result["versions"]["torch"] == torch.__version__
+    assert {path.name for path in folder.iterdir()} == {"efficiency.json", "efficiency.md"}
+
+
+def test_the_page_shows_numbers_and_ratios(report):
+    models, folder = report
+    page, of = (folder / "efficiency.md").read_text(), json.loads((folder / "efficiency.json").read_text())["models"]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    tables = {tuple(line[1:]): number for number, line in enumerate(lines) if line[0] == "model"}
+    counted, adds, measured = (lines[number + 2 : number + 6] for number in tables.values())
+    assert [row[0] for row in counted] == [row[0] for row in adds] == models
+    assert [row[0] for row in measured] == models[:2]
+    total = [of[name]["parameters"]["total"] for name in models]
+    assert counted[0][1] == f"{total[0] / 1e6:.3f} ({total[0] / total[1]:.2f})"
+    assert counted[1][1] == f"{total[1] / 1e6:.3f}"  # the baseline
+    assert counted[3][1].startswith("437.87 (")
+    speeds = [of[name]["measured"]["images_per_second"] for name in models[:2]]
+    assert measured[0][1].endswith(f"({speeds[0] / speeds[1]:.2f})")
+    assert adds[3][-1].startswith("19.55 (")
+
+
+def test_models_are_timed_in_turn(monkeypatch):
+    """What a call takes by the clock is what the rate says."""
+    order, takes, clock = [], {("a", 0): 0.01, ("a", 1): 0.02, ("b", 0): 0.03, ("b", 1): 0.04}, [0.0]
+
+    def call(name, unit):
+        order.append((name, unit))
+        clock[0] += takes[name, unit]
+
+    monkeypatch.setattr(speed, "_calls", lambda name, *_: [partial(call, name, unit) for unit in (0, 1)])
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(speed, "SECONDS_OF_A_TURN", 0.025)
+    rates = speed.measure_speed(["a", "b"], 6, torch.device("cpu"), torch.float32)
+    turns = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    repeated = [turn for turn, times in zip(turns, (3, 2, 1, 1), strict=True) for _ in range(times)]
+    assert order == [turn for turn in turns for _ in range(2)] + speed.ROUNDS * repeated
+    assert rates["a"]["images_per_second"] == pytest.approx(6 / 0.01)
+    assert rates["b"]["texts_per_second"] == pytest.approx(6 / 0.04)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ViT-L/14:clip_moo"], "there is no architecture 'clip_moo'"),
+        (["ViT-L/14", "ViT-B/16", "ViT-L/14"], "models must be different ones, but ViT-L/14 is given"),
+        (["ViT-B/16", "--baseline", "ViT-B/32"], "the baseline 'ViT-B/32' is none of the models"),
+        (["nowhere/"], "nowhere"),
+        (["ViT-B/16", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["ViT-B/16", "--device", "cuda:99"], "cannot compute on the device cuda:99"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code.startswith("error: ") and message in exit.value.code
+
+
+def test_a_configuration_that_nothing_can_be_built_of_is_named(sparse, tmp_path):
+    config = json.loads((sparse / "config.json").read_text())
+    config["vision_config"]["patch_size"] = 64  # of images of 32 pixels
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as exit:
+        main([str(tmp_path)])
+    assert exit.value.code.startswith(f"error: cannot load {tmp_path}: ")
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_process():
+    command = [sys.executable, "-m", "evaluation.efficiency", "training/symbol_clip", "--batch-size", "4096"]
+    process = psutil.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while len(children := process.children()) < 2:  # the tracker of resources, and the one that measures memory
+        time.sleep(0.05)
+    time.sleep(1)  # it imports torch
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert said.endswith("interrupted: nothing was written\n") and "Traceback" not in said
+    assert process.returncode == 130 and not psutil.wait_procs(children, timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--batch-size", "2"], "whose batch_size is 3 and not 2"),
+        (["--dtype", "bfloat16"], "whose dtype is 'float32' and not 'bfloat16'"),
+        (["--baseline", "ViT-B/32:clip_up"], "not 'ViT-B/32:clip_up'"),
+        (["ViT-B/16"], "whose weights is {} and not {'ViT-B/16': None}"),
+    ],
+)
+def test_another_page_is_not_overwritten(report, monkeypatch, changes, message):
+    monkeypatch.setattr("evaluation.efficiency.measure_memory", lambda *_: pytest.fail("work"))
+    models, folder = report
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    arguments = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", models[1]]
+    with pytest.raises(SystemExit) as exit:
+        main([*models, *arguments, *changes] if changes[0].startswith("--") else [*changes, *models, *arguments])
+    assert exit.value.code.startswith(f"error: {folder}/efficiency.json holds another result, ")
+    assert f"{message}: choose another --output-dir, or delete it" in exit.value.code
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_too_little_memory_is_one_line(dense):
+    for measure, models in ((speed.measure_memory, str(dense)), (speed.measure_speed, [str(dense)])):
+        message = f"{dense} cannot embed 1000000000 at a time in float32 on cpu, for want of memory"
+        with pytest.raises(ValueError, match=message):
+            measure(models, 10**9, torch.device("cpu"), torch.float32)
+
+
+def test_a_device_without_a_name_is_called_by_its_type():
+    """A Mac's."""
+    assert [_device_name(torch.device(kind)) for kind in ("cpu", "mps")] == ["cpu", "mps"]
+
+
+def test_names_of_models_are_no_markup():
+    model = build("ViT-B/32")
+    parts = {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model)}
+    how = {"device": "cpu", "threads": 1, "commit": "0", "versions": {}}
+    assert "times \\*a\\* \\<b>." in _page({"*a* <b>": parts}, "*a* <b>", how)

@@ -3,11 +3,12 @@ to 7), against plain loops over one image, one text and one expert at a time."""
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from small_evaluation import plain_embedding, swapped, with_captions
+from small_evaluation import damage, plain_embedding, swapped, with_captions
 from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
@@ -18,6 +19,7 @@ from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import measure
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import Task
+from evaluation.try_out import label_scores
 
 BASE, TEMPERATURE = "training/glyph_clip", 0.2
 TEMPLATES = ["{}", "a picture of a {}"]
@@ -121,6 +123,15 @@ def test_zero_shot(ensemble, experts, weights_of):
     wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
     task = Task("zero_shot", "", "", lambda: (wrong, 0), classes=classes, templates=TEMPLATES)
     assert measure(task, ensemble)["metrics"]["accuracy"] < np.mean(right) - 0.3
+
+
+def test_scores_of_a_typed_list(ensemble, experts, weights_of, tmp_path):
+    """On the page of `evaluation.app`: the softmax of the summed logits, with the experts' own temperatures."""
+    image, labels = glyphs.load("test", "web", 1)["image"][0], ["seven", "red circle", "star"]
+    image.save(tmp_path / "image.png")
+    scores = label_scores(ensemble, tmp_path / "image.png", "\n".join(labels), "a {}")
+    logits = [similarity(experts, weights_of(labels), image, f"a {label}") for label in labels]
+    np.testing.assert_allclose(list(scores.values()), torch.tensor(logits).softmax(0), rtol=1e-4)
 
 
 def test_zero_shot_groups(ensemble, experts, weights_of):
@@ -265,6 +276,15 @@ def test_linear_probe(ensemble, experts):
     assert measured(parts[1]) == expected and expected["accuracy"] > 0.5
     wrong = with_captions(parts[1], swapped(list(parts[1]["caption"])))
     assert measured(wrong)["accuracy"] < expected["accuracy"] - 0.3
+
+
+def test_experts_that_change_between_two_tasks_are_an_error(mixture, tmp_path):
+    folder = shutil.copytree(mixture[0] / "mixture", tmp_path / "mixture")
+    opened = open_model(folder, None, 64, torch.device("cpu"))
+    opened.map(lambda e: e.texts(["a star"]))
+    damage(folder / "expert_1", lambda weights: weights["text_projection.weight"].mul_(-1))
+    with pytest.raises(ValueError, match="expert_1 was changed while it was measured"):
+        opened.map(lambda e: e.texts(["a star"]))
 
 
 def test_what_a_folder_is_opened_as(ensemble, mixture):

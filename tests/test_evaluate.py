@@ -11,6 +11,7 @@ import torch
 from small_evaluation import damage, evaluated
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
+from conversion import assemble
 from data import glyphs
 from evaluation import evaluate, report, seeds
 from evaluation.evaluate import evaluate_model
@@ -70,6 +71,25 @@ def remove_tokenizer(folder):
         file.unlink()
 
 
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def add_token(tokenizer):
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 723, "content": "seven", "special": False})
+
+
+def enlarge(processor):
+    size = {"height": 64, "width": 64}
+    processor["image_processor"] |= {"size": size, "crop_size": size}
+
+
+def uncut(tokenizer):
+    del tokenizer["model_max_length"]
+
+
 def replace_by_bert(folder):
     BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(folder)
 
@@ -84,12 +104,27 @@ def cut_weights(folder):
     [
         (lambda folder: damage(folder, lambda w: w.pop("visual_projection.weight")), "missing: visual_projection"),
         (lambda folder: damage(folder, lambda w: w["visual_projection.weight"].fill_(torch.nan)), "not finite"),
+        (lambda folder: damage(folder, lambda w: w["visual_projection.weight"].fill_(0)), "is zero or not finite"),
         (cut_weights, "cannot load"),
         (remove_tokenizer, "has no tokenizer"),
+        (lambda folder: edit(folder / "tokenizer.json", add_token), "model has 724 tokens, but vocab_size is 723"),
+        (lambda folder: edit(folder / "processor_config.json", enlarge), "/model makes images of 3 x 64 x 64, but by"),
+        (lambda folder: edit(folder / "tokenizer_config.json", uncut), "/model cuts captions at its model_max_length"),
         (lambda folder: (folder / "processor_config.json").unlink(), "has no image processor"),
         (replace_by_bert, "not 'bert'"),
     ],
-    ids=["missing weight", "nan", "truncated", "no tokenizer", "no image processor", "no CLIP"],
+    ids=[
+        "missing weight",
+        "nan",
+        "zeros",
+        "truncated",
+        "no tokenizer",
+        "another tokenizer",
+        "images of another size",
+        "no length",
+        "no image processor",
+        "no CLIP",
+    ],
 )
 def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
     folder = shutil.copytree(dense, tmp_path / "model")
@@ -112,7 +147,7 @@ def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
         ("zero_shot", ["--templates", "a photo of a {}.", "a {}"]),
         ("zero_shot", ["--label-column", "number", "--classes", "classes.txt"]),
         ("zero_shot", ["--label-column", "number", "--classes", "others.txt"]),
-        ("linear_probe", ["--train-split", "test"]),
+        ("linear_probe", ["--train-split", "train[:11]"]),
     ],
 )
 def test_results_of_other_data_are_kept_apart(dense, tmp_path, monkeypatch, task, change):
@@ -167,6 +202,22 @@ def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monk
     assert json.loads(path.read_text())["batch_size"] == 7
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["sparse", "mixture"])
+def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, mixed):
+    model = shutil.copytree(sparse, tmp_path / "whole")
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"]["eval_capacity_factor"] = 0.3
+    (model / "config.json").write_text(json.dumps(config))
+    if mixed:
+        model = tmp_path / "mixture"
+        assemble.convert([sparse, tmp_path / "whole"], model)
+    tasks, scores = find_tasks(["glyphs_pairs"]), tmp_path / "scores"
+    once, again = (evaluate_model(model, tasks, scores, batch_size=7) for _ in range(2))
+    assert once == again
+    with pytest.raises(ValueError, match="holds a result of .* with another batch_size, 7 and not 8: choose another"):
+        evaluate_model(model, tasks, scores, batch_size=8)
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
 def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatch, old):
     other = shutil.copytree(dense, tmp_path / "other" / "dense")
@@ -195,6 +246,18 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
         evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path)
 
 
+@pytest.mark.parametrize("place", ["", "scores", "link"])
+def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place):
+    """They would count as its weights."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (tmp_path / "link").symlink_to(folder)
+    output = tmp_path / place if place == "link" else folder / place
+    before = sorted(folder.iterdir())
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main(["--model", str(folder), "--tasks", "glyphs_pairs", "--output-dir", str(output)])
+    assert f"lies in the folder of the model {folder}" in exit.value.code and sorted(folder.iterdir()) == before
+
+
 def test_an_output_folder_is_made_before_the_work(dense, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
@@ -220,10 +283,12 @@ def test_tasks_with_blanks_between(dense, tmp_path, capsys):
         (["--tasks", "glyphs_pairs,"], "unknown task '': known are"),
         (["--tasks", ""], "unknown task '': known are"),
         (["--tasks", "retrieval", "--dataset", "nowhere.parquet"], "nowhere.parquet"),
+        (["--tasks", "retrieval", "--dataset", "no/where"], "there is no file or folder no/where: Couldn't reach"),
         (["--tasks", "glyphs_pairs", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--tasks", "glyphs_pairs", "--device", "nonsense"], "cannot compute on the device nonsense"),
         (["--tasks", "glyphs_pairs", "--device", "meta"], "cannot compute on the device meta"),
         (["--tasks", "glyphs_pairs", "--name", ""], "a model needs a name, not ''"),
+        (["--tasks", "glyphs_pairs", "--name", "caf\udce9"], r"the model 'caf\udce9' has characters that no file can"),
     ],
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
@@ -231,6 +296,21 @@ def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
         evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path / "new"), *arguments])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
     assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("routing={", "routing is not valid YAML: "),
+        ("routing=!!python/name:os.system", "routing: line 1: "),
+        ("routing", "'routing' is no NAME=VALUE"),
+    ],
+)
+def test_changes_that_cannot_be_read(dense, tmp_path, capsys, change, message):
+    command = ["--model", str(dense), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main([*command, "--change", change])
+    assert exit.value.code == 2 and f"argument --change: {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", [evaluate.main, report.main, seeds.main])

@@ -8,9 +8,10 @@ import torch
 from small_evaluation import plain_embedding, swapped, with_captions
 
 from data import glyphs
+from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.embedder import Embedder
 from evaluation.linear_probe import linear_probe_metrics
-from evaluation.measures import measure
+from evaluation.measures import METRICS, measure
 from evaluation.tasks import TASKS, Task, loaded_once
 
 MODEL = "training/glyph_clip"
@@ -29,7 +30,13 @@ def embed():
 
 
 def measured(embedder, rows, kind, **more):
-    return measure(Task(kind, "", "", lambda: (rows, 0), **more), embedder)["metrics"]
+    metrics = measure(Task(kind, "", "", lambda: (rows, 0), **more), embedder)["metrics"]
+    assert {metric.partition("/")[0] for metric in metrics} <= set(METRICS[kind])
+    return metrics
+
+
+def test_metrics_of_benchmarks_are_those_of_their_kinds():
+    assert all(set(benchmark.metrics) <= set(METRICS[benchmark.kind]) for benchmark in BENCHMARKS.values())
 
 
 def test_zero_shot(embedder, embed):

@@ -1,5 +1,7 @@
 """Metrics by hand, and against the obvious loop."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,18 @@ def test_retrieval_is_the_plain_one(chunk_size, rounded):
         assert metrics[f"text_to_image_recall@{k}"] == plain_recall(texts @ images.T, right.T, k)
 
 
+def test_retrieval_holds_few_similarities_at_a_time():
+    """Those of all 300 images and 200,000 captions would be 229 MiB."""
+    rng = np.random.default_rng(0)
+    images, texts = random_unit(rng, 300, 2).astype(np.float32), random_unit(rng, 200_000, 2).astype(np.float32)
+    image_of_text = np.arange(200_000) % 300
+    tracemalloc.start()
+    retrieval_metrics(images, texts, image_of_text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 2**26 < peak < 1.5 * 2**26  # 64 MiB, and what tells which are as similar
+
+
 def test_equal_embeddings_find_nothing():
     embeds = np.ones((4, 2)) / np.sqrt(2)
     metrics = retrieval_metrics(embeds, embeds, np.arange(4), ks=(1, 3, 4))
@@ -91,10 +105,11 @@ def test_retrieval_refuses(image_of_text):
         retrieval_metrics(unit([0, 1]), unit([0, 1]), np.array(image_of_text))
 
 
-def test_pairs_by_hand():
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_pairs_by_hand(kind):
     images = unit([[0, 90], [0, 90], [0, 90], [0, 90]])
     texts = unit([[10, 80], [80, 10], [20, 40], [45, 45]])  # right; swapped; both nearer to image 0; undecided
-    metrics = pair_metrics(images, texts, ["color", "color", "size", "size"])
+    metrics = pair_metrics(images, texts, kind(["color", "color", "size", "size"]))
     # In the third pair each image prefers its own text, but text 1 prefers image 0.
     assert metrics == {"text": 0.5, "image": 0.25, "group": 0.25, "group/color": 0.5, "group/size": 0.0}
 

@@ -84,7 +84,8 @@ def test_the_released_router_loss():
         vision_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 7, 2)),
     )
     recipe = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / "clip_moe_released.yaml")
-    unified, stage = recipe.stages[-2:]
+    stages = {stage.name: stage for stage in recipe.stages}
+    unified, stage = stages["unified"], stages["clip_moe"]
     assert unified.changes == {"router_aux_loss_coef": config.router_aux_loss_coef}
     found, metrics = stage.router_loss(config, outputs, torch.ones(5, 10))
     torch.testing.assert_close(found, expected)

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
@@ -55,7 +56,6 @@ def test_table_and_picture(tmp_path, figures):
         ([result("a"), result("a")], "two results of 'a' on retrieval"),
         ([result("a"), result("b", num_samples=999)], "num_samples is 1000 for 'a' but 999 for 'b'"),
         ([result("a"), result("b", protocol="all")], "protocol is '1,000 images' for 'a' but 'all' for 'b'"),
-        ([result("a"), result("a", "pairs"), result("b")], "'b' has no result on pairs"),
         ([result("a"), result("b", metrics={"recall": 0.5})], "'b' and 'a' need the same metrics"),
         ([result("a"), result("b", metrics={"recall": 0.5, "other": 0.5, "more": 1})], "need the same metrics"),
         ([result("a", metrics={"other": 0.5})], "with the primary ones"),
@@ -64,6 +64,10 @@ def test_table_and_picture(tmp_path, figures):
         ([result("a", num_captions=5), result("b", num_captions=6)], "num_captions is 5 for 'a' but 6 for 'b'"),
         ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
         ([result("a"), result("a", "pairs", dtype="bfloat16")], "'a' has results of different models: dtype"),
+        (
+            [result("a", depends_on_batch=True, batch_size=8), result("a", "pairs", batch_size=9)],
+            "'a' has results of different models: batch_size is 8 on retrieval but 9 on pairs",
+        ),
         ([result("a", value=1e308)], "recall of 'a' is not finite, or no share from 0 to 1"),
         ([result("a", value=-0.5)], "no share from 0 to 1"),
         ([3], "a result is a dictionary or a file, not 3"),
@@ -72,6 +76,22 @@ def test_table_and_picture(tmp_path, figures):
 def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
     with pytest.raises(ValueError, match=message):
         write_report(results, tmp_path)
+
+
+def test_a_partial_set_of_results_makes_a_partial_report(tmp_path, figures):
+    """The first model lacks a task, another one the baseline's; no cell is a score of something else."""
+    results = [result("dense"), result("sparse", "pairs", value=0.75), result("sparse", value=0.625)]
+    results += [result("wide", "pairs", value=0.25)]
+    table = write_report(results, tmp_path, baseline="dense")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert rows[0] == ["model", "retrieval: R@1", "pairs: R@1"]
+    assert rows[2:] == [["dense", "50.0%", ""], ["sparse", "62.5% (+12.5)", "75.0%"], ["wide", "", "25.0%"]]
+    text = (tmp_path / "report.md").read_text()
+    assert re.search(r"\| pairs: other +\| +\| 25.0% +\| 25.0% +\|", text) and "- pairs: 1,000 images" in text
+    (figure,) = figures
+    heights = [[bar.get_height() for bar in bars] for bars in figure.axes[0].containers]
+    np.testing.assert_equal(heights, [[50, np.nan], [62.5, 75], [np.nan, 25]])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["50", "", "62", "75", "", "25"]
 
 
 def test_unknown_baseline(tmp_path):
@@ -108,6 +128,12 @@ def test_files_that_are_no_results(tmp_path, content, message):
     with pytest.raises(SystemExit) as exit:
         report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path)])
     assert message in exit.value.code
+
+
+def test_a_folder_is_no_result(tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        report.main([str(tmp_path), "--output-dir", str(tmp_path)])
+    assert exit.value.code == f"error: {tmp_path} is a folder: name the results in it, as {tmp_path}/*.json"
 
 
 @pytest.mark.parametrize("key", sorted(set(result("a"))))

@@ -66,14 +66,16 @@ def test_what_cannot_be_averaged(folders, tmp_path, content, message):
         {"versions": {"torch": "3"}},
         {"data": {"split": "train"}},
         {"num_captions": 5},
+        {"batch_size": 9, "depends_on_batch": True},
     ],
 )
 def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
-    for folder in folders:  # of those that results of earlier versions lack
+    same = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}  # which results of earlier versions lack
+    for folder in folders:
         for model in ("sparse", "dense"):
-            write(folder, result(model, data={"split": "test"}, num_captions=4))
+            write(folder, result(model, **same))
     for model in ("sparse", "dense"):
-        write(folders[2], result(model, **{"data": {"split": "test"}, "num_captions": 4, **change}))
+        write(folders[2], result(model, **same | change))
     with pytest.raises(ValueError, match=rf"{next(iter(change))} is .* in .* but .* in .*; such scores cannot be"):
         write_seeds(folders, tmp_path / "out")
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import tarfile
 from types import SimpleNamespace
 
 import datasets
@@ -50,22 +52,65 @@ def error_of(*args, **settings):
 TAR = {"image_column": "png", "caption_column": "txt"}
 
 
-@STREAMING
-def test_a_shard_that_ends_early(tmp_path, processor, streaming):
+def without_its_end(shard, header):
+    return shard[: header.offset]
+
+
+def within_a_header(shard, header):
+    return shard[: header.offset + 200]
+
+
+def within_a_file(shard, header):
+    return shard[: header.offset_data + 10]
+
+
+def no_archive(shard, header):
+    return b"this is no archive"
+
+
+def one_byte_of_a_header(shard, header):
+    return shard[: header.offset] + b"\xff" + shard[header.offset + 1 :]
+
+
+def zeros(shard, header):
+    return shard[: header.offset] + bytes(2 * len(shard))
+
+
+CUT = [without_its_end, within_a_header, within_a_file, no_archive]
+
+
+def three_shards(folder):
     for number in range(3):
-        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
-    whole = (tmp_path / "1.tar").read_bytes()
-    (tmp_path / "1.tar").write_bytes(whole[:5000])
-    message = error_of(processor, tmp_path, streaming, **TAR)
-    assert message.startswith(f"{tmp_path} cannot be read because of {tmp_path / '1.tar'}: ")
-    assert "ReadError: unexpected end of data" in message
+        write_shard(folder / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
+    return folder / "1.tar"
+
+
+@pytest.mark.parametrize(
+    ("damage", "streaming"),
+    [*((damage, True) for damage in CUT), *((damage, False) for damage in [*CUT, one_byte_of_a_header, zeros])],
+)
+def test_a_shard_that_is_damaged(tmp_path, processor, streaming, damage):
+    """Readers of tars take most of it for the end of the shard, and say nothing."""
+    shard = three_shards(tmp_path)
+    with tarfile.open(shard) as tar:
+        header = tar.getmembers()[4]
+    shard.write_bytes(damage(shard.read_bytes(), header))
+    for _ in range(2):  # nothing was kept
+        assert error_of(processor, tmp_path, streaming, **TAR).startswith(f"{shard} is no tar, or is cut")
+    pattern = f"{tmp_path}/[01].tar"
+    assert error_of(processor, pattern, streaming, **TAR).startswith(f"{pattern} cannot be read: {shard} is no tar")
 
 
 @STREAMING
-def test_a_shard_that_is_none(tmp_path, processor, streaming):
-    (tmp_path / "0.tar").write_text("this is no archive")
-    assert f"because of {tmp_path / '0.tar'}" in error_of(processor, tmp_path, streaming, **TAR)
-    assert f"because of {tmp_path / '0.tar'}" in error_of(processor, tmp_path / "*.tar", streaming, **TAR)
+@pytest.mark.parametrize("how", ["--format=gnu", "--format=pax", "--record-size=512", "-z"])
+def test_a_shard_of_another_program_is_whole(tmp_path, processor, streaming, how):
+    three_shards(tmp_path)
+    (tmp_path / "files").mkdir()
+    with tarfile.open(tmp_path / "1.tar") as tar:
+        tar.extractall(tmp_path / "files", filter="data")
+    names = sorted(os.listdir(tmp_path / "files"))
+    subprocess.run(["tar", "-cf", tmp_path / "1.tar", how, "-C", tmp_path / "files", *names], check=True)
+    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 24
 
 
 @STREAMING
@@ -137,15 +182,13 @@ def test_no_file_is_looked_for_after_an_error_that_names_it(tmp_path, processor)
 
 def test_a_file_that_cannot_be_read_is_not_looked_for_longer_than_is_set(tmp_path, processor, monkeypatch):
     """By a clock that goes three seconds at every look, the last file is not reached."""
-    for number in range(6):
-        write_shard(
-            tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + (8 if number == 5 else 2)))
-        )
-    (tmp_path / "5.tar").write_bytes((tmp_path / "5.tar").read_bytes()[:5000])
+    for number in range(5):
+        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(10 * number, 10 * number + 2)))
+    write_shard(tmp_path / "5.tar", [*images_and_texts(range(50, 57)), ("60.png", png()), ("60.txt", b"caf\xe9")])
     monkeypatch.setattr("data.sources.SEARCH_SECONDS", 10)
     ticks = itertools.count(0, 3)
     monkeypatch.setattr("data.sources.time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: ReadError: ")
+    assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: Unicode")
 
 
 @STREAMING
@@ -323,3 +366,9 @@ def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_pat
         assert len(load_pairs(arguments)) == number
     image.unlink()
     assert len(load_pairs(arguments)) == 3
+
+
+def test_a_dataset_that_was_saved_alone_has_no_slices(tmp_path):
+    datasets.Dataset.from_dict({"image": ["a.png"] * 4, "caption": ["a"] * 4}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"saved as one split: it has no test\[:2\]"):
+        load_pairs(DataArguments(source=str(tmp_path / "saved"), split="test[:2]"))

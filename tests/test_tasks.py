@@ -1,5 +1,7 @@
 """Tasks: their names, and datasets given by columns."""
 
+import contextlib
+import dataclasses
 import json
 
 import datasets
@@ -14,16 +16,8 @@ from data.sources import DataArguments
 from evaluation import evaluate, experts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
-from evaluation.tasks import (
-    TASKS,
-    find_tasks,
-    glyph_tasks,
-    linear_probe_task,
-    problems_of_tasks,
-    read_classes,
-    retrieval_task,
-    zero_shot_task,
-)
+from evaluation.own_data import linear_probe_task, read_classes, retrieval_task, zero_shot_task
+from evaluation.tasks import MORE, TASKS, find_tasks, glyph_tasks, problems_of_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 
@@ -32,10 +26,10 @@ def test_all_unknown_names_are_told_at_once():
     assert problems_of_tasks(["glyphs_pairs", "glyphs_digits"]) == []
     assert problems_of_tasks(["glyphs_pair", "x", "glyphs_digits", "glyphs_digits", "retreival", ""]) == [
         "unknown task glyphs_pair: did you mean 'glyphs_pairs'?",
-        f"unknown task x: known are {', '.join(sorted(TASKS))}",
+        f"unknown task x: known are {', '.join(sorted(TASKS))}, {MORE}",
         "the task glyphs_digits occurs twice",
         "unknown task retreival: did you mean 'glyphs_retrieval'?",
-        f"unknown task '': known are {', '.join(sorted(TASKS))}",
+        f"unknown task '': known are {', '.join(sorted(TASKS))}, {MORE}",
     ]
     with pytest.raises(ValueError, match=r"unknown task a: known are .*; the task glyphs_pairs occurs twice$"):
         find_tasks(["a", "glyphs_pairs", "glyphs_pairs"])
@@ -121,12 +115,22 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
         ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
         (["one", None], None, ["a {}"], "row 1 of column label has None"),
         ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
-        ([0, 1], ["crane", "crane"], ["a {}"], "occur twice: crane"),
+        ([0, 1], ["crane", "crane"], ["a {}"], "the same but for case and spaces: 'crane', 'crane'"),
+        (["emu", "Emu ", "a  b", "A b"], None, ["a {}"], "spaces: 'A b', 'Emu ', 'a  b', 'emu'"),
+        (["one", "one"], None, ["a {}"], "two classes or more to belong to, but there is only 'one'"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, labels, classes, templates, message):
     with pytest.raises(ValueError, match=message):
         zero_shot_task(labeled(tmp_path, labels), templates, classes)
+
+
+@pytest.mark.parametrize("features", [None, datasets.ClassLabel(names=["one", "three", "two"])])
+def test_a_part_of_the_rows_has_all_classes_as_candidates(tmp_path, features):
+    labels = ["one", "two", "three", None] if features is None else [0, 2, 1, None]
+    arguments = dataclasses.replace(labeled(tmp_path, labels, features), num_samples=1)
+    task = zero_shot_task(arguments, ["a {}"])
+    assert list(task.classes) == ["one", "three", "two"] and list(task.load()[0]["caption"]) == ["one"]
 
 
 def class_folders(root, **names):
@@ -156,6 +160,34 @@ def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
     assert sorted(task.classes) == ["a", "b", "c", "d"]
     for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
         assert "".join(load()[0]["caption"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits", "samples", "message"),
+    [
+        ("file", ("test", "train"), None, "test and train of .* have 10 in common"),
+        ("file", ("test[:5]", "train[3:]"), None, r"test\[:5\] and train\[3:\] of .* have 2 in common"),
+        ("file", ("test[:50%]", "train[50%:]"), None, None),
+        ("file", ("test", "test[5:]"), 5, None),
+        ("folder", ("train", "train"), None, "train and train of .* have 4 in common: set split and train_split"),
+        ("folder", ("test[:1]", "train+test"), None, "have 1 in common"),
+        ("folder", ("test", "train"), None, None),
+        ("saved", ("test", "train"), None, "have 10 in common"),
+        ("saved", ("test[:5]", "test[5:]"), None, "have 10 in common"),
+    ],
+)
+def test_a_probe_is_not_fitted_to_what_it_is_tested_on(tmp_path, kind, splits, samples, message):
+    arguments = labeled(tmp_path, ["one", "two"] * 5)
+    if kind == "folder":
+        arguments = class_folders(tmp_path / "folder", train="ab", test="ab")
+    if kind == "saved":
+        rows = datasets.Dataset.from_parquet(arguments.source).to_list()
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        arguments = dataclasses.replace(arguments, source=str(tmp_path / "saved"))
+    arguments = dataclasses.replace(arguments, split=splits[0], num_samples=samples)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        task = linear_probe_task(arguments, splits[1])
+        assert len(task.load()[0]) == len(task.load_train()[0]) == (4 if kind == "folder" else 5)
 
 
 def test_images_below_a_root(dense, tmp_path):
@@ -216,7 +248,7 @@ def test_skipped_images_are_in_the_result(dense, tmp_path):
         (b"one\ntwo\n\n", "classes.txt has no class in line 3"),
         (b"", "classes.txt has no class in line 1"),
         (b"one\ntwo \xff", "classes.txt is no text in UTF-8"),
-        (b"one\none", "occur twice: one"),
+        (b"one\none", "the same but for case and spaces: 'one', 'one'"),
         (None, "classes.txt"),
     ],
 )

@@ -195,8 +195,8 @@ def test_the_process_that_fails_says_why(run, tmp_path):
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from training import engine, upcycle\n"
-        "from training.processes import launch_cpu_processes\n"
-        "launch_cpu_processes()\n"
+        "from evaluation.processes import launch_cpu_processes\n"
+        "launch_cpu_processes('upcycle.py', sys.argv)\n"
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
@@ -257,7 +257,7 @@ def test_accumulation_averages_gradients(run, monkeypatch):
 
         return original(accelerator, model, twice, *rest)
 
-    monkeypatch.setattr(stages.train, "train", repeat)
+    monkeypatch.setattr(stages.steps, "train", repeat)
     accumulated = run(output="accumulated", gradient_accumulation_steps=2)
     torch.testing.assert_close(losses(accumulated / "tuned"), losses(plain / "tuned"), atol=1e-5, rtol=0)
 

@@ -46,13 +46,12 @@ def test_training_on_a_stream_of_numbers_ends_in_one_line(run, tmp_path):
         run([DENSE, {**TUNED, "data": data}])
 
 
-def test_training_on_a_stream_whose_second_shard_is_torn_names_it(run, tmp_path):
+def test_training_on_a_stream_whose_second_shard_is_no_text_names_it(run, tmp_path):
     write_shard(tmp_path / "0.tar", images_and_texts(range(8)))
-    write_shard(tmp_path / "1.tar", images_and_texts(range(8, 16)))
-    whole = (tmp_path / "1.tar").read_bytes()
-    (tmp_path / "1.tar").write_bytes(whole[:5000])
+    (image, _) = images_and_texts([8])
+    write_shard(tmp_path / "1.tar", [image, ("8.txt", b"caf\xe9")])
     data = {"source": str(tmp_path / "*.tar"), "image_column": "png", "caption_column": "txt", "streaming": True}
-    message = re.escape(f"cannot be read because of {tmp_path / '1.tar'}: ReadError: ")
+    message = re.escape(f"cannot be read because of {tmp_path / '1.tar'}: UnicodeDecodeError: ")
     with pytest.raises(ValueError, match=f"^tuned: {re.escape(data['source'])} {message}[^\n]*$"):
         run([DENSE, {**TUNED, "data": data}])
 

@@ -53,10 +53,12 @@ def recipe(**training):
     return {"output_dir": "out", "defaults": {"train": settings | training}, "stages": copy.deepcopy(stages)}
 
 
-def run_stages(folder, stages, overrides=None):
-    """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder."""
+def run_stages(folder, stages, overrides=None, **keys):
+    """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder.
+
+    `keys` are further ones of the recipe."""
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages}))
+    path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages, **keys}))
     return run_recipe(load_recipe(path, overrides))
 
 

@@ -206,6 +206,7 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
     for setting, arguments in vars(stage).items():
         if isinstance(arguments, DataArguments):
             yield from (f"{stage.name}.{setting}{problem}" for problem in _problems_of_data(stage, arguments, outlook))
+    yield from (_line(stage, *problem) for problem in stage.data_problems())
 
 
 def _problem_of_outside(reference: Reference) -> str:

@@ -10,6 +10,8 @@ from data.images import decode_image
 from data.pairs import first_caption
 
 MAX_LINES = 32
+# In inches: of an image with its caption, of the image alone, and of what stands left of a line
+WIDTH, HEIGHT, SIDE, MARGIN = 2.0, 2.5, 1.7, 1.5
 
 
 def contact_sheet(
@@ -31,19 +33,24 @@ def contact_sheet(
         drawn = np.sort(np.argsort(-sizes, kind="stable")[:MAX_LINES])
         clusters, sizes = clusters[drawn], sizes[drawn]
     rng = np.random.default_rng(seed)
-    figure, axes = plt.subplots(
-        len(clusters), columns, figsize=(2 * columns, 2.5 * len(clusters)), squeeze=False, layout="constrained"
-    )
-    for line, cluster, size in zip(axes, clusters, sizes, strict=True):
-        for axis in line:
-            axis.axis("off")
+    size = MARGIN + WIDTH * columns, HEIGHT * len(clusters)
+    figure = plt.figure(figsize=size)
+    # One for all images, in inches: axes of their own would take most of the time
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
+    for line, (cluster, number) in enumerate(zip(clusters, sizes, strict=True)):
+        bottom = HEIGHT * (len(clusters) - 1 - line)
+        axes.text(MARGIN - 0.1, bottom + SIDE / 2, f"{cluster}\n{number} samples", ha="right", va="center")
         chosen = rng.permutation(np.flatnonzero(labels == cluster))[:columns]
-        for axis, index in zip(line, chosen, strict=False):
-            row = rows[int(index)]
-            axis.imshow(decode_image(row["image"], image_root))
+        for column, index in enumerate(chosen):
+            row, left = rows[int(index)], MARGIN + WIDTH * column
+            image = decode_image(row["image"], image_root)
+            width, height = (SIDE * side / max(image.size) for side in image.size)
+            axes.imshow(image, extent=(left, left + width, bottom, bottom + height))
             caption = row["caption"] if isinstance(row["caption"], str) else first_caption(row["caption"])
             title = textwrap.fill(textwrap.shorten(caption, 110), 26)
-            axis.set_title(title, fontsize=7, parse_math=False)  # a caption may hold dollar signs
-        line[0].text(-0.1, 0.5, f"{cluster}\n{size} samples", transform=line[0].transAxes, ha="right", va="center")
+            # A caption may hold dollar signs
+            axes.text(left, bottom + height + 0.05, title, fontsize=7, va="bottom", parse_math=False)
+    axes.set(xlim=(0, size[0]), ylim=(0, size[1]))
     figure.savefig(path, dpi=70)
     plt.close(figure)

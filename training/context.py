@@ -15,6 +15,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from conversion.provenance import LOGS, MANIFEST
+from data.conversations import load_conversations
 from data.identity import data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -70,6 +71,11 @@ class Context:
             with self._main_process_first():  # which fills the cache that the others read
                 self._pairs[key] = load_pairs(arguments)
         return self._pairs[key]
+
+    def conversations(self, arguments: DataArguments) -> datasets.Dataset:
+        """See `data.conversations.load_conversations`. Every process has to ask."""
+        with self._main_process_first():
+            return load_conversations(self.resolve(arguments))
 
     def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""

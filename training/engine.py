@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from training.training_state import (
 )
 
 if TYPE_CHECKING:
+    from training.scores import Scores
+    from training.stages.steps import StepsStage
     from training.stages.train import TrainStage
 
 CHECKPOINTS = "checkpoints"
@@ -96,10 +99,11 @@ def train(
     accelerator: Accelerator,
     model: PreTrainedModel,
     batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
-    settings: "TrainStage",
+    settings: "StepsStage",
     total_steps: int,
     directory: Path,
     seed: int = 0,
+    scores: "Scores | None" = None,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
 
@@ -109,6 +113,7 @@ def train(
         total_steps: optimizer steps of the whole run.
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
         seed: of the noise of routers whose groups make it independent of the number of processes.
+        scores: measures the model now and then.
 
     Returns:
         The trained model's state dict, gathered from all processes; empty on those that do not save it.
@@ -119,53 +124,51 @@ def train(
         ValueError: the last checkpoint is damaged, or checkpoints of this kind of distribution would be pickles.
     """
     checkpoints = directory / CHECKPOINTS
-    if settings.save_steps:
-        require_support(accelerator)
     latest = latest_checkpoint(checkpoints)
     step = 0 if latest is None else finished_steps(latest, total_steps)
-    shape_of_scale = model.logit_scale.shape
+    scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler = _prepare(accelerator, model, settings, step, total_steps)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest)
         accelerator.print(f"{settings.name}: goes on from step {step}")
     log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
+    weights = partial(_gather_weights, accelerator, task, scale)
+    if step == 0:
+        _measure(scores, 0, total_steps, weights, log)
     bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
     while step < total_steps:
         kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
         grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if model.logit_scale.requires_grad:
-            clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+        _take_step(optimizer, scheduler, model, settings)
         step += 1
         bar.update()
         if step % settings.logging_steps == 0 or step == total_steps:
             values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
             values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
             bar.set_postfix_str(log.write(step, values))
+        _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
     bar.close()
-    state_dict = _gather_weights(accelerator, task, shape_of_scale)
+    state_dict = weights()
     require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
 
 
 def _prepare(
-    accelerator: Accelerator, model: PreTrainedModel, settings: "TrainStage", step: int, total_steps: int
+    accelerator: Accelerator, model: PreTrainedModel, settings: "StepsStage", step: int, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
+    if settings.save_steps:
+        require_support(accelerator)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
-    if settings.expert_dropout is not None:
-        drop_activations(model, settings.expert_dropout)
-    # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
-    scale = model.logit_scale
-    model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
-    task = ContrastiveTask(model, settings).train()
+    scale = getattr(model, "logit_scale", None)
+    if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
+        model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
+    task = settings.task(model).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(task, settings.weight_decay, settings.decay_all),
         lr=settings.learning_rate,
@@ -192,12 +195,12 @@ def _compute_gradient(
     task: nn.Module,
     model: PreTrainedModel,
     stream: Iterator[dict[str, torch.Tensor]],
-    settings: "TrainStage",
+    settings: "StepsStage",
     seed_and_step: tuple[int, int],
     kept: str,
 ) -> dict[str, torch.Tensor]:
-    """Add up the gradients of the batches of a step, and return what the last of them logs."""
-    accumulation = settings.gradient_accumulation_steps
+    """Add up the gradients of the batches of a step, and return the mean of what they log."""
+    accumulation, logged = settings.gradient_accumulation_steps, []
     for micro_step in range(accumulation):
         batch = send_to_device(next(stream), accelerator.device)
         # DeepSpeed takes its step within `backward`, when this is set
@@ -209,11 +212,12 @@ def _compute_gradient(
             loss, metrics = task(batch)
             _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
             accelerator.backward(loss / accumulation)
-    return metrics
+        logged.append(metrics)
+    return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
 
 
 def _clip_gradient(
-    accelerator: Accelerator, task: nn.Module, settings: "TrainStage", step: int, kept: str
+    accelerator: Accelerator, task: nn.Module, settings: "StepsStage", step: int, kept: str
 ) -> torch.Tensor:
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
@@ -224,13 +228,36 @@ def _clip_gradient(
     return grad_norm
 
 
-def _gather_weights(accelerator: Accelerator, task: nn.Module, shape_of_scale: torch.Size) -> dict[str, torch.Tensor]:
-    """The state dict of the model in a task, with `logit_scale` as it was before training."""
+def _take_step(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    model: PreTrainedModel,
+    settings: "StepsStage",
+) -> None:
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad:
+        clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+
+
+def _gather_weights(accelerator: Accelerator, task: nn.Module, scale: nn.Parameter | None) -> dict[str, torch.Tensor]:
+    """The state dict of the model in a task, with `logit_scale` in the shape that it had before training."""
     state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
     state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
     if "logit_scale" in state_dict:
-        state_dict["logit_scale"] = state_dict["logit_scale"].view(shape_of_scale)
+        state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
     return state_dict
+
+
+def _measure(
+    scores: "Scores | None", step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
+) -> None:
+    """Log what the model scores after a step, if it is time to."""
+    if scores is not None and scores.due(step, total_steps):
+        started = time.perf_counter()
+        log.write_scores(step, scores.measure(step, weights()))
+        log.started += time.perf_counter() - started  # no image was trained on meanwhile
 
 
 @torch.no_grad()
@@ -253,7 +280,8 @@ def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
     if not accelerator.log_with:
         return
     try:
-        accelerator.init_trackers("clip_moe", config=settings)
+        plain = {key: str(value) if isinstance(value, list) else value for key, value in settings.items()}
+        accelerator.init_trackers("clip_moe", config=plain)
     except Exception as error:  # every tracker raises its own
         raise ValueError(f"trackers: {', '.join(map(str, accelerator.log_with))} cannot start: {error}") from error
 
@@ -267,7 +295,7 @@ class Log:
         if accelerator.is_main_process:
             # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if _step(line) <= step]
+            kept = [line for line in lines if 0 < step and _step(line) <= step]
             with new_file(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
@@ -281,6 +309,14 @@ class Log:
         scalars = {**values, "images_per_second": images_per_second}
         self.accelerator.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
         return _summary(values, images_per_second)
+
+    def write_scores(self, step: int, scores: dict[str, float]) -> None:
+        """Log what a model scores after a step; elsewhere than in the main process there is nothing to log."""
+        if not self.accelerator.is_main_process:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **scores}) + "\n")
+        self.accelerator.log({f"{self.stage}/{name}": value for name, value in scores.items()}, step=step)
 
 
 def _step(line: str) -> float:

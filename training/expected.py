@@ -10,7 +10,14 @@ import pyarrow.parquet
 import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from transformers import AutoModel, CLIPConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    CLIPConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from conversion.checkpoints import load_config
 from conversion.local_names import is_hub_name
@@ -166,6 +173,8 @@ def _described(kind: type[PreTrainedConfig], settings: str) -> PreTrainedModel:
     if isinstance(config, CLIPConfig | CLIPMoEConfig):
         return meta_model(config)
     with torch.device("meta"):
+        if isinstance(config, LlavaConfig):
+            return LlavaForConditionalGeneration(config)
         return AutoModel.from_config(config)
 
 

@@ -1,6 +1,5 @@
 """Pairs of images and captions as the batches of a process."""
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from transformers import CLIPProcessor
 from data.images import decode_image
 from data.pairs import StreamReport, first_caption, present_captions, read_pair
 from data.sources import DataArguments, Rows, reading
+from data.workers import errors_of_workers
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class PairLoader:
         while True:
             self.sampler.set_epoch(epoch, start_batch)
             self.pairs.epoch = epoch
-            with _errors_of_workers():
+            with errors_of_workers():
                 yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
             epoch, start_batch = epoch + 1, 0
 
@@ -101,7 +101,7 @@ class PairLoader:
         self.pairs.epoch = None
         starts = range(start, stop, self.batch_size)
         batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
-        with _errors_of_workers():
+        with errors_of_workers():
             yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
 
     def text_lengths(self) -> list[int]:
@@ -141,7 +141,7 @@ class PairLoader:
         share = self.rank, self.world_size
         stream = _Stream(self.rows, self.processor, self.arguments, self.seed, share, readers)
         options = self._options | {"num_workers": num_workers}
-        with reading(self.arguments), _errors_of_workers():
+        with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
             # Not by workers, which do not always take turns: one may have nothing to read
             yield from itertools.islice(loader, start, None)
@@ -165,19 +165,6 @@ class PairLoader:
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
         return batch
-
-
-@contextlib.contextmanager
-def _errors_of_workers() -> Iterator[None]:
-    """Errors of a DataLoader's workers as ValueErrors, without the traceback that torch puts into their message."""
-    try:
-        yield
-    except Exception as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        lines = str(error).splitlines()
-        traceback_ends = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1)
-        raise ValueError(" ".join(lines[traceback_ends + 1 :]).removeprefix("ValueError: ")) from error
 
 
 class _Stream(torch.utils.data.IterableDataset):

@@ -39,10 +39,14 @@ def has_work(partial: Path) -> bool:
 
 
 def comparable(settings: Any) -> Any:
-    """Settings without those of `NOT_COMPARED`; but workers of a stream settle its order."""
+    """Settings without those of `NOT_COMPARED`; but workers of a stream settle its order, and scores while training may
+    settle which model is kept."""
     if not isinstance(settings, dict):
         return settings
     left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
+    evaluation = settings.get("evaluation")
+    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
+        left_out |= {"evaluation"}
     return {key: comparable(value) for key, value in settings.items() if key not in left_out}
 
 

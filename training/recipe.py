@@ -172,7 +172,8 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
     except ValidationError as error:
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
-            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)} (got {shortened(e['input'])})")
+            got = "" if e["type"] == "value_error" else f" (got {shortened(e['input'])})"  # our own errors say it
+            problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)}{got}")
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -259,12 +260,22 @@ def _message(error: dict, kind: type) -> str:
         similar = most_similar(str(error["input"]), choices)
         return error["msg"] + (f": did you mean {similar!r}?" if similar else "")
     if error["type"] != "unexpected_keyword_argument":
-        return error["msg"]
+        return error["msg"].removeprefix("Value error, ")
     *parents, key = error["loc"]
     for parent in parents:
         kind = kind if isinstance(parent, int) else _settings_in(get_type_hints(kind).get(parent))
-    hint = f": {what_is_meant(str(key), [field.name for field in fields(kind)])}" if kind else ""
+    hint = f": {_meant_key(str(key), kind)}" if kind else ""
     return f"there is no such key, here or in the defaults of this stage{hint}"
+
+
+def _meant_key(key: str, kind: type) -> str:
+    """The most similar key of a class of settings; else the same key within one of its settings; else all keys."""
+    known = [field.name for field in fields(kind)]
+    settings = {name: _settings_in(hint) for name, hint in get_type_hints(kind).items()}
+    within = [name for name, inner in settings.items() if inner and key in {field.name for field in fields(inner)}]
+    if within and not most_similar(key, known):
+        return f"did you mean '{within[0]}.{key}'?"
+    return what_is_meant(key, known)
 
 
 def _settings_in(hint: Any) -> type | None:

@@ -14,13 +14,21 @@ from pydantic.fields import FieldInfo
 
 from data.captions import CaptionPolicy
 from data.sources import DataArguments
+from evaluation.own_data import OwnTask
 from training.recipe import Recipe
+from training.scores import Evaluation
 from training.settings import Reads
 from training.stages import STAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
-OTHERS = {DataArguments: "data", CaptionPolicy: "Caption policies", Recipe: "The recipe"}
+OTHERS = {
+    DataArguments: "data",
+    CaptionPolicy: "Caption policies",
+    OwnTask: "Tasks on own data",
+    Evaluation: "Evaluation while training",
+    Recipe: "The recipe",
+}
 BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def load_checkpoint(
         accelerator.scaler.load_state_dict(state["scaler"])
     if state["num_processes"] == accelerator.num_processes:
         path = checkpoint / f"{RANDOM_STATES}_{accelerator.process_index}.json"
-        _set_random_states(_read(path), accelerator.device, checkpoint)
+        _read_random_states(_read(path), accelerator.device, checkpoint)
     else:
         accelerator.print(
             f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
@@ -229,15 +230,29 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _set_random_states(states: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
+@contextmanager
+def kept_random_states(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn in the block, what is drawn after it is what would have been drawn without it."""
+    states = _random_states(device)
     try:
-        version, keys, gauss = states["python"]
-        random.setstate((version, tuple(keys), gauss))
-        np.random.set_state(tuple(states["numpy"]))
-        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        if states["device"] is not None and device.type != "cpu":
-            state = torch.tensor(states["device"], dtype=torch.uint8)
-            torch.get_device_module(device).set_rng_state(state)
+        yield
+    finally:
+        _set_random_states(states, device)
+
+
+def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if states["device"] is not None and device.type != "cpu":
+        state = torch.tensor(states["device"], dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(state)
+
+
+def _read_random_states(states: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
+    try:
+        _set_random_states(states, device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise _unfit(checkpoint, f"its random states are damaged: {error}") from error
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conversion.files import one_line_errors
+from conversion.folders import load_config
 from conversion.recipe_yaml import read_yaml
+from evaluation.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
 from training.checks import RecipeError
 from training.plan import plan, render
-from training.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
 from training.recipe import Recipe, load_recipe
 from training.runner import run_recipe, wanted_stages
 from training.stages.base import Stage
@@ -65,11 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     asked = {stage.name for stage in models} if only is None else set(only)
     finished = [stage for stage in models if stage.name in asked and (output_dir / stage.name).is_dir()]
     if finished and int(os.environ.get("RANK", 0)) == 0:
+        folder = output_dir / finished[-1].name
+        auto = "AutoModelForImageTextToText" if load_config(folder).model_type == "llava" else "AutoModel"
         print(
             "\nLoad the model with\n\n"
             "    import modeling_clip_moe\n"
-            "    from transformers import AutoModel\n"
-            f'    model = AutoModel.from_pretrained("{output_dir / finished[-1].name}")\n'
+            f"    from transformers import {auto}\n"
+            f'    model = {auto}.from_pretrained("{folder}")\n'
         )
 
 
@@ -126,5 +129,5 @@ def _overrides(arguments: list[str]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    launch_cpu_processes()
+    launch_cpu_processes("upcycle.py", sys.argv)
     main()

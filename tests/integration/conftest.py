@@ -20,7 +20,8 @@ torchao transformers
 
 
 def pytest_report_header() -> str:
-    return "integrations: " + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    installed = {package.name for package in metadata.distributions()}  # not all beside gradio
+    return "integrations: " + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed)
 
 
 @pytest.fixture(scope="session")

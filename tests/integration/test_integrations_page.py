@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from documents import ROOT, blocks, run_block
+from clip_benchmark_copy import clip_benchmark_path, save_benchmark
+from documents import ROOT, SHOWN, blocks, run_block
 from stand_ins import BASE, with_77_positions
 from tiny_models import save_dense_llava, sdxl
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
@@ -31,6 +32,8 @@ def place(repository, tmp_path_factory):
         AutoProcessor.from_pretrained(repository).save_pretrained(place / name)
     save_dense_llava(place / "llava-hf" / "llava-1.5-7b-hf")
     with_77_positions(CLIPModel.from_pretrained(BASE)).save_pretrained(place / "dense")
+    save_benchmark(place / "my" / "wds_kinds")
+    (place / "training").symlink_to(ROOT / "training")
     encoders = [tower.from_pretrained(place / "dense") for tower in (CLIPTextModel, CLIPTextModelWithProjection)]
     sdxl(*encoders).save_pretrained(place / "stabilityai" / "stable-diffusion-xl-base-1.0")
     return place
@@ -47,7 +50,10 @@ def test_examples_run(place, section, monkeypatch):
     if section == "ONNX" and not hasattr(exporters, "ExportedModel"):
         pytest.skip("the exporter of transformers 5.17 returns torch's program, which has another method: see the page")
     monkeypatch.chdir(place)
+    monkeypatch.setenv("PYTHONPATH", clip_benchmark_path(place) if section == "CLIP_benchmark" else "")
     for block in SECTIONS[section]:
+        if block.language in SHOWN:
+            continue
         if block.language == "bash" or block.text.startswith("# "):
             run_block(block)
             continue

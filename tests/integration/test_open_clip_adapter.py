@@ -1,13 +1,21 @@
 """open_clip's calls: equal to the model's own, and taken by CLIP_benchmark's metrics, which agree with ours."""
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+from clip_benchmark_copy import clip_benchmark_path, save_benchmark
+from documents import ROOT, blocks
 from torch.utils.data import DataLoader
 from transformers import CLIPModel
 
 from data import glyphs
+from evaluation import evaluate
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEModel
@@ -83,6 +91,42 @@ def test_retrieval_of_clip_benchmark(adapted, images):
     assert found["image_retrieval_recall@5"] == pytest.approx(expected["text_to_image_recall@5"])
     assert found["text_retrieval_recall@1"] == pytest.approx(expected["image_to_text_recall@1"])
     assert found["text_retrieval_recall@5"] > 1.5 * 5 / len(images)
+
+
+@pytest.mark.parametrize("task", ["zeroshot_classification", "zeroshot_retrieval"])
+def test_clip_benchmarks_own_command_gives_our_numbers(repository, tmp_path, task):
+    """The file of docs/integrations.md, on a copy of CLIP_benchmark's layout, beside `evaluation.evaluate`."""
+    page = blocks(ROOT / "docs" / "integrations.md")
+    (tmp_path / "run.py").write_text(next(b.text for b in page if b.text.startswith("# clip_moe_benchmark.py")))
+    retrieval, data, model = task == "zeroshot_retrieval", tmp_path / "data", str(repository)
+    save_benchmark(data, captions=retrieval)
+    command = (
+        f"run.py eval --model_type clip_moe --model ours --pretrained {model} --dataset wds/data --dataset_root {data}"
+    )
+    command += f" --task {task} --no_amp --recall_k 1 5 --num_workers 2 --batch_size 16 --output theirs.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([clip_benchmark_path(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads((tmp_path / "theirs.json").read_text())["metrics"]
+    ours = [f"--model={model}", f"--output-dir={tmp_path / 'ours'}", f"--dataset={data}", "--image-column=png"]
+    if retrieval:
+        ours += ["--tasks=retrieval", "--caption-column=txt", "--captions-per-line"]
+    else:
+        ours += ["--tasks=zero_shot", "--label-column=cls", f"--classes={data / 'classnames.txt'}", "--templates"]
+        templates = (data / "zeroshot_classification_templates.txt").read_text().splitlines()
+        ours += [template.replace("{c}", "{}") for template in templates]
+    evaluate.main(ours)
+    (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*.json"))
+    names = {"acc1": "accuracy", "acc5": "accuracy_top5", "mean_per_class_recall": "mean_per_class_recall"}
+    for k in (1, 5):
+        names |= {f"image_retrieval_recall@{k}": f"text_to_image_recall@{k}"}
+        names |= {f"text_retrieval_recall@{k}": f"image_to_text_recall@{k}"}
+    compared = [name for name in theirs if names[name] in result]
+    assert len(compared) == (4 if retrieval else 3), (theirs, result)
+    for name in compared:
+        assert theirs[name] == pytest.approx(result[names[name]], abs=1e-6), name
 
 
 def test_a_dense_clip_is_taken_and_a_mixture_refused(tmp_path):

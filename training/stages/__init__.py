@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from training.stages import data_experts, evaluate, features, long_clip, models, train
+from training.stages import data_experts, evaluate, features, llava, long_clip, models, train
 from training.stages.base import Stage
 
 AnyStage = (
@@ -28,6 +28,8 @@ AnyStage = (
     | models.DenseStage
     | models.UnifyStage
     | train.TrainRouterStage
+    | llava.LlavaStage
+    | llava.TrainLlavaStage
     | evaluate.EvaluateStage
     | evaluate.AnalyzeStage
 )

@@ -62,6 +62,11 @@ class Stage:
         `output_config` raises are looked at in any case."""
         return iter(())
 
+    def data_problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong with data that no setting of type `DataArguments` names: settings and messages. Asked of the
+        stages to run alone, since data may be gone where other stages ran."""
+        return iter(())
+
     def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...]:
         """The configuration of the model that it makes, or those of the experts of a mixture; of a stage that makes
         none, that of the model or encoder whose output it holds.

@@ -14,33 +14,47 @@ from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
-from evaluation.tasks import find_tasks, loaded_once, problems_of_tasks
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.expected import Unknown
+from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
 from training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
-class EvaluateStage(Stage):
+class MeasuringStage(MeasuredTasks, Stage):
+    """A stage that measures models."""
+
+    main_process_only: ClassVar[bool] = True
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        return self.wrong_names()
+
+    def data_problems(self) -> Iterator[tuple[str, str]]:
+        return self.wrong_data()
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        return self.data_fingerprints()
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EvaluateStage(MeasuringStage):
     """Models side by side on evaluation tasks, with a report."""
 
     kind: ClassVar[str] = "evaluate"
-    main_process_only: ClassVar[bool] = True
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
     # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
     # docs/evaluation.md. So one mixture can stand in several rows.
     changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
-    # Names of built-in tasks, which docs/evaluation.md lists.
-    tasks: list[str] = Field(min_length=1)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
     # The row that the others are compared with.
     baseline: str | None = None
-    # Row title -> rows: for each task it shows the best score of these rows. One could choose so only by the answers.
+    # Row title -> rows: for each task it shows the best score of these rows. It is a bound, no method: only who knows
+    # the answers can choose the best row.
     oracles: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -57,11 +71,8 @@ class EvaluateStage(Stage):
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from (("tasks", problem) for problem in problems_of_tasks(self.tasks))
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        results, tasks = [], loaded_once(find_tasks(self.tasks))
+        results, tasks = [], self.open_tasks()
         for title, model in inputs.models.items():
             options = {"batch_size": self.batch_size, "changes": self.changes.get(title)}
             results += evaluate_model(model, tasks, directory, name=title, **options)
@@ -74,28 +85,27 @@ class EvaluateStage(Stage):
 
 
 @dataclass(config=STRICT, kw_only=True)
-class AnalyzeStage(Stage):
+class AnalyzeStage(MeasuringStage):
     """What each expert of a sparse model knows and which tokens it gets: `evaluation.experts`."""
 
     kind: ClassVar[str] = "analyze"
-    main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # Names of built-in tasks, which docs/evaluation.md lists.
-    tasks: list[str] = Field(min_length=1)
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from (("tasks", problem) for problem in problems_of_tasks(self.tasks))
+        yield from super().problems(inputs, num_processes)
         with contextlib.suppress(Unknown):
             config = inputs.model.clip
             if not isinstance(config, CLIPMoEConfig):
                 yield "model", f"{self.model} is dense: it has no experts to analyze"
                 return
+            if config.text_config.moe_layers and set(self.kinds().values()) == {"linear_probe"}:
+                yield "tasks", "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
             towers = (config.text_config, config.vision_config)
             most = min((tower.num_experts for tower in towers if tower.moe_layers), default=0)
             for number in self.num_experts_per_tok:
@@ -104,4 +114,4 @@ class AnalyzeStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}
-        print(analyze_experts(inputs.model, find_tasks(self.tasks), directory, **options))
+        print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))

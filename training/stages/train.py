@@ -7,7 +7,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -15,13 +15,11 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.checkpoints import load_clip
-from conversion.files import save
 from conversion.messages import cut
 from conversion.processors import load_processor
 from data.pairs import all_captions
@@ -29,69 +27,31 @@ from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.engine import start_trackers, train
-from training.expected import (
-    AtMost,
-    Expected,
-    Unknown,
-    bound_as,
-    described,
-    parameters,
-    size_of_weights,
-    trainable_parameters,
-)
+from training.engine import ContrastiveTask, drop_activations
+from training.expected import AtMost, Expected, Unknown, bound_as, described
 from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.losses import contrastive_loss, multi_positive_loss, router_losses
-from training.manifests import flatten
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
-from training.settings import STRICT, Reads, dump
-from training.stages.base import Data, Model, Stage
+from training.scores import Evaluation
+from training.settings import STRICT, Reads
+from training.stages.steps import StepsStage
 
 
 @dataclass(config=STRICT, kw_only=True)
-class TrainStage(Stage):
+class TrainStage(StepsStage):
     """Contrastive training of a dense or a sparse CLIP."""
 
     kind: ClassVar[str] = "train"
-    makes_model: ClassVar[bool] = True
+    samples: ClassVar[str] = "pairs"
 
-    # An earlier stage, a folder or a hub name.
-    model: Model
-    # The pairs that it trains on.
-    data: Data
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
 
-    # Samples of one optimizer step, over all processes and accumulation steps.
-    global_batch_size: int = Field(gt=0)
-    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
-    gradient_accumulation_steps: int = Field(default=1, gt=0)
-    # Steps of the optimizer. Either this or num_epochs is set.
-    max_steps: int | None = Field(default=None, gt=0)
-    # Passes through the data.
-    num_epochs: int | None = Field(default=None, gt=0)
-
-    # Of AdamW, after the warm-up.
-    learning_rate: float = Field(gt=0)
-    # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
-    weight_decay: float = Field(default=0.0, ge=0)
-    # Weight decay on all that trains (CLIP-MoE's released code).
-    decay_all: bool = False
-    # AdamW's decay of the gradient's mean.
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    # AdamW's decay of the squared gradient's mean.
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
-    # AdamW's epsilon.
-    adam_epsilon: float = Field(default=1e-6, gt=0)
-    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
-    warmup_steps: float = Field(default=0, ge=0)
-    # Longer gradients are scaled to this length; None: no gradient is.
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, gt=0)
     # Share of the contrastive loss's target that is spread over all pairs.
@@ -113,32 +73,18 @@ class TrainStage(Stage):
     # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
     # these are depends on the number of processes. None: none.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
-    # Compute activations again in the backward pass: less memory, more time.
-    gradient_checkpointing: bool = False
-    # Of the order of the pairs; None: the recipe's. Models that differ in nothing else make an ensemble.
-    seed: int | None = Field(default=None, ge=0)
 
-    # Log losses every so many steps.
-    logging_steps: int = Field(default=10, gt=0)
-    # A checkpoint every so many steps; None: only the finished model.
-    save_steps: int | None = Field(default=None, gt=0)
-    # How many checkpoints are kept.
-    save_total_limit: int = Field(default=1, gt=0)
+    # Scores while it trains; None: none.
+    evaluation: Evaluation | None = None
 
     @model_validator(mode="after")
     def _check(self):
-        if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError(
-                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
-            )
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
             raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
-        if self.num_epochs is not None and self.data.streaming:
-            raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
@@ -192,9 +138,14 @@ class TrainStage(Stage):
         settings = self.balance_top_k, self.balance_mean, self.text_router_weight
         return router_losses(config, outputs, attention_mask, *settings)
 
+    def task(self, model: PreTrainedModel) -> ContrastiveTask:
+        if self.expert_dropout is not None:
+            drop_activations(model, self.expert_dropout)
+        return ContrastiveTask(model, self)
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
-        trainable, frozen = set_trainable(model, self.trainable)
+        trainable, _ = set_trainable(model, self.trainable)
         self._require_choices(model)
         self._require_experts(model)
         accelerator = context.new_accelerator()
@@ -213,32 +164,12 @@ class TrainStage(Stage):
             with reading(self.data):
                 warn_of_many_pieces(processor.tokenizer, all_captions(rows), self.name)
                 loader.report_cut_captions()
-        total_steps = self._total_steps(loader)
-        accelerator.print(
-            f"{self.name}: {total_steps} steps of {self.global_batch_size} pairs on {accelerator.num_processes} x "
-            f"{accelerator.device.type}, {len(trainable)} parameters train, {len(frozen)} are frozen"
-        )
-        start_trackers(accelerator, flatten(dump(self)))
-        # Whatever was drawn on the way here, such as by a cache that had to be filled
-        set_seed(context.seed, device_specific=True)
-        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, share.seed)
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        if accelerator.is_main_process:
-            model.save_pretrained(directory, state_dict=state_dict)
-            save(processor, directory)
+        self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
-        if batch % (num_processes * accumulation):
-            yield "global_batch_size", self._not_shared(num_processes)
-        with contextlib.suppress(Unknown):
-            least = batch if self.max_steps is None else batch // accumulation
-            if inputs.data.known_pairs < least:
-                yield (
-                    "global_batch_size",
-                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
-                )
+        yield from super().problems(inputs, num_processes)
+        if self.evaluation is not None:
+            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_names())
         with contextlib.suppress(Unknown):
             model = described(inputs.model.clip)
             try:
@@ -256,67 +187,27 @@ class TrainStage(Stage):
                 except ValueError as error:
                     yield setting, str(error)
 
+    def data_problems(self) -> Iterator[tuple[str, str]]:
+        if self.evaluation is not None:
+            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_data())
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
+            return {}
+        return {
+            f"evaluation.{setting}": fingerprint for setting, fingerprint in self.evaluation.data_fingerprints().items()
+        }
+
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         config = copy.deepcopy(inputs.model.clip)
         config.dtype = torch.float32
         return config
 
-    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        return {
-            "trainable": lambda: trainable_parameters(inputs.model.clip, self.trainable),
-            "steps": lambda: self.steps(inputs),
-            "samples": lambda: bound_as(self.steps(inputs), self.steps(inputs) * self.global_batch_size),
-            "memory": lambda: self.memory(inputs),
-        }
-
-    def steps(self, inputs: SimpleNamespace) -> int:
-        """Optimizer steps in all. Raises Unknown."""
-        if self.max_steps is not None:
-            return self.max_steps
-        return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
-
-    def memory(self, inputs: SimpleNamespace) -> int:
-        """Bytes of the weights, of their gradients and of AdamW's two moments, all in float32. Raises Unknown."""
-        config = inputs.model.clip
-        return 4 * parameters((config,))["total"] + 12 * trainable_parameters(config, self.trainable)
-
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """With checkpoints: one more than `save_total_limit` while the newest is written."""
-        weights = size_of_weights(output.known_configs)
-        if self.save_steps is None:
-            return weights, weights
-        checkpoint = weights + 8 * trainable_parameters(inputs.model.clip, self.trainable)
-        try:
-            steps = self.steps(inputs)
-        except Unknown:
-            steps = AtMost(self.save_steps * (self.save_total_limit + 2))
-        written = (steps - 1) // self.save_steps
-        kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
-        return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
-
-    def _share(self, accelerator: Accelerator, context: Context) -> Share:
-        rank, world_size = accelerator.process_index, accelerator.num_processes
-        batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
-        if rest:
-            raise ValueError(f"{self.name}.global_batch_size: {self._not_shared(world_size)}")
-        return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
-
-    def _not_shared(self, num_processes: int) -> str:
-        return (
-            f"{self.global_batch_size} cannot be shared by {num_processes} processes x "
-            f"{self.gradient_accumulation_steps} accumulation steps"
-        )
-
-    def _total_steps(self, loader: PairLoader) -> int:
-        if not self.data.streaming and len(loader) == 0:
-            raise ValueError(f"{self.name}: its batch sampler makes no batch of these pairs")
-        total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
-        if total_steps == 0:
-            raise ValueError(
-                f"{self.name}: an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
-                "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
-            )
-        return total_steps
+        """With the model that is measured, and the best one."""
+        weights, most = super().disk(inputs, output)
+        models = 0 if self.evaluation is None else 1 if self.evaluation.keep_best is None else 2
+        return weights, bound_as(most, most + models * weights)
 
     def _hidden_states(
         self, model: PreTrainedModel, trainable: list[str], rows: Rows, inputs: SimpleNamespace, context: Context

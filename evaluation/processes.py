@@ -8,9 +8,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import psutil
+import torch
+from accelerate import PartialState
 
 # Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
 # the launcher ends all
@@ -46,19 +49,38 @@ def first_failure_speaks() -> Iterator[None]:
         raise
 
 
-def launch_cpu_processes() -> None:
+def joined_processes(device: str | None = None) -> PartialState | None:
+    """What a launcher's processes know of each other, where it started several; each gets a device of its own.
+
+    Args:
+        device: what the user asked for. Only `cpu` can be asked for.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    if device not in (None, "cpu"):
+        raise ValueError(f"--device {device}: of several processes each takes an accelerator of its own, or all cpu")
+    use_cpu = device == "cpu" or not torch.accelerator.is_available()
+    # One process may have kept all that it has to embed, and waits for another one that has not
+    return PartialState(cpu=use_cpu, timeout=timedelta(days=1))
+
+
+def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     """Start the processes that `accelerate launch --cpu --num_processes N` asks for.
 
     Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
     line does: this function reads it and hands over to torchrun, which is what Accelerate itself uses for GPUs.
+
+    Args:
+        name: how the script or module ends by whose name the launcher was asked to start this program.
+        command: what torchrun is to start, with its arguments.
     """
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
         return
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    command = psutil.Process().parent().cmdline()
-    launched = next((i for i, part in enumerate(command) if part.endswith("upcycle.py")), 0)
-    num_processes = launcher.parse_known_args(command[:launched])[0].num_processes
+    by = psutil.Process().parent().cmdline()
+    launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
+    num_processes = launcher.parse_known_args(by[:launched])[0].num_processes
     if num_processes == 1:
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -68,7 +90,7 @@ def launch_cpu_processes() -> None:
     # What it logs of processes that fail: they have said it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torchrun(["--standalone", "--nproc_per_node", str(num_processes), *sys.argv])
+        torchrun(["--standalone", "--nproc_per_node", str(num_processes), *command])
     except ChildFailedError as error:
         sys.exit(next(iter(error.failures.values())).exitcode)
     except (KeyboardInterrupt, SignalException) as error:  # the processes have got it, too, and said so

@@ -1,0 +1,115 @@
+"""Conversations about images: LLaVA's files, and questions about the pictures of the built-in worlds."""
+
+from typing import Any
+
+import datasets
+import numpy as np
+
+from data.pairs import load_pairs, readable_pairs
+from data.sources import DataArguments, read_entries, reading
+from data.worlds import WORLDS
+
+# How LLaVA's files mark the image in a question
+IMAGE = "<image>"
+# What a picture of a built-in world is asked for: by the column of the answer
+QUESTIONS = {
+    "kind": "What is it?",
+    "color": "Which color is it?",
+    "size": "How large is it?",
+    "position": "Where is it?",
+    "background": "Which color is the background?",
+    "texture": "Which pattern is on the background?",
+}
+DESCRIBE = "Describe the picture."
+ASKED = 2  # of the questions, after the description
+
+
+def load_conversations(arguments: DataArguments) -> datasets.Dataset:
+    """The conversations of a .json in LLaVA's layout, or of a built-in world.
+
+    LLaVA's layout is a list of `{"id": ..., "image": path, "conversations": [{"from": "human", "value": question},
+    {"from": "gpt", "value": answer}, ...]}`; an entry without an image has no key of that name. Wherever `<image>`
+    stands in an entry, the image comes before its first question. Every image is decoded once here, as by `load_pairs`.
+
+    Returns:
+        Rows of `image` (None where there is none) and `turns`: a question, its answer, the next question, and so on.
+        Those with an image come first.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is another source, an entry is no conversation, or more than `max_unreadable` of the images
+            cannot be read; names the first.
+    """
+    if arguments.source in WORLDS:
+        return _of_world(arguments)
+    if not arguments.source.endswith(".json"):
+        raise ValueError(
+            f"conversations are in a .json of LLaVA's layout or a built-in world, not in {arguments.source}"
+        )
+    with reading(arguments):
+        first = arguments.taken_rows.start
+        entries = read_entries(arguments)[arguments.taken_rows]
+        rows = [_read_entry(entry, first + number, arguments) for number, entry in enumerate(entries)]
+    if not rows:
+        raise ValueError(f"{arguments.source} has no conversations")
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in ("image", "caption")}
+        | {"turns": datasets.List(datasets.Value("string"))}
+    )
+    # `readable_pairs` wants a caption: that of a conversation is its first answer
+    parts = []
+    seen = [row for row in rows if row["image"] is not None]
+    if seen:
+        parts.append(readable_pairs(datasets.Dataset.from_list(seen, features), arguments)[0])
+    blind = [row for row in rows if row["image"] is None]
+    if blind:
+        parts.append(datasets.Dataset.from_list(blind, features))
+    return datasets.concatenate_datasets(parts).remove_columns("caption")
+
+
+def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, Any]:
+    """A row of an entry."""
+
+    def wrong(problem: str) -> ValueError:
+        return ValueError(f"{arguments.source}: entry {number} {problem}: {entry!r:.200}")
+
+    try:
+        image = entry.get("image")
+        turns = [(turn["from"], turn["value"]) for turn in entry["conversations"]]
+    except (AttributeError, KeyError, TypeError):
+        raise wrong("is no conversation of LLaVA's layout") from None
+    if turns and turns[0][0] == "gpt":  # as some of LLaVA's begin, which leaves that turn out, too
+        turns = turns[1:]
+    turns = turns[: len(turns) // 2 * 2]  # a last question without an answer
+    if not turns or [speaker for speaker, _ in turns] != ["human", "gpt"] * (len(turns) // 2):
+        raise wrong("needs turns of human and gpt, one after the other")
+    texts = [text for _, text in turns]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(image, str | None):
+        raise wrong("has an image or a turn that is no text")
+    texts = [_without_image(text).strip() for text in texts]
+    if image is not None:
+        texts[0] = f"{IMAGE}\n{texts[0]}"
+    return {"image": image, "caption": texts[1], "turns": texts}
+
+
+def _without_image(text: str) -> str:
+    while IMAGE in text:  # what is left may make another one
+        text = text.replace(IMAGE, "")
+    return text
+
+
+def _of_world(arguments: DataArguments) -> datasets.Dataset:
+    """Every picture is described, by its caption, and some questions are asked about it."""
+    rows = load_pairs(arguments)
+    attributes = rows.remove_columns(["image", "caption"])
+    turns = []
+    for number, (caption, row) in enumerate(zip(rows["caption"], attributes, strict=True)):
+        rng = np.random.default_rng([arguments.seed, number])
+        # Of two symbols, it is not clear which one is meant
+        names = ["background", "texture"] if row.get("second_kind") else list(QUESTIONS)
+        asked = [names[index] for index in rng.permutation(len(names))[:ASKED]]
+        turns.append(
+            [f"{IMAGE}\n{DESCRIBE}", caption, *(text for name in asked for text in (QUESTIONS[name], row[name]))]
+        )
+    feature = datasets.List(datasets.Value("string"))
+    return rows.select_columns("image").add_column("turns", turns, feature=feature)

@@ -1,0 +1,31 @@
+"""Which rows of a source are in two splits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from datasets import ReadInstruction
+
+from data.sources import BUILDERS, DataArguments, open_rows
+
+
+def common_rows(arguments: DataArguments, other_split: str) -> int:
+    """How many rows are in the split of the arguments and in another one, of each as many as the arguments ask for.
+
+    A file or a pattern is all that it names, whatever the split is called, and so is a dataset that was saved alone.
+    Raises as `open_rows`.
+    """
+    source, splits = Path(arguments.source), (arguments.split, other_split)
+    if (source / "state.json").is_file():
+        return len(open_rows(arguments))
+    is_file = source.suffix in BUILDERS and not source.is_dir()
+    names, other_names = ({part.partition("[")[0].strip() for part in split.split("+")} for split in splits)
+    if not is_file and names.isdisjoint(other_names):
+        return 0
+    whole = replace(arguments, skip=None, num_samples=None)
+    lengths = {name: len(open_rows(replace(whole, split=name))) for name in names | other_names}
+    taken = []
+    for split in splits:
+        parts = ReadInstruction.from_spec(split).to_absolute(lengths)
+        rows = [("" if is_file else part.splitname, row) for part in parts for row in range(part.from_, part.to)]
+        taken.append(set(rows[arguments.taken_rows]))
+    return len(taken[0] & taken[1])

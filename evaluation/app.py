@@ -1,0 +1,230 @@
+"""A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
+
+    python -m evaluation.app runs/demo/clip_moe --baseline training/symbol_clip --images my/images
+    python -m evaluation.app user/model --baseline user/dense --space my_space
+
+A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. With `--images`, texts find the
+images of a folder. `--space` does not open the page: it writes a Space for the Hub that shows it.
+"""
+
+import argparse
+import html
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import yaml
+
+from conversion.files import new_folder, one_line_errors
+from conversion.publish import copy_model
+from data.images import decode_image
+from evaluation.embedder import usable_device
+from evaluation.ensemble import open_model
+from evaluation.results import named_folder
+from evaluation.try_out import SUFFIXES, ImageSearch, Model, label_scores, patch_map, sparse_layers
+
+BATCH_SIZE = 64
+TEMPLATE = "a photo of a {}."
+MAX_SHOWN_SIDE = 512  # pixels, of images that are found
+SECONDS_KEPT = 3600  # what visitors upload
+# Of a Space: the folders of this repository that the page runs on, and the packages
+ROOMS = ("modeling_clip_moe", "data", "conversion", "evaluation")
+REQUIREMENTS = """
+accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml safetensors
+scikit-learn threadpoolctl torch tqdm transformers
+""".split()
+
+
+def import_gradio():
+    """Raises a ValueError if it is not installed."""
+    try:
+        import gradio
+    except ImportError as error:
+        raise ValueError(
+            "the page needs gradio, which is not installed: `make app` opens the page in an environment that has it"
+        ) from error
+    return gradio
+
+
+def build_page(models: Mapping[str, Model], search: ImageSearch | None = None):
+    """The page as `gradio.Blocks`.
+
+    Args:
+        models: name -> model, beside each other in this order. The map is of the first one that is sparse.
+    """
+    gr = import_gradio()
+    options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
+    with gr.Blocks(title="CLIP-MoE", **options) as page:
+        with gr.Tab("Labels"):
+            _labels_tab(gr, models)
+        if search is not None:
+            with gr.Tab("Search"):
+                _search_tab(gr, search)
+    return page
+
+
+def _labels_tab(gr, models: Mapping[str, Model]) -> None:
+    def compare(*inputs) -> Any:
+        return _unpacked([label_scores(model, *inputs) for model in models.values()])
+
+    with gr.Row():
+        with gr.Column():
+            image = gr.Image(label="Image", type="filepath", sources=["upload", "clipboard"], elem_id="image")
+            # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
+            image.preprocess = lambda upload: upload and upload.path
+            labels = gr.Textbox(label="Labels, one a line", lines=5, elem_id="labels")
+            template = gr.Textbox(TEMPLATE, label="Template, with {} for the label", elem_id="template")
+            ask = gr.Button("Compare", variant="primary", elem_id="compare")
+        with gr.Column():
+            with gr.Row():
+                scores = [gr.Label(label=name, elem_classes="scores") for name in models]
+            layers = {name: sparse_layers(model) for name, model in models.items()}
+            mapped = next((name for name in models if layers[name]), None)
+            if mapped is not None:
+                label = f"The experts of each patch in {mapped}, sparse layer"
+                layer = gr.Dropdown(layers[mapped], value=layers[mapped][-1], label=label, elem_id="layer")
+                experts = gr.Image(show_label=False, buttons=[], interactive=False, elem_id="map")
+    compared = ask.click(show_errors(gr, compare), [image, labels, template], scores, **ONE_AT_A_TIME)
+    if mapped is not None:
+        draw = show_errors(gr, lambda *inputs: patch_map(models[mapped], *inputs)), [image, layer], experts
+        compared.success(*draw, **ONE_AT_A_TIME)
+        layer.input(*draw, **ONE_AT_A_TIME)
+
+
+def _search_tab(gr, search: ImageSearch) -> None:
+    def find(text: str) -> Any:
+        return _unpacked([[_shown(path) for path in search.find(name, text)] for name in search.models])
+
+    text = gr.Textbox(label=f"What do you look for among {len(search.paths)} images?", elem_id="query", submit_btn=True)
+    with gr.Row():
+        found = [gr.Gallery(label=name, columns=4, elem_classes="found") for name in search.models]
+    text.submit(show_errors(gr, find), text, found, **ONE_AT_A_TIME)
+
+
+# pyplot draws in one thread, and computing twice at once gains nothing.
+ONE_AT_A_TIME = {"concurrency_id": "model", "concurrency_limit": 1}
+
+
+def show_errors(gr, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with errors as messages on the page, which would take them for HTML."""
+
+    def shown(*inputs: Any) -> Any:
+        try:
+            return compute(*inputs)
+        except (ValueError, OSError) as error:
+            raise gr.Error(html.escape(str(error)), print_exception=False) from error
+
+    return shown
+
+
+def _unpacked(outputs: list[Any]) -> Any:
+    """As Gradio takes what goes to several components, or to one."""
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _shown(path: Path) -> tuple[PIL.Image.Image, str]:
+    """An image as any browser shows it, and the name of its file."""
+    image = decode_image(str(path))
+    image.thumbnail((MAX_SHOWN_SIDE, MAX_SHOWN_SIDE))
+    return image, path.name
+
+
+def write_space(output: Path, model: str, baseline: str | None, images: str | None) -> None:
+    """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
+    are in folders here, without what else lies there.
+
+    Raises:
+        ValueError: gradio is not installed, the output is there already or lies in a folder that it gets, or see
+            `conversion.publish.copy_model`.
+    """
+    for source in filter(None, [model, baseline, images]):
+        if Path(os.path.realpath(source)) in Path(os.path.realpath(output)).parents:
+            raise ValueError(f"{output} lies in {source}, which it gets: choose a folder outside of it")
+    with new_folder(output) as space:
+        for room in ROOMS:
+            shutil.copytree(
+                Path(__file__).parents[1] / room, space / room, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        arguments = [_carried(model, space / "model", copy_model)]
+        if baseline:
+            arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]
+        if images:
+            arguments += ["--images", _carried(images, space / "images", _copy_images)]
+        settings = {"title": "CLIP-MoE", "sdk": "gradio", "sdk_version": import_gradio().__version__}
+        settings |= {"python_version": ".".join(platform.python_version_tuple()[:2])}
+        settings |= {"app_file": "app.py", "license": "apache-2.0"}
+        files = {
+            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\nMade by `evaluation.app`.\n",
+            # Without +cpu and the like, which PyPI does not have
+            "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
+            "app.py": f"from evaluation.app import main\n\nmain({arguments!r})\n",
+        }
+        for name, text in files.items():
+            (space / name).write_text(text, encoding="utf-8")
+
+
+def _carried(source: str, parent: Path, copy: Callable[[Path, Path], Any]) -> str:
+    """The Hub name itself, or where a folder was copied to within a Space, which keeps its name."""
+    if not Path(source).is_dir():
+        return source
+    target = parent / Path(source).resolve().name
+    copy(Path(source), target)
+    return f"{parent.name}/{target.name}"
+
+
+def _copy_images(source: Path, target: Path) -> None:
+    def others(folder: str, names: list[str]) -> list[str]:
+        return [n for n in names if Path(n).suffix.lower() not in SUFFIXES and not (Path(folder) / n).is_dir()]
+
+    shutil.copytree(source, target, ignore=others)
+
+
+def _names(sources: list[str]) -> list[str]:
+    """The last parts of folders or Hub names, or all of them if these are alike."""
+    names = [Path(source).resolve().name for source in sources]
+    return names if len(set(names)) == len(names) else sources
+
+
+def _port(text: str) -> int:
+    """The type of an argument that is a port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, which is a number from 1 to 65535")
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a folder or Hub name")
+    parser.add_argument("--baseline", help="a folder or Hub name of the model beside it, such as the dense one")
+    parser.add_argument("--images", help="folder of images to search in; they are embedded first")
+    parser.add_argument("--cache-dir", type=named_folder, help="folder that keeps their embeddings; default: nowhere")
+    parser.add_argument("--port", type=_port, help="default: the first free one from 7860 on")
+    parser.add_argument("--space", type=named_folder, help="write a Space into this folder instead")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        if args.space:
+            write_space(args.space, args.model, args.baseline, args.images)
+            print(f"{args.space} is a Space: push it to the Hub as one")
+            return
+        import_gradio()  # before the work
+        sources, device = list(dict.fromkeys(filter(None, [args.model, args.baseline]))), usable_device(None)
+
+        def opened(cache_dir: Path | None) -> dict[str, Model]:
+            named = zip(_names(sources), sources, strict=True)
+            return {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
+
+        models = opened(None)  # what visitors send is not kept
+        keepers = opened(args.cache_dir) if args.cache_dir else None
+        search = ImageSearch(models, args.images, keepers) if args.images else None
+        build_page(models, search).launch(server_port=args.port, ssr_mode=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Prints the benchmarks: names, metrics, groups, and where they are read from.
+
+python -m evaluation.benchmarks
+"""
+
+from evaluation.benchmarks.specs import BENCHMARKS, Benchmark
+from evaluation.report import markdown_table
+from evaluation.task import METRIC_TITLES, PRIMARY_METRICS
+
+
+def row(benchmark: Benchmark) -> list[str]:
+    metrics = [METRIC_TITLES[name] for name in benchmark.metrics] or PRIMARY_METRICS[benchmark.kind].values()
+    return [
+        benchmark.name,
+        benchmark.protocol,
+        ", ".join(metrics),
+        " ".join(sorted(benchmark.papers)),
+        benchmark.hub or "",
+        benchmark.shapes,
+    ]
+
+
+if __name__ == "__main__":
+    print(
+        markdown_table(
+            ["name", "what", "metric", "groups", "on the Hub", "a copy"], list(map(row, BENCHMARKS.values()))
+        )
+    )

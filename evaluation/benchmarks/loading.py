@@ -1,0 +1,203 @@
+"""Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
+
+import csv
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from datasets import Dataset
+from huggingface_hub import snapshot_download
+
+from conversion.files import read_json
+from data.pairs import readable_pairs
+from data.sources import DataArguments
+from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout, Shards
+from evaluation.benchmarks.specs import Benchmark
+from evaluation.own_data import is_template, read_classes, read_templates, readable_image_pairs
+from evaluation.results import content_hash
+from evaluation.task import Task
+
+IN_PACKAGE = {CLASSES: "en_classnames.json", TEMPLATES: "en_zeroshot_classification_templates.json"}
+
+
+class NotDownloaded(ValueError):
+    """A benchmark is on the Hub and not here, and the Hub is not asked or cannot be reached."""
+
+
+def benchmark_task(
+    benchmark: Benchmark, data_root: str | Path | None = None, ask_hub: bool = True, num_workers: int | None = None
+) -> Task:
+    """What is measured. Class names, templates and what tells copies apart are read now, images when they are needed.
+
+    Args:
+        data_root: folder of local copies: `data_root/NAME`, also as `wds_NAME`. What is not there is taken from the
+            Hub.
+        num_workers: processes that look whether all images can be read; None: this one.
+
+    Raises:
+        NotDownloaded: see there.
+        OSError: a file cannot be read.
+        ValueError: there is no such folder, its layout is none that is known, or it lacks class names or templates.
+    """
+    local, layout = _find(benchmark, data_root)
+    folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
+    classes, templates, protocol = [], [], benchmark.protocol + layout.note
+    if benchmark.kind in ("zero_shot", "linear_probe"):
+        classes = _class_names(benchmark, folder, layout)
+        protocol += f"; {len(classes)} classes"
+    if benchmark.kind == "zero_shot":
+        templates = _templates(benchmark, folder)
+        protocol += f", {len(templates)} templates"
+    stamps = [layout.stamp(local, split) for split in benchmark.splits] if local else []
+    version = content_hash(stamps) if local else f"commit {folder.name}"
+    data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
+    data |= {"layout": type(layout).__name__, "version": version}
+    data |= {"classes": content_hash(classes)} if classes else {}
+    data |= {"templates": content_hash(templates)} if templates else {}
+
+    def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
+        def load() -> tuple[Dataset, int]:
+            place = local or _from_hub(benchmark, ["*.txt", f"{split}/*"], ask_hub=True, commit=folder.name)
+            arguments = DataArguments(source=str(place), split=split, num_workers=num_workers or 0, max_unreadable=0)
+            return _load(benchmark, layout, place, arguments, classes)
+
+        return load
+
+    return Task(
+        kind=benchmark.kind,
+        title=benchmark.title,
+        protocol=protocol,
+        load=load_split(benchmark.split),
+        load_train=load_split(benchmark.train_split) if benchmark.kind == "linear_probe" else None,
+        classes=classes,
+        templates=templates,
+        data=data,
+        metrics=benchmark.metrics,
+    )
+
+
+def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | None, Layout]:
+    """The local copy, or None where the Hub has to be asked; and the layout."""
+    if data_root is not None:
+        if not Path(data_root).is_dir():
+            raise ValueError(f"there is no folder {data_root} with copies of benchmarks (--data-root)")
+        names = dict.fromkeys([benchmark.name, *benchmark.folders])
+        folders = [folder for name in names if (folder := Path(data_root) / name).is_dir()]
+        for folder in folders:
+            for layout in benchmark.layouts:
+                if all(layout.fits(folder, split) for split in benchmark.splits):
+                    return folder, layout
+        if folders:
+            raise ValueError(f"{folders[0]} is no copy of {benchmark.name}: there must be {benchmark.shapes}")
+    if benchmark.hub is None:
+        where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (--data-root), with {benchmark.shapes}"
+        raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
+    return None, Shards(captions=benchmark.kind == "retrieval")
+
+
+def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None) -> Path:
+    """The folder with these files of a data set, which has the name of the commit; None: of the newest one."""
+    if not ask_hub:
+        raise NotDownloaded(f"{benchmark.hub} is on the Hub")
+    try:
+        options = {"repo_type": "dataset", "revision": commit, "allow_patterns": list(patterns)}
+        return Path(snapshot_download(benchmark.hub, **options))
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise NotDownloaded(
+            f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or put a copy into "
+            f"DATA_ROOT/{benchmark.name} (--data-root)"
+        ) from error
+
+
+def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
+    """By the number of the class: of a file beside the data, of the data themselves, or of an installed package."""
+    of_data = layout.class_names(folder, benchmark.split)
+    if (folder / CLASSES).is_file():
+        names = read_classes(folder / CLASSES)
+    else:
+        names = of_data or _installed(CLASSES, benchmark.classes_of)
+    if not names:
+        what = "the names of its classes (one a line in their order)"
+        raise ValueError(_missing(benchmark, folder / CLASSES, what, benchmark.classes_of))
+    if of_data:
+        _require_order(names, of_data, folder / CLASSES)
+    return names
+
+
+def _require_order(names: Sequence[str], of_folders: Sequence[str], file: Path) -> None:
+    """Raises a ValueError if there is not one name for each folder of a class, or a name belongs to another folder."""
+    if len(of_folders) != len(names):
+        raise ValueError(f"{file} has {len(names)} classes, but there are {len(of_folders)} folders of classes")
+    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, of_folders))
+    for number, name in enumerate(plain):
+        if name != wanted[number] and name in wanted:
+            raise ValueError(
+                f"line {number + 1} of {file} is {names[number]!r}, but the folder with this number is "
+                f"{of_folders[number]!r}: put the names into the order of the folders"
+            )
+
+
+def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
+    """Of a file beside the data, or of an installed package."""
+    file = folder / TEMPLATES
+    templates = read_templates([str(file)] if file.is_file() else _installed(TEMPLATES, benchmark.templates_of))
+    if not templates:
+        what = "templates with {c} for the name (one a line)"
+        raise ValueError(_missing(benchmark, file, what, benchmark.templates_of))
+    bad = [template for template in templates if not is_template(template)]
+    if bad:
+        raise ValueError(f"{file}: templates need one {{c}} for the class's name, got {bad[0]!r}")
+    return templates
+
+
+def _missing(benchmark: Benchmark, file: Path, what: str, in_package: str | None) -> str:
+    """What to do about a file that is not there."""
+    package = "" if in_package is None else ", or install a package that has them: clip-benchmark"
+    package += ", open_clip_torch" if in_package == "imagenet1k" else ""
+    return f"{benchmark.name} lacks {what}: write them into {file}{package}"
+
+
+def _installed(file: str, name: str | None) -> list[str]:
+    """What CLIP_benchmark's package has of a data set, or open_clip of ImageNet, if it is installed."""
+    if name is None:
+        return []
+    package = importlib.util.find_spec("clip_benchmark")
+    for folder in package.submodule_search_locations if package else ():
+        of_all = Path(folder) / "datasets" / IN_PACKAGE[file]
+        found = read_json(of_all).get(name) if of_all.is_file() else None
+        if found:
+            return list(found)
+    if name != "imagenet1k" or importlib.util.find_spec("open_clip") is None:
+        return []
+    open_clip = importlib.import_module("open_clip")
+    if file == CLASSES:
+        return list(open_clip.IMAGENET_CLASSNAMES)
+    return [template("{c}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+
+
+def _load(
+    benchmark: Benchmark, layout: Layout, folder: Path, arguments: DataArguments, classes: Sequence[str]
+) -> tuple[Dataset, int]:
+    """The rows, of which none may be unreadable: nothing is measured in part. So the number of others is 0."""
+    try:
+        rows = layout.rows(folder, arguments.split)
+    except (TypeError, OverflowError, UnicodeEncodeError, csv.Error) as error:
+        first, *others = layout.annotations(folder, arguments.split)
+        file = folder if others else first
+        raise ValueError(f"{file} is not as it should be ({error!r}); there must be {layout.shape}") from error
+    if len(rows) == 0:
+        raise ValueError(f"{folder} has no images of the split {arguments.split}")
+    if benchmark.kind == "pairs":
+        return readable_image_pairs(rows, arguments)
+    if classes:
+        labels = list(rows["label"])
+        bad = [label for label in labels if not isinstance(label, int) or not 0 <= label < len(classes)]
+        if bad:
+            raise ValueError(
+                f"{folder}: the label {bad[0]!r} is none of the numbers of {len(classes)} classes, from 0 on"
+            )
+        rows = rows.add_column("caption", [classes[label] for label in labels])
+    return readable_pairs(rows, arguments)

@@ -1,0 +1,440 @@
+"""Tasks made of any dataset's columns."""
+
+import dataclasses
+import logging
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from string import Formatter
+from typing import Any, Literal
+
+from datasets import ClassLabel, Dataset, Value
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from data.identity import identity
+from data.pairs import (
+    judge,
+    load_pairs,
+    one_row_an_image,
+    read_pair,
+    readable_pairs,
+    rename_columns,
+    select_columns,
+    with_image_root,
+)
+from data.sources import DataArguments, Rows, open_rows
+from data.splits import common_rows
+from data.worlds import WORLDS
+from evaluation.results import content_hash
+from evaluation.task import Task
+
+logger = logging.getLogger(__name__)
+
+OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
+
+# Settings that decide how rows are read, not which
+READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
+# How kinds of columns start that name what differs in pairs
+NAMES = ("string", "large_string", "int", "uint", "bool", "null")
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class OwnTask:
+    """A task on any dataset."""
+
+    # The measure.
+    task: OwnKind
+    # Whatever `source` of [data](#data) may be.
+    dataset: str
+    # What is measured of it.
+    split: str = "test"
+    # What a linear probe is fitted to.
+    train_split: str = "train"
+    # Only the first so many rows.
+    num_samples: int | None = Field(default=None, gt=0)
+    # Images or their paths. Pairs have two of these columns, as `image_0` and `image_1`.
+    image_column: str = "image"
+    # What relative paths of images start from.
+    image_root: str | None = None
+    # Of retrieval: texts, or lists of texts. Pairs have two of these columns, as `caption_0` and `caption_1`.
+    caption_column: str = "caption"
+    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
+    captions_per_line: bool = False
+    # Of zero_shot and linear_probe: the classes. Of pairs: what differs in each; there may be no such column.
+    label_column: str = "label"
+    # Of zero_shot and linear_probe: a file with the names of the classes, one a line.
+    classes: str | None = Field(default=None, min_length=1)
+    # Of zero_shot: texts with a {} for the name of the class; or one file of such, one a line.
+    templates: list[str] = Field(default_factory=lambda: ["a photo of a {}."])
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.dataset in WORLDS and self.task != "retrieval":
+            raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
+        if self.task == "linear_probe" and self.split == self.train_split:
+            raise ValueError(f"a linear probe is fitted to another split than {self.split}: set train_split")
+        sides = [f"{column}_{side}" for column in (self.image_column, self.caption_column) for side in range(2)]
+        if self.task == "pairs" and self.label_column in sides:
+            raise ValueError(f"the column {self.label_column} cannot also tell what differs in pairs: set label_column")
+        self.arguments()
+        return self
+
+    def arguments(self) -> DataArguments:
+        """Of the rows that are measured. Raises a ValueError for settings that contradict each other."""
+        of_captions = self.task in ("retrieval", "pairs")
+        try:
+            return DataArguments(
+                source=_one_spelling(self.dataset),
+                split=self.split,
+                num_samples=self.num_samples,
+                image_column=self.image_column,
+                image_root=self.image_root and _one_spelling(self.image_root),
+                caption_column=self.caption_column if of_captions else self.label_column,
+                captions_per_line=self.captions_per_line and self.task == "retrieval",
+            )
+        except ValidationError as error:
+            raise ValueError(in_one_line(error)) from None
+
+    def make(self) -> Task:
+        """Raises as `retrieval_task`, `zero_shot_task`, `linear_probe_task` and `pairs_task`, and an OSError if the
+        file of classes cannot be read."""
+        arguments = self.arguments()
+        if self.task == "retrieval":
+            return retrieval_task(arguments)
+        if self.task == "pairs":
+            return pairs_task(arguments, self.label_column)
+        classes = read_classes(Path(self.classes)) if self.classes else None
+        if self.task == "zero_shot":
+            return zero_shot_task(arguments, read_templates(self.templates), classes)
+        return linear_probe_task(arguments, self.train_split, classes)
+
+    def require_columns(self) -> None:
+        """Raises a ValueError if the dataset lacks a column, or the split. No row is read."""
+        if self.dataset not in WORLDS:
+            changes = {"streaming": not self.dataset.endswith(".json"), "num_samples": None}
+            arguments = dataclasses.replace(self.arguments(), **changes)
+            if self.task == "pairs":
+                _pair_columns(arguments, self.label_column)
+            else:
+                select_columns(open_rows(arguments), arguments)
+
+    def fingerprint(self) -> str | None:
+        """A hash of the data and of the files of names; None where the data are not here or in the settings alone."""
+        splits = [self.split, *([self.train_split] if self.task == "linear_probe" else [])]
+        columns = [self.image_column] if self.task != "pairs" else [f"{self.image_column}_{side}" for side in range(2)]
+        changes = [{"split": split, "image_column": column} for split in splits for column in columns]
+        held = [identity(dataclasses.replace(self.arguments(), **change)) for change in changes]
+        files = [Path(name) for name in filter(None, [self.classes, *self.templates]) if os.path.isfile(name)]
+        return None if None in held else content_hash([held, list(map(read_text, files))])
+
+
+def in_one_line(error: ValidationError) -> str:
+    """What is wrong with the settings of a task."""
+    problems = (f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
+    return "; ".join(problem.strip() for problem in problems)
+
+
+def _one_spelling(source: str) -> str:
+    """`data/images` for `data/images/` and `./data/images` too; but `glyphs/` is a folder, not the world."""
+    plain = str(PurePosixPath(source))
+    return source if plain in (".", *WORLDS) else plain
+
+
+def retrieval_task(arguments: DataArguments) -> Task:
+    """Retrieval on any dataset with an image and a caption column; the caption may be a list. Rows of the same image
+    are one image with all their captions.
+
+    Raises:
+        ValueError: images and captions are one column.
+    """
+
+    def load():
+        if arguments.source in WORLDS:
+            return load_pairs(arguments), 0
+        rows, skipped = _readable(open_rows(arguments), arguments)
+        captions = [] if arguments.captions_per_line else rows["caption"]
+        if captions and all(isinstance(caption, str) and "\n" in caption.strip() for caption in captions):
+            logger.warning(
+                "%s: every caption of column %s has several lines. If each is a caption, say so: captions_per_line "
+                "(--captions-per-line)", arguments.source, arguments.caption_column,
+            )  # fmt: skip
+        return one_row_an_image(rows), skipped
+
+    data = _data(arguments)
+    return Task("retrieval", f"retrieval, {_short_name(arguments)}", _protocol(data), load, data=data)
+
+
+def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
+    """Zero-shot classification on any dataset with an image and a label column (`caption_column`).
+
+    Args:
+        classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
+            integers; None: those that the column declares, or its different texts in all rows of the split.
+
+    Raises:
+        ValueError: the labels are integers without names, or some have none among `classes`; a label that is neither an
+            integer nor a text; a class without a name, two of one name, or a single one; a template without its one {};
+            images and labels are one column.
+    """
+    bad = [template for template in templates if not is_template(template)]
+    if bad or not templates:
+        raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
+    rows, classes = _labeled(arguments, classes)
+    _require_different_names(classes)
+    data = _data(arguments, classes=content_hash(classes), templates=list(templates))
+    shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
+    return Task(
+        kind="zero_shot",
+        title=f"zero-shot, {_short_name(arguments)}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
+        load=lambda: _readable(rows, arguments),
+        classes=classes,
+        templates=templates,
+        data=data,
+    )
+
+
+def _labeled(arguments: DataArguments, classes: Sequence[str] | None) -> tuple[Dataset, Sequence[str]]:
+    """The rows with names of classes as labels, and the classes; see `zero_shot_task`."""
+    rows, column = open_rows(arguments), arguments.caption_column
+    if column not in rows.column_names:
+        raise ValueError(f"{arguments.source} has no column {column}; its columns are {', '.join(rows.column_names)}")
+    feature, labels = rows.features[column], list(rows[column])
+    for row, label in enumerate(labels):
+        if not isinstance(label, int | str):
+            raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
+    if classes is None:
+        whole = rows if arguments.num_samples is None else open_rows(dataclasses.replace(arguments, num_samples=None))
+        classes = _class_names(whole[column], feature, column)
+    names = _named_labels(labels, feature, column, classes)
+    return rows.remove_columns(column).add_column(column, names, feature=Value("string")), classes
+
+
+def _class_names(labels: Iterable[Any], feature: Any, column: str) -> list[str]:
+    """The classes that a column declares, or its different texts."""
+    if isinstance(feature, ClassLabel):
+        return feature.names
+    names = sorted({label for label in labels if isinstance(label, str)})
+    if not names:
+        raise ValueError(f"column {column} holds no names: give them with --classes")
+    return names
+
+
+def _require_different_names(classes: Sequence[str]) -> None:
+    """Raises a ValueError unless there are two classes or more, of names that a tokenizer tells apart."""
+    nameless = [number for number, name in enumerate(classes) if not name.strip()]
+    if nameless:
+        raise ValueError(f"class {nameless[0]} has no name; the classes are {', '.join(map(repr, classes[:5]))}, ...")
+    same: dict[str, list[str]] = {}
+    for name in classes:
+        same.setdefault(" ".join(name.split()).lower(), []).append(name)
+    repeated = sorted(name for names in same.values() if len(names) > 1 for name in names)
+    if repeated:
+        raise ValueError(
+            "classes need different names, but these are the same but for case and spaces: "
+            f"{', '.join(map(repr, repeated[:5]))}"
+        )
+    if len(classes) < 2:
+        raise ValueError(f"an image needs two classes or more to belong to, but there is only {classes[0]!r}")
+
+
+def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
+    """The labels of a column as names of classes."""
+    if all(isinstance(label, int) for label in labels):
+        # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
+        names = feature.names if isinstance(feature, ClassLabel) else classes
+        if labels and not 0 <= min(labels) <= max(labels) < len(names):
+            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
+        labels = [names[label] for label in labels]
+    unknown = sorted(set(labels) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
+            f"own names, and are {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}"
+        )
+    return labels
+
+
+def linear_probe_task(arguments: DataArguments, train_split: str, classes: Sequence[str] | None = None) -> Task:
+    """A linear probe on any dataset with an image and a label column; its labels and errors as `zero_shot_task`'s.
+
+    Args:
+        train_split: what the probe is fitted to; as many samples as `arguments` asks for.
+        classes: as there; None: those of either split.
+
+    Raises:
+        ValueError: the splits have rows in common, too.
+    """
+    train_arguments = dataclasses.replace(arguments, split=train_split)
+    (rows, names), (train_rows, train_names) = _labeled(arguments, classes), _labeled(train_arguments, classes)
+    common = common_rows(arguments, train_split)
+    if common:
+        raise ValueError(
+            f"a linear probe is fitted to other rows than it is tested on, but the splits {arguments.split} and "
+            f"{train_split} of {arguments.source} have {common} in common: set split and train_split. A "
+            "file has slices, such as test[:20%] and test[20%:]; a dataset that was saved without its split has none"
+        )
+    classes = list(dict.fromkeys([*names, *train_names])) if classes is None else classes
+    _require_different_names(classes)
+    data = _data(arguments, classes=content_hash(classes), train_split=train_split)
+    return Task(
+        kind="linear_probe",
+        title=f"linear probe, {_short_name(arguments)}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
+        load=lambda: _readable(rows, arguments),
+        load_train=lambda: _readable(train_rows, train_arguments),
+        classes=classes,
+        data=data,
+    )
+
+
+def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") -> Task:
+    """Pairs of captioned images, as Winoground's: a row has `image_0` and `image_1`, `caption_0` and `caption_1`, where
+    `image` and `caption` are the columns of the arguments.
+
+    Args:
+        attribute_column: what differs in each pair, if there is such a column.
+    """
+    data = _data(arguments, attribute_column=attribute_column)
+
+    def load():
+        rows = _pair_columns(arguments, attribute_column)
+        rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
+        return readable_image_pairs(rows, arguments)
+
+    return Task("pairs", f"pairs, {_short_name(arguments)}", _protocol(data), load, data=data)
+
+
+def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
+    """The columns of pairs, under the names that `evaluation.measures.measure_pairs` knows.
+
+    Raises:
+        ValueError: a column is not there, or what differs is neither a text nor an integer.
+    """
+    rows = open_rows(arguments)
+    columns = {f"{arguments.image_column}_{side}": f"image_{side}" for side in range(2)}
+    columns |= {f"{arguments.caption_column}_{side}": f"caption_{side}" for side in range(2)}
+    if attribute_column in (rows.column_names or ()):
+        columns[attribute_column] = "attribute"
+        # Of a stream it may be unknown, which is not what is measured
+        feature = (rows.features or {}).get(attribute_column, Value("null"))
+        if not str(getattr(feature, "dtype", feature)).startswith(NAMES):
+            raise ValueError(
+                f"what differs in a pair is a text or an integer, but column {attribute_column} of {arguments.source} "
+                f"holds {feature}: name another column, or none that is there (label_column, --label-column)"
+            )
+    return rename_columns(rows, columns, arguments)
+
+
+def _with_named_attributes(rows: Dataset) -> Dataset:
+    """Pairs whose `attribute` is a text of one line, "none" where nothing is said."""
+    feature, values = rows.features["attribute"], list(rows["attribute"])
+    if isinstance(feature, ClassLabel):  # -1: no label
+        values = [None if value in (None, -1) else feature.names[value] for value in values]
+    names = ["none" if value is None else " ".join(str(value).split()) or "none" for value in values]
+    return rows.remove_columns("attribute").add_column("attribute", names, feature=Value("string"))
+
+
+def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
+    """The pairs whose images and captions can all be read, with whole paths, and how many others there were.
+
+    Raises:
+        ValueError: they are more than `max_unreadable` of all, or nothing is left.
+    """
+    problems = []
+    for row in rows:
+        sides = ((row[f"image_{side}"], row[f"caption_{side}"]) for side in range(2))
+        problems.append(next(filter(None, (_problem_of_side(*side, arguments) for side in sides)), ""))
+    bad = [number for number, problem in enumerate(problems) if problem]
+    if bad:
+        judge(len(bad), len(rows), f"pair {bad[0]}: {problems[bad[0]]}", arguments)
+        rows = rows.select([number for number, problem in enumerate(problems) if not problem])
+    if len(rows) == 0:
+        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+    for side in range(2):
+        one_side = with_image_root(rows.rename_column(f"image_{side}", "image"), arguments)
+        rows = one_side.rename_column("image", f"image_{side}")
+    return rows, len(bad)
+
+
+def _problem_of_side(image: Any, caption: Any, arguments: DataArguments) -> str:
+    """What keeps a pair with this side from being used, or nothing."""
+    if isinstance(caption, list):  # a tokenizer would take two texts for one text and its continuation
+        return f"its caption is no text but {textwrap.shorten(repr(caption), 60)}"
+    return read_pair({"image": image, "caption": caption}, arguments)[0]
+
+
+def read_classes(path: Path, what: str = "class") -> list[str]:
+    """The names of a file, one a line.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is blank, or it is no text.
+    """
+    lines = read_text(path).removesuffix("\n").split("\n")
+    names = [line.strip() for line in lines]
+    if "" in names:
+        raise ValueError(f"{path} has no {what} in line {names.index('') + 1}: every line needs one")
+    return names
+
+
+def read_text(path: Path) -> str:
+    """What a file says. Raises an OSError if it cannot be read, a ValueError if it is no text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def read_templates(templates: Sequence[str]) -> list[str]:
+    """Templates with {}, as they are given or from the one file that is given; {c}, as CLIP_benchmark has it, is {}.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has a blank line, or is no text.
+    """
+    if len(templates) == 1 and os.path.isfile(templates[0]):
+        templates = read_classes(Path(templates[0]), "template")
+    return [template.replace("{c}", "{}") for template in templates]
+
+
+def _readable(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
+    """The readable rows as columns `image` and `caption`, with whole paths, and how many others there were."""
+    rows, skipped = readable_pairs(select_columns(rows, arguments), arguments)
+    return with_image_root(rows, arguments), skipped
+
+
+def is_template(text: str) -> bool:
+    """Whether a class's name takes the place of one {}, and nothing else is one."""
+    try:
+        fields = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
+    except ValueError:
+        return False
+    return fields == [("", "", None)]
+
+
+def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
+    chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
+    if arguments.source not in WORLDS:
+        for key in ("captions", "kinds", "seed"):
+            del chosen[key]
+    return chosen | more
+
+
+def _short_name(arguments: DataArguments) -> str:
+    """A hub name, or the last two parts of a path."""
+    return "/".join(Path(arguments.source).parts[-2:])
+
+
+def _protocol(data: dict[str, Any]) -> str:
+    samples = "all" if data["num_samples"] is None else f"the first {data['num_samples']}"
+    text = f"{samples} rows of {data['source']}, split {data['split']}, columns {data['image_column']} and "
+    text += data["caption_column"]
+    text += ", one caption a line" if data["captions_per_line"] else ""
+    if data["image_root"] is not None:
+        text += f", images below {data['image_root']}"
+    if "seed" in data:
+        text += f", {data['captions']} captions of {data['kinds']} kinds, seed {data['seed']}"
+    return text

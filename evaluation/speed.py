@@ -1,0 +1,148 @@
+"""How fast models embed, and how much memory that takes."""
+
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+import psutil
+import torch
+
+from conversion.checkpoints import load_clip, sample_inputs
+
+ROUNDS = 7
+# A model's turn takes at least so long, so that small ones are not lost in the noise
+SECONDS_OF_A_TURN = 0.2
+
+
+def measure_speed(
+    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, dict[str, float]]:
+    """Model -> `images_per_second` and `texts_per_second`, by the clock: medians of rounds in each of which all models
+    have their turn, so that whatever slows the machine down slows all of them. All are in memory at a time.
+
+    Raises:
+        ValueError: there is too little memory; else as `conversion.checkpoints.load_clip`.
+    """
+    with _too_little_memory(models, batch_size, device, dtype):
+        rates = _rates(models, batch_size, device, dtype)
+    return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
+
+
+def _rates(
+    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[tuple[str, str], float]:
+    calls = {}
+    for name in models:
+        image, text = _calls(name, batch_size, device, dtype)
+        calls |= {(name, "images_per_second"): image, (name, "texts_per_second"): text}
+    repeats, seconds = {}, {key: [] for key in calls}
+    for key, call in calls.items():
+        _seconds(call, 1, device)
+        repeats[key] = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            seconds[key].append(_seconds(call, repeats[key], device) / repeats[key])
+    return {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
+
+
+@contextmanager
+def _too_little_memory(
+    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
+    """What torch raises, as a ValueError that names the models."""
+    try:
+        yield
+    except RuntimeError as error:  # of torch, or a process was ended
+        raise ValueError(
+            f"{', '.join(models)} cannot embed {batch_size} at a time in {str(dtype).removeprefix('torch.')} on "
+            f"{device}, for want of memory? {str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Processes that start meanwhile do not get it either."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+
+
+def measure_memory(model: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+    """`peak_memory` in bytes: of a process of its own that embeds a batch of images and one of texts, on a CPU all of
+    it, with the libraries; else what it takes of the accelerator. On a CPU also `memory_before` the model is loaded.
+
+    Raises:
+        ValueError: there is too little memory; else as `load_clip`.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        others = set(active_children())
+        with _ctrl_c_ignored():  # of which the process would print its own traceback
+            measured = process.submit(_memory, model, batch_size, str(device), dtype)
+        try:
+            with _too_little_memory([model], batch_size, device, dtype):
+                return measured.result()
+        except BaseException:  # also Ctrl-C: it may compute for long
+            for child in set(active_children()) - others:
+                child.kill()
+            raise
+
+
+def _memory(model: str, batch_size: int, device: str, dtype: torch.dtype) -> dict[str, int]:
+    device = torch.device(device)
+    before = peak_resident()
+    for call in _calls(model, batch_size, device, dtype):
+        call()
+    if device.type == "cpu":
+        return {"peak_memory": peak_resident(), "memory_before": before}
+    return {"peak_memory": torch.accelerator.max_memory_allocated(device)}
+
+
+def peak_resident() -> int:
+    """The largest memory of this process until now, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # that of `resource` may be of the process that started this one
+        lines = status.read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return psutil.Process().memory_info().rss
+
+
+def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:
+    """What embeds a batch of images, and one of texts."""
+    model = load_clip(name, dtype=dtype).to(device)
+    inputs = {key: tensor.to(device) for key, tensor in sample_inputs(model.config, batch_size=batch_size).items()}
+    pixel_values = inputs["pixel_values"].to(dtype)
+
+    def image() -> None:
+        with torch.no_grad():
+            model.get_image_features(pixel_values=pixel_values)
+
+    def text() -> None:
+        with torch.no_grad():
+            model.get_text_features(input_ids=inputs["input_ids"])
+
+    return image, text
+
+
+def _seconds(call: Callable[[], None], times: int, device: torch.device) -> float:
+    _wait_for(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    _wait_for(device)
+    return time.perf_counter() - started
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

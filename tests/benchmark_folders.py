@@ -1,0 +1,307 @@
+"""Tiny data sets in the layouts in which benchmarks are published. Names of files and keys are written out here, and
+none is taken from the specs. Each image has one brightness, by which a test knows it."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import PIL.Image
+from tiny_sources import write_shard
+
+NUMBER, STEP = 14, 18  # images, and by how much brighter each is than the one before
+WORDS = ["red", "green", "blue", "large", "small", "dark", "light"]
+
+
+def png(number, suffix="png", **options):
+    file = io.BytesIO()
+    image = PIL.Image.fromarray(np.full((8, 8, 3), STEP * number, np.uint8))
+    image.save(file, {"jpg": "jpeg"}.get(suffix, suffix), **options)
+    return file.getvalue()
+
+
+def write_image(path, number):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(number))  # whatever the name says
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def write_lines(path, entries):
+    write(path, "".join(f"{entry if isinstance(entry, str) else json.dumps(entry)}\n" for entry in entries))
+
+
+def captions_of(number):
+    return [f"a {WORDS[number % 7]} thing", f"number {number}"]
+
+
+def description_of(number):
+    """A text, and its pieces."""
+    pieces = [f"On the left, a {WORDS[number % 7]} thing", f"it is number {number}"]
+    return f"{pieces[0]}. {pieces[1]}.\n", pieces
+
+
+def write_names(folder, classes, templates=("a photo of a {c}.", "the {c}.")):
+    write_lines(folder / "classnames.txt", classes)
+    write_lines(folder / "zeroshot_classification_templates.txt", templates)
+
+
+# ---- CLIP_benchmark (clip_benchmark/webdataset_builder.py)
+
+
+def shards(folder, split, suffix, texts):
+    for shard in range(2):
+        members = []
+        for number in range(shard * 7, shard * 7 + 7):
+            members.append((f"s{number:07}.webp", png(number, "webp", lossless=True)))
+            members.append((f"s{number:07}.{suffix}", texts[number].encode()))
+        (folder / split).mkdir(exist_ok=True)
+        write_shard(folder / split / f"{shard}.tar", members)
+    write_lines(folder / split / "nshards.txt", ["2"])
+
+
+def class_shards(folder, classes=WORDS, split="test"):
+    labels = [number % len(classes) for number in range(NUMBER)]
+    shards(folder, split, "cls", [f"{label}" for label in labels])
+    write_names(folder, classes)
+    return [(number, classes[label]) for number, label in enumerate(labels)]
+
+
+def probe_shards(folder):
+    class_shards(folder, split="train")
+    return class_shards(folder)
+
+
+def caption_shards(folder):
+    shards(folder, "test", "txt", ["\n".join(captions_of(number)) for number in range(NUMBER)])
+    write_lines(folder / "dataset_type.txt", ["retrieval"])
+    return [(number, captions_of(number)) for number in range(NUMBER)]
+
+
+def two_class_shards(split):
+    return lambda folder: class_shards(folder, ["kind", "mean"], split)
+
+
+def shards_of(split):
+    return lambda folder: class_shards(folder, split=split)
+
+
+# ---- authors' layouts of classes. The images of a class follow each other in what is expected
+
+
+def food101(folder):
+    names = [f"{WORDS[number % 7]}_food/{number}" for number in range(NUMBER)]
+    for number, name in enumerate(names):
+        write_image(folder / "images" / f"{name}.jpg", number)
+    write_lines(folder / "meta" / "train.txt", names[:1])
+    write_lines(folder / "meta" / "test.txt", names[1:])
+    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+    order = sorted(range(1, NUMBER), key=lambda number: (f"{WORDS[number % 7]}_food", str(number)))
+    return [(number, f"{WORDS[number % 7]} food") for number in order]
+
+
+def cub200(folder):
+    names = [f"{n % 7 + 1:03}.{WORDS[n % 7].title()}_bird/{WORDS[n % 7].title()}_Bird_{n:04}" for n in range(NUMBER)]
+    for number, name in enumerate(names):
+        write_image(folder / "images" / f"{name}.jpg", number)
+    write_lines(folder / "images.txt", [f"{number} {name}.jpg" for number, name in enumerate(names, 1)])
+    write_lines(folder / "train_test_split.txt", [f"{number} {int(number == 1)}" for number in range(1, NUMBER + 1)])
+    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+    order = sorted(range(1, NUMBER), key=lambda number: (number % 7, number))
+    return [(number, f"{WORDS[number % 7].title()} bird") for number in order]
+
+
+def frames(split):
+    def make(folder):
+        for number in range(NUMBER):
+            name = f"Do{number % 7}{WORDS[number % 7].title()}Things"
+            write_image(folder / split / name / f"v_{name}_g{number:02}.jpg", number)
+        write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+        order = sorted(range(NUMBER), key=lambda number: (number % 7, number))
+        return [(number, f"Do{number % 7}{WORDS[number % 7].title()} Things") for number in order]
+
+    return make
+
+
+def hateful_memes(file):
+    def make(folder):
+        entries = []
+        for number in range(NUMBER):
+            write_image(folder / "img" / f"{number:05}.png", number)
+            entries.append({"id": number, "img": f"img/{number:05}.png", "label": number % 2, "text": "words"})
+        write_lines(folder / file, entries)
+        write_names(folder, ["kind", "mean"])
+        return [(number, ["kind", "mean"][number % 2]) for number in range(NUMBER)]
+
+    return make
+
+
+# ---- authors' layouts of captions
+
+
+def karpathy(tested_alone):
+    def make(folder):
+        images = []
+        for number in range(NUMBER):
+            write_image(folder / "flickr30k-images" / f"{number}.jpg", number)
+            sentences = [{"raw": caption, "tokens": caption.split()} for caption in captions_of(number)]
+            split = "test" if number else "train"
+            images.append({"filename": f"{number}.jpg", "split": split, "sentences": sentences, "imgid": number})
+        write(folder / "dataset_flickr30k.json", {"images": images, "dataset": "flickr30k"})
+        return [(number, captions_of(number)) for number in range(int(tested_alone), NUMBER)]
+
+    return make
+
+
+def flickr30k_token(folder):
+    """Beside Karpathy's file, which lacks some of the images."""
+    karpathy(False)(folder)
+    write_image(folder / "flickr30k-images" / "36979.jpg", 14)
+    write_lines(
+        folder / "results_20130124.token",
+        [f"{n}.jpg#{i}\t{caption} ." for n in [*range(NUMBER), 36979] for i, caption in enumerate(captions_of(n))],
+    )
+    found = [(number, [f"{caption} ." for caption in captions_of(number)]) for number in range(NUMBER)]
+    return [*found, (14, [f"{caption} ." for caption in captions_of(36979)])]
+
+
+def coco(folder):
+    images, annotations = [], []
+    for number in reversed(range(NUMBER)):
+        write_image(folder / "val2017" / f"{number:012}.jpg", number)
+        images.append({"id": 100 + number, "file_name": f"{number:012}.jpg"})
+        annotations += [{"image_id": 100 + number, "id": 6 * number + i, "caption": f"{number} {i}"} for i in range(6)]
+    write(folder / "annotations" / "captions_val2017.json", {"images": images, "annotations": annotations})
+    return [(number, [f"{number} {i}" for i in range(5)]) for number in range(NUMBER)]
+
+
+def flair(file, images, prefix=""):
+    """One entry a caption, under the key `annotations`."""
+
+    def make(folder):
+        entries = []
+        for number in range(NUMBER):
+            write_image(folder / images / f"{prefix}{number}.jpg", number)
+            for caption in captions_of(number):
+                entry = {"image": f"{prefix}{number}.jpg", "image_id": number, "caption_id": len(entries)}
+                entries.append(entry | {"caption": f"{caption}. And more"})
+        write(folder / file, {"annotations": entries})
+        return [(number, [f"{caption}. And more" for caption in captions_of(number)]) for number in range(NUMBER)]
+
+    return make
+
+
+def urban1k(folder):
+    for number in range(NUMBER):
+        write_image(folder / "image" / f"{number:03}.jpg", number)
+        write(folder / "caption" / f"{number:03}.txt", f"{captions_of(number)[0]}, {number}\nanother line\n")
+    return [(number, [f"{captions_of(number)[0]}, {number}"]) for number in range(NUMBER)]
+
+
+def dci(folder):
+    expected = []
+    for number in range(NUMBER):
+        write_image(folder / "photos" / f"sa_{number:03}.jpg", number)
+        text, pieces = description_of(number)
+        entry = {"image": f"sa_{number:03}.jpg", "short_caption": "A thing.", "extra_caption": text, "mask_data": {}}
+        write(folder / "annotations" / f"sa_{number:03}.json", entry)
+        expected.append((number, [". ".join(["A thing", *pieces])]))
+    return expected
+
+
+def docci(apart):
+    def make(folder):
+        entries = []
+        for number in range(NUMBER):
+            name, split = f"test_{number:05}", "test" if number else "train"
+            write_image(folder / "images" / f"{name}.jpg", number)
+            entry = {"example_id": name, "split": split, "image_file": f"{name}.jpg"}
+            entries.append(entry | {"description": description_of(number)[0]})
+        write_lines(folder / "docci_descriptions.jsonlines", entries)
+        return [(n, description_of(n)[1] if apart else [description_of(n)[0]]) for n in range(1, NUMBER)]
+
+    return make
+
+
+def iiw(apart):
+    """Beside the other two sets that people described."""
+
+    def make(folder):
+        entries, expected = [], []
+        for number in range(NUMBER):
+            write_image(folder / "docci_aar" / f"aar_test_{number:05}.jpg", number)
+            text, pieces = description_of(number)
+            entries.append({"image/key": f"aar_test_{number:05}", "IIW": text, "IIW-P5B": "of a model"})
+            expected.append((number, pieces if apart else [". ".join(pieces)]))
+        write_lines(folder / "IIW-400" / "data.jsonl", entries)
+        write_lines(folder / "DOCCI_Test" / "data.jsonl", [{"image": "test_1", "IIW": "x"}])
+        write_lines(folder / "DCI_Test" / "data.jsonl", [{"image": "sa_1.jpg", "IIW": "x"}])
+        return expected
+
+    return make
+
+
+def mmvp(folder):
+    rows = [["Question ID", "Type", "Statement"]]
+    for number in range(NUMBER):
+        kind = "Color and Appearance" if number < 8 else "Texts"
+        write_image(folder / "MLLM_VLM Images" / kind / f"{number + 1}.jpg", number)
+        rows.append([str(number + 1), kind, f'a {WORDS[number % 7]}, "odd" {{thing}}'])
+    with open(folder / "Questions.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return [(number, f"a photo of {rows[number + 1][2]}") for number in range(NUMBER)]
+
+
+# benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark
+WEBDATASETS = """
+    wds_mscoco_captions wds_flickr8k wds_flickr30k wds_imagenet1k wds_imagenetv2 wds_imagenet_sketch wds_imagenet-a
+    wds_imagenet-r wds_imagenet-o wds_objectnet wds_fer2013 wds_voc2007 wds_sun397 wds_cars wds_fgvc_aircraft wds_mnist
+    wds_stl10 wds_gtsrb wds_country211 wds_renderedsst2 wds_vtab-caltech101 wds_vtab-cifar10 wds_vtab-cifar100
+    wds_vtab-clevr_count_all wds_vtab-clevr_closest_object_distance wds_vtab-diabetic_retinopathy wds_vtab-dmlab
+    wds_vtab-dsprites_label_orientation wds_vtab-dsprites_label_x_position wds_vtab-dsprites_label_y_position
+    wds_vtab-dtd wds_vtab-eurosat wds_vtab-kitti_closest_vehicle_distance wds_vtab-flowers wds_vtab-pets wds_vtab-pcam
+    wds_vtab-resisc45 wds_vtab-smallnorb_label_azimuth wds_vtab-smallnorb_label_elevation wds_vtab-svhn
+""".split()
+CAPTIONED = ("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k")
+# Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
+COPIES = {
+    folder.removeprefix("wds_").removeprefix("vtab-").replace("-", "_"): [
+        (folder, caption_shards if folder in CAPTIONED else class_shards)
+    ]
+    for folder in WEBDATASETS
+} | {
+    "imagenet1k_linear_probe": [("wds_imagenet1k", probe_shards)],
+    "food101": [("food-101", food101), ("wds_food101", shards_of("test"))],
+    "cub200": [("CUB_200_2011", cub200), ("wds_cub200", shards_of("test"))],
+    "ucf101": [("ucf101", frames("test")), ("wds_ucf101", shards_of("test"))],
+    "kinetics700": [("kinetics700", frames("val")), ("wds_kinetics700", shards_of("val"))],
+    "hateful_memes": [
+        ("hateful_memes", hateful_memes("dev.jsonl")),
+        ("hateful_memes", hateful_memes("dev_seen.jsonl")),
+        ("wds_hateful_memes", two_class_shards("dev")),
+    ],
+    "flickr30k": [("wds_flickr30k", caption_shards), ("flickr30k", karpathy(True))],
+    "flickr30k_all": [("flickr30k", flickr30k_token), ("flickr30k", karpathy(False))],
+    "mscoco_val2017": [("coco", coco)],
+    "urban1k": [("Urban1k", flair("annotations/annotations.json", "images")), ("Urban1k", urban1k)],
+    "dci": [("densely_captioned_images", dci)],
+    "docci_long": [("docci", docci(False))],
+    "docci": [("docci", flair("annotations/test_annotations.json", "images")), ("docci", docci(True))],
+    "iiw_long": [("imageinwords", iiw(False))],
+    "iiw": [("imageinwords", flair("finegrained_annotations.json", ".", "docci_aar/")), ("imageinwords", iiw(True))],
+    "mmvp_vlm": [("MMVP_VLM", mmvp)],
+}
+
+
+def make_copy(benchmark, layout, folder):
+    """A copy in one of the layouts. Returns the number and the caption, captions or class of every image."""
+    folder.mkdir(parents=True)
+    return COPIES[benchmark.name][list(benchmark.layouts).index(layout)][1](folder)
+
+
+def make_all(benchmarks, root):
+    for benchmark in benchmarks:
+        make_copy(benchmark, benchmark.layouts[0], root / benchmark.name)

@@ -1,0 +1,137 @@
+"""The stages that measure, on benchmarks and on own data; their tasks are checked before anything runs."""
+
+import json
+import shutil
+
+import pytest
+from benchmark_folders import make_copy
+from tiny_runs import DENSE, SPARSE, run_stages
+
+from data import glyphs
+from evaluation.benchmarks.specs import BENCHMARKS
+from evaluation.tasks import TASKS, glyph_tasks
+from training.checks import RecipeError
+from training.recipe import load_recipe
+from training.runner import run_recipe
+
+
+def stages(folder, **changes):
+    """Two models, measured on built-in tasks, benchmarks and own data."""
+    own = {"dataset": str(folder / "own"), "label_column": "kind"}
+    evaluate = {
+        "name": "scores",
+        "stage": "evaluate",
+        "models": {"dense": "dense", "sparse": "sparse"},
+        "data_root": str(folder / "copies"),
+        "tasks": [
+            "glyphs_small",
+            "clip_moe_table_1",
+            "urban1k",
+            {"task": "retrieval", **own},
+            {"task": "retrieval", **own, "split": "train"},
+            {"task": "zero_shot", **own, "templates": ["a {c}."]},
+            {"task": "pairs", "dataset": str(folder / "pairs"), "label_column": "attribute"},
+        ],
+    }
+    analyze = {"name": "looked", "stage": "analyze", "model": "sparse"}
+    analyze |= {"data_root": str(folder / "copies"), "tasks": ["urban1k", {"task": "retrieval", **own}]}
+    return [DENSE, SPARSE, evaluate | changes, analyze]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in ("mmvp_vlm", "urban1k"):
+        make_copy(BENCHMARKS[name], BENCHMARKS[name].layouts[0], tmp_path / "copies" / name)
+    (tmp_path / "own").mkdir()
+    for split in ("train", "test"):
+        glyphs.load(split, "web", 12).to_parquet(tmp_path / "own" / f"{split}.parquet")
+    (tmp_path / "pairs").mkdir()
+    glyphs.load_minimal_pairs("test", 6).to_parquet(tmp_path / "pairs" / "test.parquet")
+    monkeypatch.setitem(TASKS, "glyphs_small", glyph_tasks(retrieval=8)["glyphs_retrieval"])
+    return tmp_path
+
+
+def test_run(folder):
+    out = run_stages(folder, stages(folder))
+    results = [json.loads(file.read_text()) for file in (out / "scores").glob("*--*.json")]
+    of_dense = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
+    assert of_dense == ["glyphs_small", "mmvp_vlm", "pairs", "retrieval", "retrieval", "urban1k", "zero_shot"]
+    assert len(results) == 14
+    (pairs,) = (result for result in results if result["task"].startswith("pairs") and result["model"] == "dense")
+    assert pairs["num_samples"] == 6 and any(name.startswith("group/") for name in pairs["metrics"])
+    report = (out / "scores" / "report.md").read_text()
+    assert "MMVP-VLM: image score" in report and "Urban-1k: R@1" in report
+    looked = json.loads((out / "looked" / "experts.json").read_text())
+    assert [name.split("-")[0] for name in looked["metrics"]] == ["urban1k", "retrieval"]
+
+
+def test_data_that_have_changed(folder):
+    """The stage is not taken for done."""
+    run_stages(folder, stages(folder))
+    run_stages(folder, stages(folder))
+    annotations = folder / "copies" / "urban1k" / "annotations" / "annotations.json"
+    before = annotations.read_text()
+    annotations.write_text(before.replace("red", "pink"))
+    with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.urban1k"):
+        run_stages(folder, stages(folder))
+    annotations.write_text(before)
+    glyphs.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
+    with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.3"):
+        run_stages(folder, stages(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"tasks": ["mode_62"]}, "scores.tasks: unknown task mode_62: did you mean 'mode_26'?"),
+        ({"tasks": ["urban1k", "urban1k"]}, "scores.tasks: the task urban1k occurs twice"),
+        (
+            {"tasks": ["retrieval"]},
+            "scores.tasks: the task retrieval needs data: in a recipe, {task: retrieval, dataset",
+        ),
+        ({"tasks": ["dci"]}, "scores.tasks: dci is not read from the Hub: put it into "),
+        ({"data_root": "nowhere"}, "scores.tasks: there is no folder nowhere with copies of benchmarks (--data-root)"),
+        ({"tasks": [{"task": "retrieval"}]}, "scores.tasks.0.own.dataset: "),
+        ({"tasks": [{"task": "retrival", "dataset": "own"}]}, "scores.tasks.0.own.task: Input should be 'retrieval'"),
+        (
+            {"tasks": [{"task": "retrieval", "dataset": "own", "colum": "x"}]},
+            "scores.tasks.0.own.colum: there is no such key",
+        ),
+        ({"tasks": [3]}, "scores.tasks.0.own: Input should be a dictionary"),
+    ],
+)
+def test_faults_are_told_before_the_first_stage(folder, change, fault):
+    with pytest.raises(ValueError) as error:
+        run_stages(folder, stages(folder, **change))
+    assert fault in str(error.value)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "fault"),
+    [
+        ({"task": "retrieval", "caption_column": "text"}, "own has no column text; its columns are image, caption"),
+        ({"task": "retrieval", "split": "val"}, "own has no split 'val', only "),
+        (
+            {"task": "zero_shot", "label_column": "kind", "classes": "CLASSES"},
+            "column kind has labels that are no class",
+        ),
+        ({"task": "zero_shot", "label_column": "kind", "classes": "nowhere.txt"}, "nowhere.txt"),
+        ({"task": "pairs", "image_column": "picture"}, "has no column picture_0, picture_1"),
+        ({"task": "zero_shot", "label_column": "kind", "templates": ["a photo"]}, "templates need one {}"),
+    ],
+)
+def test_faults_of_own_data(folder, task, fault):
+    (folder / "classes.txt").write_text("nothing\n")
+    task = {key: str(folder / "classes.txt") if value == "CLASSES" else value for key, value in task.items()}
+    with pytest.raises(RecipeError) as error:
+        run_stages(folder, stages(folder, tasks=[{"dataset": str(folder / "own"), **task}]))
+    assert fault in str(error.value) and not (folder / "out").exists()
+
+
+def test_data_may_be_gone_where_the_stage_does_not_run(folder):
+    shutil.rmtree(folder / "copies")
+    path = folder / "recipe.yaml"
+    with pytest.raises(RecipeError, match="no folder .*copies"):
+        run_stages(folder, stages(folder))
+    run_recipe(load_recipe(path), only=["dense"])

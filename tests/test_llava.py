@@ -1,0 +1,398 @@
+"""LLaVA's training: what its files hold, which tokens are learned, and both stages run to their end."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+from tiny_runs import DENSE, SPARSE, losses, run_stages, same_weights, weights
+from tiny_sources import png
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+
+from conversion.llava import build
+from data import pairs
+from data.conversations import QUESTIONS, load_conversations
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from modeling_clip_moe import CLIPMoEVisionModel
+from training import engine
+from training.conversations import IGNORED, ConversationLoader
+from training.samplers import Share
+from training.stages.llava import LlavaTask
+
+ROOT = Path(__file__).parents[1]
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = {**LLAMA, "max_position_embeddings": 512}
+LLAVA = {"name": "llava", "stage": "llava", "tower": "sparse", "text_config": LLAMA}
+TRAIN = {
+    "stage": "train_llava",
+    "data": {"source": "glyphs", "num_samples": 12},
+    "global_batch_size": 4,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "max_length": 400,
+    "logging_steps": 1,
+    "save_steps": 1,
+}
+PROJECTED = {"name": "projected", "model": "llava", "prompt": "plain", **TRAIN}
+EVERYTHING = "multi_modal_projector|language_model|lm_head"
+TUNED = {"name": "tuned", "model": "projected", "trainable": EVERYTHING, **TRAIN}
+
+
+def turns(*texts):
+    speakers = ["human", "gpt"] * len(texts)
+    return [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=False)]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes entries in LLaVA's layout, and returns how they are read."""
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    (tmp_path / "broken.png").write_text("not an image")
+
+    def write(entries, **arguments):
+        path = tmp_path / "conversations.json"
+        path.write_text(json.dumps(entries))
+        return DataArguments(source=str(path), image_root=str(tmp_path), **arguments)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A folder with a random LLaVA, whose images have 4 tokens."""
+    folder = tmp_path_factory.mktemp("llava")
+    return run_stages(folder, [DENSE, SPARSE, LLAVA]) / "llava"
+
+
+@pytest.fixture
+def loader(llava, file):
+    """Of these entries, in batches of all of them."""
+
+    def make(entries, prompt="chat", max_length=400, folder=llava):
+        arguments = file(entries)
+        processor = AutoProcessor.from_pretrained(folder)
+        config = LlavaConfig.from_pretrained(folder)
+        rows = load_conversations(arguments)
+        return ConversationLoader(rows, processor, config, arguments, Share(len(rows), 0, 1, 0), prompt, max_length)
+
+    return make
+
+
+def question(text):
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def learned(loader, batch, row=0):
+    """The text of the tokens that the loss sees."""
+    labels = batch["labels"][row]
+    return loader.processor.tokenizer.decode(labels[labels != IGNORED]).split()
+
+
+def test_llavas_layout(file):
+    entries = [
+        {"id": "a", "image": "0.png", "conversations": turns("What?\n<image>", "A disc.", "Which color?", "Red.")},
+        {"id": "b", "conversations": turns("<im<image>age>Why?", "So.", "And then?")},
+        {"id": "c", "image": "1.png", "conversations": [{"from": "gpt", "value": "Hi."}, *turns("<image>", "A star.")]},
+    ]
+    rows = list(load_conversations(file(entries)))
+    assert rows == [
+        {"image": "0.png", "turns": ["<image>\nWhat?", "A disc.", "Which color?", "Red."]},
+        {"image": "1.png", "turns": ["<image>\n", "A star."]},
+        {"image": None, "turns": ["Why?", "So."]},
+    ]
+    assert list(load_conversations(file(entries, skip=1, num_samples=1))) == rows[2:]
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"image": "0.png"}, "entry 1 is no conversation of LLaVA's layout"),
+        ("text", "entry 1 is no conversation"),
+        ({"conversations": []}, "entry 1 needs turns of human and gpt"),
+        ({"conversations": [*turns("a", "b"), *turns("c", "d")[::-1]]}, "entry 1 needs turns of human and gpt"),
+        ({"image": 5, "conversations": turns("a", "b")}, "entry 1 has an image or a turn that is no text"),
+        ({"image": "broken.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*broken.png"),
+        ({"image": "gone.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*gone.png"),
+        ({"image": "0.png", "conversations": turns("a", " ")}, "1 of 2 pairs .* cannot be used.*caption is empty"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(file, entry, message):
+    good = {"image": "0.png", "conversations": turns("<image>\na", "b")}
+    with pytest.raises(ValueError, match=message):
+        load_conversations(file([good, entry]))
+
+
+def test_unreadable_images_are_skipped_up_to_a_share(file, caplog):
+    entries = [{"image": name, "conversations": turns("a", "b")} for name in ("0.png", "broken.png", "1.png")]
+    rows = load_conversations(file(entries, max_unreadable=0.5))
+    assert rows["image"] == ["0.png", "1.png"] and "1 of 3 pairs" in caplog.text
+
+
+@pytest.mark.parametrize("load", [load_conversations, load_pairs])
+def test_images_are_decoded_once_for_all_processes(file, load, monkeypatch):
+    """And for the same run, started again. Captions of such a file are ShareGPT4V's."""
+    decoded, read = [], pairs.read_image
+    monkeypatch.setattr(pairs, "read_image", lambda *value: (decoded.append(value), read(*value))[1])
+    arguments = file([{"image": f"{number}.png", "conversations": turns("a", "b")} for number in range(3)])
+    rows = [list(load(arguments)) for _ in range(2)]
+    assert len(decoded) == 3 and rows[0] == rows[1]
+    Path(arguments.image_root, "1.png").write_bytes(png(7))
+    load(arguments)
+    assert len(decoded) == 6
+
+
+def test_conversations_of_a_world():
+    rows = load_conversations(DataArguments(source="symbols", captions="detailed", num_samples=20))
+    pictures = DataArguments(source="symbols", captions="detailed", num_samples=20)
+    assert load_conversations(pictures)["turns"] == rows["turns"]
+    asked = set()
+    for row in rows:
+        assert row["turns"][0] == "<image>\nDescribe the picture." and len(row["turns"]) == 6
+        asked |= set(row["turns"][2::2])
+    assert asked == set(QUESTIONS.values())
+
+
+def test_only_answers_are_learned(loader):
+    entries = [
+        {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.", "Which color?", "Red!")},
+        {"conversations": turns("Why?", "So.")},
+    ]
+    made = loader(entries)
+    made.sampler.global_batches = lambda rng: [[0, 1]]
+    batch = next(made.batches(0))
+    assert learned(made, batch, 0) == "a disc . <|endoftext|>red ! <|endoftext|>".split()
+    assert learned(made, batch, 1) == "so . <|endoftext|>".split()
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+    assert (batch["input_ids"] == made.processor.image_token_id).sum(dim=1).tolist() == [4, 0]
+    assert batch["pixel_values"].shape == (1, 3, 32, 32) and batch["cut"].tolist() == [0, 0]
+    # As the processor itself prepares the same conversation
+    prompt = made.processor.apply_chat_template(question("What?"), add_generation_prompt=True)
+    image = PIL.Image.open(made.arguments.image_root + "/0.png")
+    inputs = made.processor(text=prompt, images=image, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    assert torch.equal(inputs["input_ids"][0], batch["input_ids"][0, :length])
+    assert batch["labels"][0, length - 1] == IGNORED and batch["labels"][0, length] != IGNORED
+    assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
+
+
+def test_the_plain_prompt_is_the_image_and_its_caption(loader):
+    conversation = turns("<image>\nDescribe it.", "A disc.", "Which color?", "Red.")
+    made = loader([{"image": "0.png", "conversations": conversation}], "plain")
+    batch = next(made.batches(0))
+    text = made.processor.tokenizer.decode(batch["input_ids"][0])
+    assert text.split() == ("<|startoftext|>" + 4 * "<image>" + "a disc .").split()
+    assert learned(made, batch) == ["a", "disc", "."]
+
+
+def test_long_conversations_are_cut_and_counted(loader, caplog):
+    entries = [
+        {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.", "Which color?", "Red!")},
+        {"conversations": turns("Why?", "So.")},
+        {"conversations": turns("Why? " * 100, "So.")},
+    ]
+    whole = [len(loader(entries).encode(row)[0]) for row in loader(entries).rows["turns"]]
+    made = loader(entries, max_length=whole[0] - 3)
+    made.report_cut()
+    assert "66.7% of the conversations" in caplog.text and "of 1 of them no answer is left" in caplog.text
+    made.sampler.global_batches = lambda rng: [[0, 1, 2]]
+    batch = next(made.batches(0))
+    assert batch["input_ids"].shape[1] == whole[0] - 3 and batch["cut"].tolist() == [1, 0, 1]
+    assert learned(made, batch, 2) == []
+    with pytest.raises(ValueError, match="max_length 20 cuts an image, which takes 4 tokens: with ") as cut:
+        next(loader(entries, max_length=20).batches(0))
+    least = int(re.search(r"(\d+) are needed", str(cut.value))[1])
+    assert next(loader(entries, max_length=least).batches(0))["input_ids"].shape[1] == least
+    with pytest.raises(ValueError, match=f"max_length {least - 1} cuts an image"):
+        next(loader(entries, max_length=least - 1).batches(0))
+
+
+def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inference(loader, llava):
+    entries = [
+        {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.")},
+        {"conversations": turns("Why?", "So it is, since it was so before.")},
+    ]
+    model = LlavaForConditionalGeneration.from_pretrained(llava)
+    task = LlavaTask(model).train()
+    assert model.training and not model.model.vision_tower.training
+    batch = next(loader(entries).batches(0))
+    loss, metrics = task(dict(batch))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    log_probs = model(**inputs).logits.log_softmax(dim=-1)
+    total, number = 0.0, 0
+    for row, of_row in enumerate(batch["labels"]):
+        for position in range(1, len(of_row)):
+            if of_row[position] != IGNORED:
+                total, number = total - log_probs[row, position - 1, of_row[position]], number + 1
+    torch.testing.assert_close(loss, total / number)
+    assert metrics["answer_tokens"] == number and metrics["cut_conversations"] == 0
+
+
+def test_a_batch_without_images_leaves_the_projector_a_gradient(loader, llava):
+    model = LlavaForConditionalGeneration.from_pretrained(llava)
+    loss, _ = LlavaTask(model).train()(next(loader([{"conversations": turns("Why?", "So.")}]).batches(0)))
+    loss.backward()
+    projector = model.model.multi_modal_projector
+    assert projector.linear_1.weight.grad.abs().max() == 0 and model.lm_head.weight.grad.abs().max() > 0
+
+
+def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
+    stages = [DENSE, SPARSE, LLAVA, PROJECTED, TUNED]
+    output = run_stages(tmp_path, stages)
+    built, projected, tuned = (weights(output / name) for name in ("llava", "projected", "tuned"))
+    first = {name for name in built if not torch.equal(built[name], projected[name])}
+    second = {name for name in built if not torch.equal(projected[name], tuned[name])}
+    assert first == {name for name in built if "multi_modal_projector" in name}
+    assert second == {name for name in built if "vision_tower" not in name}
+    log = [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"] and log[0]["cut_conversations"] == 0
+
+    model = LlavaForConditionalGeneration.from_pretrained(output / "tuned")
+    assert type(model.model.vision_tower) is CLIPMoEVisionModel
+    processor = AutoProcessor.from_pretrained(output / "tuned")
+    prompt = processor.apply_chat_template(question("What is it?"), add_generation_prompt=True)
+    inputs = processor(text=prompt, images=PIL.Image.effect_noise((40, 32), 80).convert("RGB"), return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > inputs["input_ids"].shape[1]
+
+    save, saved = engine.save_checkpoint, []
+
+    def save_and_end(*arguments):
+        saved.append(save(*arguments))
+        raise KeyboardInterrupt
+
+    overrides = {"output_dir": str(tmp_path / "again")}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", save_and_end)
+        for _ in range(2):  # each train stage has one checkpoint
+            with pytest.raises(KeyboardInterrupt):
+                run_stages(tmp_path, stages, overrides)
+    again = run_stages(tmp_path, stages, overrides)
+    assert len(saved) == 2 and same_weights(output / "tuned", again / "tuned")
+
+
+def test_parts_of_a_step_train_as_the_whole(file, tmp_path):
+    """However many tokens are learned in each part."""
+    entries = [
+        {"conversations": turns("Why?", "So it is " + "and was " * 5 * number)} for number in (4, 1, 0, 2, 0, 1, 3, 0)
+    ]
+    data = {"source": file(entries).source, "image_root": str(tmp_path)}
+    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
+    logs = []
+    for parts in (1, 2):
+        overrides = {"output_dir": str(tmp_path / str(parts)), "tuned.gradient_accumulation_steps": parts}
+        output = run_stages(tmp_path, stages, overrides) / "tuned"
+        logs.append([json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()])
+    assert len({record["answer_tokens"] for record in logs[0]}) > 1
+    for whole, in_parts in zip(*logs, strict=True):
+        assert whole["answer_tokens"] == in_parts["answer_tokens"]
+        for name in ("loss", "grad_norm"):
+            assert in_parts[name] == pytest.approx(whole[name], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, script",
+    [
+        (["--cpu"], "training/upcycle.py"),
+        (["--config_file", "training/accelerate/fsdp2.yaml"], "tests/integration/fsdp2_on_cpu.py"),
+    ],
+    ids=["ddp", "fsdp2"],
+)
+def test_two_processes_train_as_one_also_where_one_has_no_images(file, tmp_path, options, script):
+    entries = [{"image": f"{number}.png", "conversations": turns("What?", f"It is {number}.")} for number in range(3)]
+    entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in range(5)]
+    data = {"source": file(entries).source, "image_root": str(tmp_path)}
+    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
+    alone = run_stages(tmp_path, stages) / "tuned"
+    whole = losses(alone)
+    shutil.rmtree(alone)
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", *options, "--num_processes", "2"]
+    command = [*launch, script, "--config", str(tmp_path / "recipe.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(losses(alone), whole, atol=1e-4, rtol=0)
+
+
+def save_language_model(folder):
+    """A Llama with the kind of tokenizer that Vicuna has: spaces belong to the words after them."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    words = [f"{word}s and more: {word}." for word in ("USER", "ASSISTANT", "What", "A disc", "Red", "So")]
+    backend.train_from_iterator(
+        words, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    )
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(**LLAMA, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model, tokenizer
+
+
+def test_a_language_model_gets_eyes(llava, loader, tmp_path):
+    language_model, tokenizer = save_language_model(tmp_path / "llama")
+    (tmp_path / "llava").mkdir()
+    build(llava.parent / "sparse", tmp_path / "llava", tmp_path / "llama")
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
+    processor = AutoProcessor.from_pretrained(tmp_path / "llava")
+    table = model.get_input_embeddings().weight
+    assert len(table) % 64 == 0 and len(table) >= len(tokenizer) + 2 == len(processor.tokenizer)
+    assert torch.equal(table[: len(tokenizer)], language_model.get_input_embeddings().weight)
+    text = processor.tokenizer("What? A disc.", return_tensors="pt").input_ids
+    assert text[0, 0] == 1
+    expected = language_model(text).logits
+    torch.testing.assert_close(model(text).logits[..., : len(tokenizer)], expected)
+
+    conversation = turns("<image>\nWhat?", "A disc.", "What more?", "Red.")
+    made = loader([{"image": "0.png", "conversations": conversation}], folder=tmp_path / "llava")
+    batch = next(made.batches(0))
+    labels = batch["labels"][0]
+    assert processor.tokenizer.decode(labels[labels != IGNORED]) == "A disc.</s> Red.</s>"
+    prompt = processor.apply_chat_template(question("What?"), add_generation_prompt=True)
+    image = PIL.Image.open(made.arguments.image_root + "/0.png")
+    inputs = processor(text=prompt, images=image, return_tensors="pt")["input_ids"][0]
+    assert torch.equal(inputs, batch["input_ids"][0, : len(inputs)])
+    assert labels[len(inputs) - 1] == IGNORED and labels[len(inputs)] != IGNORED
+
+
+def test_what_cannot_train_is_refused_before_it_begins(tmp_path):
+    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava"}]
+    for key, value, message in (
+        ("trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
+        ("max_length", 28, "max_length: 28 must be more than the 4 tokens of an image and the 24 words before it"),
+        ("max_length", 4096, "at most the 512 that the language model reads"),
+        ("model", "sparse", "tuned.model: a LLaVA is needed"),
+        ("data.source", str(tmp_path), "conversations are in a .json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path, stages, {f"tuned.{key}": value})
+    with pytest.raises(ValueError, match="exactly one of language_model and text_config"):
+        run_stages(tmp_path, stages, {"llava.language_model": "a/b"})
+    with pytest.raises(ValueError, match="LlamaConfig has no field 'hidden'"):
+        run_stages(tmp_path, stages, {"llava.text_config": {"hidden": 4}})
+    for field, value in (("vocab_size", 100), ("pad_token_id", 999999), ("eos_token_id", [2, -1])):
+        with pytest.raises(ValueError, match=rf"llava: text_config.{field}: .*tokens"):
+            run_stages(tmp_path, stages, {f"llava.text_config.{field}": value})
+    with pytest.raises(ValueError, match="rope_parameters.rope_type: there is no 'nope': did you mean "):
+        run_stages(tmp_path, stages, {"llava.text_config.rope_parameters": {"rope_type": "nope"}})
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,353 @@
+"""Scores of a model while it trains, the best model, and the curves of what was logged."""
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+from benchmark_folders import make_copy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import recipe, run_stages, same_weights
+
+from conversion.provenance import weights_fingerprint
+from data import glyphs
+from evaluation import tasks
+from evaluation.benchmarks.specs import BENCHMARKS
+from evaluation.evaluate import evaluate_model
+from training import curves, engine
+from training import scores as scores_module
+
+ROOT = Path(__file__).parents[1]
+SCORE = "kinds/accuracy_top5"
+EVALUATION = {"every_steps": 2, "tasks": ["kinds", "captions"]}
+KEEPING = EVALUATION | {"every_steps": 1, "keep_best": SCORE}
+
+
+def add_tasks():
+    """Three tasks of 24 glyphs."""
+    rows = glyphs.load("test", "detailed", 24)
+    kinds = rows.remove_columns("caption").rename_column("kind", "caption")
+    zero_shot = tasks.Task("zero_shot", "", "", lambda: (kinds, 0), classes=glyphs.KINDS, templates=["a {}"])
+    captions = rows.select_columns(["image", "caption"])
+    tasks.TASKS.update(kinds=zero_shot, captions=tasks.Task("retrieval", "", "", lambda: (captions, 0)))
+    tasks.TASKS["few"] = dataclasses.replace(zero_shot, classes=glyphs.KINDS[:5])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tasks_here():
+    add_tasks()
+    yield
+    for name in ("kinds", "captions", "few"):
+        del tasks.TASKS[name]
+
+
+def stages(evaluation, **training):
+    """Of a sparse model that trains for 6 steps, with dropout, which draws random numbers."""
+    made = recipe(evaluation=evaluation, expert_dropout=0.2, **training)
+    return {"stages": made["stages"], "defaults": made["defaults"]}
+
+
+def run(folder, evaluation, **training):
+    """Returns the folder of the stage that trains."""
+    folder.mkdir(exist_ok=True)
+    return run_stages(folder, **stages(evaluation, **training)) / "tuned"
+
+
+def scores(folder):
+    """Step -> what was measured after it."""
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in log if SCORE in record}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("measured"), EVALUATION | {"at_start": True})
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    """With a learning rate at which the last model is not the best."""
+    return run(tmp_path_factory.mktemp("best"), KEEPING, learning_rate=0.1)
+
+
+def test_scores_stand_in_the_log_and_change_no_weight(plain, measured, tmp_path):
+    assert same_weights(plain, measured)
+    assert list(scores(measured)) == [0, 2, 4, 6]
+    assert not (measured / "checkpoints").exists() and not (measured / "best.json").exists()
+    first, last = measured.parent / "sparse", measured
+    for step, model in ((0, first), (6, last)):
+        found = evaluate_model(model, {name: tasks.TASKS[name] for name in EVALUATION["tasks"]}, tmp_path / str(step))
+        expected = {f"{r['task']}/{name}": value for r in found for name, value in r["metrics"].items()}
+        assert scores(measured)[step] == {"step": step, **expected}
+
+
+def test_a_finished_stage_does_not_mind_what_was_measured(measured, capfd):
+    assert run(measured.parents[1], EVALUATION | {"every_steps": 3}) == measured
+    assert "tuned: done before, skipped" in capfd.readouterr().out
+
+
+def test_the_best_model_is_the_result(best, plain, tmp_path):
+    found = scores(best)
+    highest = max(record[SCORE] for record in found.values())
+    step = next(step for step, record in found.items() if record[SCORE] == highest)
+    record = {"step": step, "score": SCORE, "value": highest, "weights": weights_fingerprint(str(best))}
+    assert json.loads((best / "best.json").read_text()) == record
+    assert step < 6 and found[6][SCORE] < highest
+    (result,) = evaluate_model(best, {"kinds": tasks.TASKS["kinds"]}, tmp_path)
+    assert result["metrics"]["accuracy_top5"] == highest
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a run that keeps the best, and ended after its first checkpoint, and again after its second."""
+    folder, save = tmp_path_factory.mktemp("killed"), engine.save_checkpoint
+
+    def save_and_end(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "save_checkpoint", save_and_end)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(folder, KEEPING, learning_rate=0.1)
+    return folder
+
+
+def test_an_interrupted_run_measures_and_keeps_the_same(best, killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    again = run(tmp_path, KEEPING, learning_rate=0.1)
+    assert same_weights(best, again) and scores(best) == scores(again)
+    assert (best / "best.json").read_text() == (again / "best.json").read_text()
+    with pytest.raises(ValueError, match="was made with other settings .*keep_best"):
+        run(tmp_path, KEEPING | {"keep_best": "kinds/accuracy"}, learning_rate=0.1)
+
+
+def test_a_kill_while_a_better_model_takes_its_place_loses_none(best, killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
+    (checkpoints / "best").rename(checkpoints / "best.old")
+    again = run(tmp_path, KEEPING, learning_rate=0.1)
+    assert same_weights(best, again) and (best / "best.json").read_text() == (again / "best.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda best: (best / "best.json").write_text(""),
+        lambda best: (best / "best.json").write_text('{"step": 1}'),
+        lambda best: (best / "model.safetensors").unlink(),
+        lambda best: (best / "best.json").unlink(),
+        shutil.rmtree,
+    ],
+)
+def test_a_damaged_best_model_is_refused_and_the_stage_can_begin_anew(best, killed, tmp_path, damage):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
+    damage(checkpoints / "best")
+    with pytest.raises(ValueError, match=f"checkpoints/best, is damaged .*: delete {checkpoints} to begin"):
+        run(tmp_path, KEEPING, learning_rate=0.1)
+    shutil.rmtree(checkpoints)
+    again = run(tmp_path, KEEPING, learning_rate=0.1)
+    assert same_weights(best, again) and (best / "best.json").read_text() == (again / "best.json").read_text()
+
+
+def test_two_processes_score_as_one(measured, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(
+        "from test_scores import add_tasks\nfrom training import upcycle\n\nadd_tasks()\nupcycle.main()\n"
+    )
+    without = run(tmp_path, EVALUATION | {"at_start": True})
+    shutil.rmtree(without)
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
+    command = [*launch, str(script), "--config", str(tmp_path / "recipe.yaml")]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    # Dropout draws otherwise in two processes: only the model before the first step is the same
+    assert scores(without)[0] == scores(measured)[0] and list(scores(without)) == [0, 2, 4, 6]
+
+
+def test_trackers_get_the_scores(tmp_path):
+    run_stages(tmp_path, **stages(EVALUATION, max_steps=2), trackers=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "out" / "logs" / "clip_moe"))
+    events.Reload()
+    assert [event.step for event in events.Scalars(f"tuned/{SCORE}")] == [2]
+
+
+@pytest.mark.parametrize(
+    "evaluation, message",
+    [
+        ({"tasks": ["kidns"]}, "tuned.evaluation.tasks: unknown task kidns: did you mean 'kinds'"),
+        ({"keep_best": "pairs/group"}, "tuned.evaluation: keep_best 'pairs/group' is no .* tasks kinds, captions$"),
+        ({"keep_best": "kinds/recall"}, "keep_best 'kinds/recall': the metrics of kinds are accuracy, accuracy_top5, "),
+        ({"keep_best": "captions"}, "keep_best 'captions': the metrics of captions are image_to_text_recall@1, "),
+        ({"keep_best": "kinds/roc_auc"}, "evaluation.keep_best: .* 'kinds/roc_auc': the metrics of kinds are acc"),
+        ({"keep_best": "few/accuracy_top5", "tasks": ["few"]}, "the metrics of few are accuracy, mean_per_class_"),
+        (
+            {"keep_best": "glyphs_pairs/group/nope", "tasks": ["glyphs_pairs"]},
+            "the metrics of glyphs_pairs are text, image, group, group/background, group/color, ",
+        ),
+        (
+            {"keep_best": "symbols_topics/accuracy/nope", "tasks": ["symbols_topics"]},
+            "the metrics of symbols_topics are accuracy, accuracy/",
+        ),
+        ({"every_steps": 0}, "tuned.evaluation.every_steps"),
+        ({"tasks": ["urban1k"], "data_root": "nowhere"}, "tuned.evaluation.tasks: there is no folder nowhere"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_stage(tmp_path, evaluation, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, EVALUATION | evaluation)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_stands_outside_of_its_settings_is_known(tmp_path):
+    with pytest.raises(ValueError, match="tuned.keep_best: there is no such key.* did you mean 'evaluation.keep_best'"):
+        run(tmp_path, EVALUATION, keep_best=SCORE)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_score_of_own_data_is_found_by_its_name(tmp_path, monkeypatch, here):
+    """At the latest before the first step, where the data are not here."""
+    monkeypatch.setattr(scores_module, "is_here", lambda source: here)
+    (tmp_path / "own").mkdir()
+    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}
+    evaluation = {"every_steps": 1, "tasks": [own, own | {"templates": ["a {}"]}]}
+    with pytest.raises(ValueError, match="keep_best 'zero_shot/accuracy' names several of the tasks: ") as refused:
+        run(tmp_path, evaluation | {"keep_best": "zero_shot/accuracy"}, max_steps=1)
+    assert not list(tmp_path.rglob("log.jsonl")) and (tmp_path / "out" / "dense").exists() != here
+    name = re.findall(r"zero_shot-own-test-kind-\w+", str(refused.value))[1]
+    with pytest.raises(ValueError, match="keep_best 'zero_shot-own-test/accuracy_top5/x': the metrics of "):
+        run(tmp_path, {**evaluation, "tasks": [own], "keep_best": "zero_shot-own-test/accuracy_top5/x"}, max_steps=1)
+    folder = run(tmp_path, evaluation | {"keep_best": f"{name}/accuracy"}, max_steps=1)
+    assert json.loads((folder / "best.json").read_text())["score"] == f"{name}/accuracy"
+
+
+def test_own_data_and_benchmarks(tmp_path):
+    """What is kept best may be named by the kind of task; other data under the same name make the stage anew."""
+    make_copy(BENCHMARKS["urban1k"], BENCHMARKS["urban1k"].layouts[0], tmp_path / "copies" / "urban1k")
+    (tmp_path / "own").mkdir()
+    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    own = {"task": "retrieval", "dataset": str(tmp_path / "own")}
+    evaluation = {"every_steps": 1, "tasks": ["urban1k", own], "data_root": str(tmp_path / "copies")}
+    evaluation |= {"keep_best": "retrieval/image_to_text_recall@1"}
+    folder = run(tmp_path, evaluation, max_steps=1)
+    *_, record = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert "urban1k/image_to_text_recall@1" in record
+    best = json.loads((folder / "best.json").read_text())
+    assert best["score"].startswith("retrieval-own-test-caption-") and record[best["score"]] == best["value"]
+    glyphs.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
+    with pytest.raises(ValueError, match="tuned was made with other settings .inputs.evaluation.tasks.1"):
+        run(tmp_path, evaluation, max_steps=1)
+
+
+def test_own_data_that_only_were_measured_may_change(tmp_path, monkeypatch, capfd):
+    """They are measured on the device that trains."""
+    devices = []
+    measure = scores_module.evaluate_model
+    monkeypatch.setattr(
+        scores_module,
+        "evaluate_model",
+        lambda *a, **options: (devices.append(options["device"]), measure(*a, **options))[1],
+    )
+    (tmp_path / "own").mkdir()
+    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    evaluation = {"every_steps": 1, "tasks": [{"task": "retrieval", "dataset": str(tmp_path / "own")}]}
+    run(tmp_path, evaluation, max_steps=1)
+    assert devices == [torch.device("cpu")]
+    glyphs.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
+    run(tmp_path, evaluation, max_steps=1)
+    assert "tuned: done before, skipped" in capfd.readouterr().out
+
+
+def test_curves(measured, plain, tmp_path, capsys):
+    curves.main([str(measured.parent), str(plain), "--output-dir", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "| out/tuned" in printed and "balance loss" in printed
+    with (tmp_path / "curves.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["stage"] for row in rows] == ["out/tuned"] * 7 + ["tuned"] * 6
+    assert [int(row["step"]) for row in rows[:7]] == list(range(7))
+    records = [json.loads(line) for line in (measured / "log.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record for record in records if "loss" in record}
+    for row in rows[:7]:
+        step = int(row["step"])
+        assert row[SCORE] == str(scores(measured).get(step, {}).get(SCORE, ""))
+        if step:
+            assert float(row["loss"]) == losses[step]["loss"]
+            assert float(row["dropped_tokens"]) == losses[step]["dropped_tokens"]
+            assert float(row["temperature"]) == pytest.approx(1 / losses[step]["logit_scale"])
+    assert PIL.Image.open(tmp_path / "curves.png").size[0] > 1000
+
+
+def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
+    with pytest.raises(SystemExit, match="error: .*nowhere has no log.jsonl"):
+        curves.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
+    text = (measured / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(text + '{"step": 7, "lo')  # which is just being written
+    assert list(curves.read_log(tmp_path / "log.jsonl")) == list(curves.read_log(measured / "log.jsonl"))
+    (tmp_path / "log.jsonl").write_text("{\n" + text)
+    with pytest.raises(ValueError, match="line 1 of .*log.jsonl is damaged"):
+        curves.read_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b'{"step": "a", "loss": 0.5}', "a step or a value is no number"),
+        (b'{"step": 1, "loss": "high"}', "a step or a value is no number"),
+        (b'{"step": 1, "kinds/accuracy": null}', "a step or a value is no number"),
+        (b'{"step": 1, "logit_scale": 0}', "division by zero"),
+        (b'{"step": 1, "logit_scale": "low"}', "unsupported operand"),
+        (b'{"loss": 0.5}', "'step'"),
+        (b"[1]", "object"),
+        (b"5", "no attribute"),
+        (b'{"step": 1, "loss": "\xff"}', "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_line_is_named_wherever_it_is_damaged(tmp_path, line, message):
+    (tmp_path / "log.jsonl").write_bytes(line + b'\n{"step": 2, "loss": 0.1}\n')
+    with pytest.raises(ValueError, match=f"line 1 of .*log.jsonl is damaged: .*{message}"):
+        curves.read_log(tmp_path / "log.jsonl")
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 2, "loss": 0.1}\n' + line)  # which is just being written
+    assert curves.read_log(tmp_path / "log.jsonl") == {2: {"loss": 0.1}}
+
+
+def test_curves_of_a_stage_that_has_logged_little(tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    log.write_text("")
+    with pytest.raises(SystemExit, match=f"error: no step is logged yet in {tmp_path}: try"):
+        curves.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    score = "retrieval-images-test-caption-b757f567/image_to_text_recall@10"
+    log.write_text(json.dumps({"step": 10, "loss": 0.5, score: 0.25}))
+    curves.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["last value", tmp_path.name] and rows[2:] == [["step", "10"], ["loss", "0.5"], [score, "0.25"]]
+
+
+def test_long_titles_are_wrapped_and_single_points_are_marked(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    score = "retrieval-images-test-caption-b757f567/image_to_text_recall@10"
+    curves.draw({"tuned": {1: {"loss": 0.5, score: 0.25}}}, tmp_path / "curves.png")
+    loss, wrapped = figures[0].axes
+    assert loss.get_title() == "loss" and loss.get_lines()[0].get_marker() == "o"
+    assert wrapped.get_title().replace("\n", "") == score
+    for axis in figures[0].axes:
+        assert axis.title.get_window_extent().width < axis.get_window_extent().width

@@ -1,0 +1,159 @@
+"""What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps.
+
+    python -m training.curves runs/demo runs/clip_up --output-dir curves
+
+Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints the last values of every stage that trained.
+"""
+
+import argparse
+import csv
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+from conversion.files import new_file, one_line_errors, output_folder
+from evaluation.report import markdown_table, plot_text
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
+
+LOG = "log.jsonl"
+# What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
+TITLES = {
+    "loss": "loss",
+    "contrastive_loss": "contrastive loss",
+    "balance_loss": "balance loss",
+    "dropped_tokens": "dropped tokens",
+    "temperature": "temperature",
+}
+COLUMNS = 2  # of curves in the picture
+WIDTH = 50  # letters in a line above a curve
+FEW = 20  # points that are marked: one alone makes no line
+
+# Step -> quantity -> value
+Curve = dict[int, dict[str, float]]
+
+
+def read_curves(runs: Sequence[Path]) -> dict[str, Curve]:
+    """The curves of all stages that trained in these folders, by their names: with the run's, if there are several.
+
+    Args:
+        runs: folders of runs, or of single stages.
+
+    Raises:
+        FileNotFoundError: a folder has no log.
+        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet.
+    """
+    curves = {}
+    for run in runs:
+        logs = sorted([*run.glob(LOG), *run.glob(f"*/{LOG}")])
+        if not logs:
+            raise FileNotFoundError(f"{run} has no {LOG}: name the folder of a run, or of a stage that trains")
+        for log in logs:
+            name = log.parent.name if len(runs) == 1 else log.parent.relative_to(run.parent).as_posix()
+            curves[name if name not in curves else str(log.parent)] = read_log(log)
+    if not quantities(curves.values()):
+        raise ValueError(f"no step is logged yet in {', '.join(map(str, runs))}: try again later")
+    return curves
+
+
+def read_log(log: Path) -> Curve:
+    """What stands in a log: what is in `TITLES`, and scores."""
+    curve: Curve = {}
+    lines = log.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            step, values = _read_line(line)
+        except (ValueError, LookupError, AttributeError, TypeError, ZeroDivisionError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"line {number} of {log} is damaged: {error}") from error
+        curve.setdefault(step, {}).update(values)
+    return curve
+
+
+def _read_line(line: bytes) -> tuple[int, dict[str, float]]:
+    """A step and what was logged after it. What is wrong raises whatever it does."""
+    values = json.loads(line)
+    step = values.pop("step")
+    if "logit_scale" in values:
+        values["temperature"] = 1 / values["logit_scale"]
+    values = {name: value for name, value in values.items() if name in TITLES or "/" in name}
+    if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
+        raise ValueError("a step or a value is no number")
+    return step, values
+
+
+def quantities(curves: Iterable[Curve]) -> list[str]:
+    """All that curves have, in the order of `TITLES`; then scores, in the order of the logs."""
+    found = dict.fromkeys(name for curve in curves for values in curve.values() for name in values)
+    return [name for name in TITLES if name in found] + [name for name in found if name not in TITLES]
+
+
+def write_table(curves: dict[str, Curve], path: Path) -> None:
+    """One row a stage and step; a cell is empty where nothing was logged."""
+    names = quantities(curves.values())
+    with new_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["stage", "step", *names])
+        for stage, curve in curves.items():
+            for step, values in sorted(curve.items()):
+                writer.writerow([stage, step, *(values.get(name, "") for name in names)])
+
+
+def draw(curves: dict[str, Curve], path: Path) -> None:
+    """A picture with a panel for each quantity and a line for each stage."""
+    names = quantities(curves.values())
+    rows = math.ceil(len(names) / COLUMNS)
+    figure, axes = plt.subplots(rows, COLUMNS, figsize=(6 * COLUMNS, 3.2 * rows), squeeze=False, layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=False):
+        for stage, curve in curves.items():
+            points = [(step, values[name]) for step, values in sorted(curve.items()) if name in values]
+            if points:
+                marker = "o" if name not in TITLES or len(points) <= FEW else None
+                axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=plot_text(stage, 80))
+        title = textwrap.fill(TITLES.get(name, name), WIDTH)
+        axis.set(title="\n".join(plot_text(line, WIDTH) for line in title.split("\n")), xlabel="step")
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
+    with new_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    plt.close(figure)
+
+
+def last_values(curves: dict[str, Curve]) -> str:
+    """A table in markdown of the last value of every quantity: a row each, and a column for each stage."""
+    last = [
+        {name: value for _, values in sorted(curve.items()) for name, value in values.items()}
+        for curve in curves.values()
+    ]
+    rows = [["step", *(str(max(curve, default=0)) for curve in curves.values())]]
+    for name in quantities(curves.values()):
+        cells = [f"{of_stage[name]:.4g}" if name in of_stage else "" for of_stage in last]
+        rows.append([TITLES.get(name, name), *cells])
+    return markdown_table(["last value", *curves], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run or of one of its stages")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    args = parser.parse_args(argv)
+    with one_line_errors(), output_folder(args.output_dir):
+        curves = read_curves(args.runs)
+        write_table(curves, args.output_dir / "curves.csv")
+        draw(curves, args.output_dir / "curves.png")
+    print(last_values(curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The tasks that a stage measures models on, as settings."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
+from evaluation.own_data import OwnTask
+from evaluation.results import content_hash
+from evaluation.task import Task
+from evaluation.tasks import (
+    TASKS,
+    Wanted,
+    copied_benchmarks,
+    find_tasks,
+    loaded_once,
+    problems_of_data,
+    problems_of_tasks,
+)
+from training.settings import STRICT
+
+
+@dataclass(config=STRICT, kw_only=True)
+class MeasuredTasks:
+    """Settings of what measures."""
+
+    # Names of built-in tasks, benchmarks and groups of benchmarks, which docs/evaluation.md lists; and
+    # [tasks on own data](#tasks-on-own-data).
+    tasks: list[Wanted] = Field(min_length=1)
+    # Folder with copies of benchmarks, each in a folder of its name. What is not there comes from the Hub.
+    data_root: str | None = None
+
+    def open_tasks(self) -> dict[str, Task]:
+        """Name in results -> task, whose rows are loaded once; raises as `find_tasks`."""
+        return loaded_once(find_tasks(self.tasks, self.data_root))
+
+    def kinds(self) -> dict[str, str | None]:
+        """Name of a task -> its kind, which is also the name of a task on own data; None: there is no such task."""
+        own = {task.task: task.task for task in self.tasks if isinstance(task, OwnTask)}
+        names = [name for task in self.tasks if isinstance(task, str) for name in GROUPS.get(task, [task])]
+        known = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
+        return {name: known.get(name) for name in names} | own
+
+    def wrong_names(self) -> Iterator[tuple[str, str]]:
+        """See `Stage.problems`."""
+        names = [task for task in self.tasks if isinstance(task, str)]
+        return (("tasks", problem) for problem in problems_of_tasks(names))
+
+    def wrong_data(self) -> Iterator[tuple[str, str]]:
+        """See `Stage.data_problems`."""
+        return (("tasks", problem) for problem in problems_of_data(self.tasks, self.data_root))
+
+    def data_fingerprints(self) -> dict[str, str]:
+        """See `Stage.fingerprints`: of own data, and of the benchmarks that are in `data_root`."""
+        own = {f"tasks.{number}": task for number, task in enumerate(self.tasks) if isinstance(task, OwnTask)}
+        found = {key: task.fingerprint() for key, task in own.items()}
+        found |= {
+            f"tasks.{name}": content_hash(task.data)
+            for name, task in copied_benchmarks(self.tasks, self.data_root).items()
+        }
+        return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}

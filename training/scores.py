@@ -1,0 +1,219 @@
+"""Scores of a model while it trains: they go to the log, and the best model may become the stage's result."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from transformers import PreTrainedModel, ProcessorMixin
+
+from conversion.files import read_json, save, write_text
+from conversion.messages import cut
+from conversion.provenance import weights_fingerprint
+from data.sources import is_here
+from data.worlds import WORLDS
+from evaluation.evaluate import evaluate_model
+from evaluation.measures import METRICS
+from evaluation.own_data import OwnTask
+from evaluation.task import Task
+from evaluation.tasks import TASKS, copied_benchmarks, find_tasks
+from training.measured_tasks import MeasuredTasks
+from training.settings import STRICT
+from training.training_state import kept_random_states
+
+BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
+# Metrics that a zero-shot task has only if they stand for it in a table
+ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Evaluation(MeasuredTasks):
+    """What is measured while a stage trains, by the main process while the others wait. The weights do not depend on
+    it, unless the best are kept."""
+
+    # Every so many steps, and after the last one.
+    every_steps: int = Field(gt=0)
+    # Also before the first step.
+    at_start: bool = False
+    # Images or texts that are embedded at a time.
+    batch_size: int = Field(default=64, gt=0)
+    # A score, as TASK/METRIC: the stage's model is the one that had the highest, the earliest of equal ones; None: the
+    # one after the last step. Of a task on own data, its `task` is enough where no other one has the same.
+    keep_best: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.keep_best is None:
+            return self
+        task, _, metric = self.keep_best.partition("/")
+        kinds = self.kinds()
+        if task not in kinds and task.partition("-")[0] not in kinds:
+            raise ValueError(f"keep_best {self.keep_best!r} is no TASK/METRIC of the tasks {', '.join(kinds)}")
+        kind = kinds.get(task, task.partition("-")[0])
+        if kind is not None and metric.partition("/")[0] not in METRICS[kind]:
+            raise ValueError(f"keep_best {self.keep_best!r}: the metrics of {task} are {', '.join(METRICS[kind])}")
+        return self
+
+    def wrong_data(self) -> Iterator[tuple[str, str]]:
+        """Also a `keep_best` that is none of the scores, where the data of what it may name are here."""
+        wrong = list(super().wrong_data())
+        yield from wrong
+        if self.keep_best is None or wrong:
+            return
+        name = self.keep_best.partition("/")[0]
+        own = [task for task in self.tasks if isinstance(task, OwnTask) and task.task == name.partition("-")[0]]
+        if own:
+            here = all(task.dataset in WORLDS or is_here(task.dataset) for task in own)
+        else:
+            here = name in TASKS or name in copied_benchmarks([name], self.data_root)
+        if here:
+            try:
+                find_score(self.keep_best, find_tasks(own or [name], self.data_root))
+            except (ValueError, OSError) as error:
+                yield "keep_best", str(error)
+
+
+def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
+    """The whole name of a score, TASK/METRIC, in which that of a task on own data may be cut to how it begins.
+
+    Raises:
+        ValueError: none or several of the tasks have that name, or it has no such metric.
+    """
+    task, _, metric = keep_best.partition("/")
+    found = [task] if task in tasks else [name for name in tasks if name.startswith(f"{task}-")]
+    if len(found) != 1:
+        names = f"several of the tasks: {', '.join(found)}" if found else f"none of the tasks {', '.join(tasks)}"
+        raise ValueError(f"keep_best {keep_best!r} names {names}")
+    metrics = _metrics(tasks[found[0]], with_attributes="/" in metric)
+    if metric not in metrics:
+        raise ValueError(f"keep_best {keep_best!r}: the metrics of {found[0]} are {cut(metrics)}")
+    return f"{found[0]}/{metric}"
+
+
+def _metrics(task: Task, with_attributes: bool) -> list[str]:
+    """What a task is scored by.
+
+    Args:
+        with_attributes: also the scores for each attribute of pairs, which only their rows tell.
+    """
+    metrics = [metric for metric in METRICS[task.kind] if metric not in ON_DEMAND or metric in task.metrics]
+    if task.kind == "zero_shot" and len(task.classes) <= 5:
+        metrics.remove("accuracy_top5")
+    if task.kind == "zero_shot_groups":
+        metrics += [f"accuracy/{group}" for group in dict.fromkeys(task.group_of_class[name] for name in task.classes)]
+    if task.kind == "pairs" and with_attributes:
+        rows, _ = task.load()
+        attributes = set(rows["attribute"]) if "attribute" in rows.column_names else ()
+        metrics += [f"{next(iter(task.primary))}/{attribute}" for attribute in sorted(attributes)]
+    return metrics
+
+
+class Scores:
+    """Measures the model of a stage now and then.
+
+    Args:
+        folder: gets the model that is measured, and keeps the best one from one attempt of the stage to the next.
+
+    Raises:
+        ValueError: `keep_best` is none of the scores; else as `MeasuredTasks.open_tasks`.
+    """
+
+    def __init__(
+        self,
+        settings: Evaluation,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        accelerator: Accelerator,
+        folder: Path,
+    ):
+        self.settings, self.model, self.processor, self.accelerator = settings, model, processor, accelerator
+        self.folder, self.tasks = folder, settings.open_tasks()
+        if settings.keep_best is not None and accelerator.is_main_process:
+            self.decisive = find_score(settings.keep_best, self.tasks)
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """Whether the model is measured after a step; 0: before the first one."""
+        if step == 0:
+            return self.settings.at_start
+        return step % self.settings.every_steps == 0 or step == total_steps
+
+    def measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
+        """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get
+        nothing. What is random goes on as if nothing had happened.
+
+        Raises:
+            ValueError: the best model of the steps before is damaged.
+        """
+        scores = {}
+        if self.accelerator.is_main_process:
+            with kept_random_states(self.accelerator.device):
+                scores = self._measure(step, state_dict)
+        self.accelerator.wait_for_everyone()
+        return scores
+
+    def best(self) -> Path | None:
+        """The folder of the model that had the highest score so far, with a record of that; None: none is kept.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        best, before = self.folder / BEST, self.folder / BEST_BEFORE
+        if before.exists() and not best.exists():  # killed while another one took its place
+            os.replace(before, best)
+        if self.settings.keep_best is None or not best.exists():
+            return None
+        try:
+            record = read_json(best / RECORD)
+            sound = record["weights"] == weights_fingerprint(str(best)) and isinstance(record["value"], float)
+        except (OSError, ValueError, TypeError, LookupError):
+            sound = False
+        if not sound:
+            raise self._damaged(f"it is not what its {RECORD} tells")
+        return best
+
+    def _measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
+        measured = self.folder / "measured.partial"
+        shutil.rmtree(measured, ignore_errors=True)
+        measured.mkdir(parents=True)
+        self.model.save_pretrained(measured, state_dict=state_dict)
+        save(self.processor, measured)
+        with tempfile.TemporaryDirectory() as results:
+            options = {"batch_size": self.settings.batch_size, "device": self.accelerator.device}
+            found = evaluate_model(measured, self.tasks, results, name="model", **options)
+        scores = {
+            f"{name}/{metric}": score
+            for name, result in zip(self.tasks, found, strict=True)
+            for metric, score in result["metrics"].items()
+        }
+        if self.settings.keep_best is not None:
+            self._keep(step, scores[self.decisive], measured)
+        shutil.rmtree(measured, ignore_errors=True)
+        return scores
+
+    def _keep(self, step: int, value: float, measured: Path) -> None:
+        """Let a model take the place of the best one, if it is better."""
+        best, before = self.best(), self.folder / BEST_BEFORE
+        if best is None and step > (0 if self.settings.at_start else self.settings.every_steps):
+            raise self._damaged("it is gone")
+        if best is not None and not value > read_json(best / RECORD)["value"]:
+            return
+        record = {"step": step, "score": self.decisive, "value": value, "weights": weights_fingerprint(str(measured))}
+        write_text(measured / RECORD, json.dumps(record, indent=2))
+        # Renamed, not deleted: a kill leaves one of the two whole
+        shutil.rmtree(before, ignore_errors=True)
+        if best is not None:
+            os.replace(best, before)
+        os.replace(measured, self.folder / BEST)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def _damaged(self, reason: str) -> ValueError:
+        return ValueError(
+            f"the best model so far, {self.folder / BEST}, is damaged ({reason}): delete {self.folder} to begin the "
+            "stage anew"
+        )

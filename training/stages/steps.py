@@ -1,0 +1,207 @@
+"""What all stages that take steps of an optimizer have in common: which data, how many steps, AdamW, checkpoints."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from torch import nn
+from transformers import PreTrainedModel, ProcessorMixin
+
+from conversion.files import save
+from training.context import Context
+from training.engine import CHECKPOINTS, start_trackers, train
+from training.expected import (
+    AtMost,
+    Expected,
+    Unknown,
+    bound_as,
+    parameters,
+    size_of_weights,
+    trainable_parameters,
+)
+from training.manifests import flatten
+from training.samplers import Share
+from training.scores import Evaluation, Scores
+from training.settings import STRICT, dump
+from training.stages.base import Data, Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class StepsStage(Stage):
+    """A stage that trains with the loop of `training.engine`. A kind of it has `trainable`, `task` and `run`."""
+
+    makes_model: ClassVar[bool] = True
+    # What its data are made of, as it is printed
+    samples: ClassVar[str] = "samples"
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    # The pairs that it trains on.
+    data: Data
+
+    # Samples of one optimizer step, over all processes and accumulation steps.
+    global_batch_size: int = Field(gt=0)
+    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
+    gradient_accumulation_steps: int = Field(default=1, gt=0)
+    # Steps of the optimizer. Either this or num_epochs is set.
+    max_steps: int | None = Field(default=None, gt=0)
+    # Passes through the data.
+    num_epochs: int | None = Field(default=None, gt=0)
+
+    # Of AdamW, after the warm-up.
+    learning_rate: float = Field(gt=0)
+    # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
+    weight_decay: float = Field(default=0.0, ge=0)
+    # Weight decay on all that trains (CLIP-MoE's released code).
+    decay_all: bool = False
+    # AdamW's decay of the gradient's mean.
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    # AdamW's decay of the squared gradient's mean.
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    # AdamW's epsilon.
+    adam_epsilon: float = Field(default=1e-6, gt=0)
+    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
+    warmup_steps: float = Field(default=0, ge=0)
+    # Longer gradients are scaled to this length; None: no gradient is.
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    # Compute activations again in the backward pass: less memory, more time.
+    gradient_checkpointing: bool = False
+    # Of the order of the data; None: the recipe's. Models that differ in nothing else make an ensemble.
+    seed: int | None = Field(default=None, ge=0)
+
+    # Log losses every so many steps.
+    logging_steps: int = Field(default=10, gt=0)
+    # A checkpoint every so many steps; None: only the finished model.
+    save_steps: int | None = Field(default=None, gt=0)
+    # How many checkpoints are kept.
+    save_total_limit: int = Field(default=1, gt=0)
+
+    @model_validator(mode="after")
+    def _check_steps(self):
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
+            )
+        if self.num_epochs is not None and self.data.streaming:
+            raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
+        return self
+
+    def task(self, model: PreTrainedModel) -> nn.Module:
+        """The model and its loss in one module: see `training.engine.ContrastiveTask`."""
+        raise NotImplementedError(f"{type(self).__name__} has no task")
+
+    def train_model(
+        self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        loader: Any,
+        accelerator: Accelerator,
+        context: Context,
+        directory: Path,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        """Train a model whose parameters require a gradient or not, and save it with its processor.
+
+        Args:
+            loader: has batches as `training.loader.PairLoader` does.
+            accelerator: a fresh one.
+            evaluation: what is measured meanwhile.
+        """
+        scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)
+        total_steps = self._total_steps(loader)
+        training = [parameter.requires_grad for parameter in model.parameters()]
+        accelerator.print(
+            f"{self.name}: {total_steps} steps of {self.global_batch_size} {self.samples} on "
+            f"{accelerator.num_processes} x {accelerator.device.type}, {sum(training)} weight tensors train, "
+            f"{len(training) - sum(training)} are frozen"
+        )
+        start_trackers(accelerator, flatten(dump(self)))
+        # Whatever was drawn on the way here, such as by a cache that had to be filled
+        set_seed(context.seed, device_specific=True)
+        seed = self._share(accelerator, context).seed
+        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, seed, scores)
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if accelerator.is_main_process:
+            model.save_pretrained(directory, state_dict=state_dict)
+            save(processor, directory)
+            if scores is not None and scores.best() is not None:
+                shutil.copytree(scores.best(), directory, dirs_exist_ok=True)
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
+        if batch % (num_processes * accumulation):
+            yield "global_batch_size", self._not_shared(num_processes)
+        with contextlib.suppress(Unknown):
+            least = batch if self.max_steps is None else batch // accumulation
+            if inputs.data.known_pairs < least:
+                yield (
+                    "global_batch_size",
+                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
+                )
+
+    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        return {
+            "trainable": lambda: self._trainable_parameters(inputs),
+            "steps": lambda: self.steps(inputs),
+            "samples": lambda: bound_as(self.steps(inputs), self.steps(inputs) * self.global_batch_size),
+            "memory": lambda: self.memory(inputs),
+        }
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        """Optimizer steps in all. Raises Unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
+
+    def memory(self, inputs: SimpleNamespace) -> int:
+        """Bytes of the weights, of their gradients and of AdamW's two moments, all in float32. Raises Unknown."""
+        return 4 * parameters((self.output_config(inputs),))["total"] + 12 * self._trainable_parameters(inputs)
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """With checkpoints: one more than `save_total_limit` while the newest is written."""
+        weights = size_of_weights(output.known_configs)
+        if self.save_steps is None:
+            return weights, weights
+        checkpoint = weights + 8 * self._trainable_parameters(inputs)
+        try:
+            steps = self.steps(inputs)
+        except Unknown:
+            steps = AtMost(self.save_steps * (self.save_total_limit + 2))
+        written = (steps - 1) // self.save_steps
+        kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
+        return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
+
+    def _trainable_parameters(self, inputs: SimpleNamespace) -> int:
+        return trainable_parameters(self.output_config(inputs), self.trainable)
+
+    def _share(self, accelerator: Accelerator, context: Context) -> Share:
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
+        if rest:
+            raise ValueError(f"{self.name}.global_batch_size: {self._not_shared(world_size)}")
+        return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
+
+    def _not_shared(self, num_processes: int) -> str:
+        return (
+            f"{self.global_batch_size} cannot be shared by {num_processes} processes x "
+            f"{self.gradient_accumulation_steps} accumulation steps"
+        )
+
+    def _total_steps(self, loader: Any) -> int:
+        if not self.data.streaming and len(loader) == 0:
+            raise ValueError(f"{self.name}: its batch sampler makes no batch of these {self.samples}")
+        total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
+        if total_steps == 0:
+            raise ValueError(
+                f"{self.name}: an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
+                "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
+            )
+        return total_steps
