@@ -155,6 +155,25 @@ def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
     return load_model(MODELS.get(load_config(source).model_type, CLIPModel), source, **kwargs)
 
 
+def is_sparse(config: PreTrainedConfig) -> bool:
+    """Whether a tower has sparse layers; a `CLIPMoEConfig` without any describes a dense CLIP."""
+    return isinstance(config, CLIPMoEConfig) and any(
+        tower.moe_layers for tower in (config.text_config, config.vision_config)
+    )
+
+
+def load_dense(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
+    """Loads a dense CLIP, of the second class if its towers share their encoder, see `load_model`.
+
+    Raises:
+        ValueError: besides, it is sparse.
+    """
+    config = load_config(source)
+    if isinstance(config, CLIPMoEConfig) and not is_sparse(config):
+        return load_model(CLIPMoEModel, source, **kwargs)
+    return load_model(CLIPModel, source, **kwargs)
+
+
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
     """Loads a mixture of whole models from a folder or hub name, in evaluation mode and its own dtype.
 

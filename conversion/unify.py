@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import CLIPModel, PreTrainedModel
 
-from conversion.checkpoints import check_equal, load_clip, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.files import new_folder, one_line_errors
 from conversion.folders import load_config
@@ -264,7 +264,7 @@ def convert(
     """
     start = load_clip(base)
     models = [load_model(type(start), expert) for expert in experts]
-    if isinstance(start, CLIPMoEModel):
+    if is_sparse(start.config):
         top_k, gate = preset.num_experts_per_tok, preset.fusion_gate
         unified = unify_sparse(start, models, top_k, seed, gate, base_expert)
     else:
@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
     args = parser.parse_args(argv)
     with one_line_errors():
-        if args.sparse_layers is not None and isinstance(load_config(args.base), CLIPMoEConfig):
+        if args.sparse_layers is not None and is_sparse(load_config(args.base)):
             raise ValueError(f"--sparse-layers: {args.base} is sparse already, which settles its sparse layers")
         layers = read_sparse_layers(args.sparse_layers or ["all"])
         changes = {"num_experts_per_tok": args.num_experts_per_tok, "sparse_layers": layers}

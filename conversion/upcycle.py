@@ -2,7 +2,8 @@
 
     python -m conversion.upcycle openai/clip-vit-base-patch16 clip-up-b16 --preset clip_up
 
-SOURCE is a folder or hub name of a `CLIPModel`. Experts are copies of the dense FFN (Komatsuzaki et al., 2023,
+SOURCE is a folder or hub name of a `CLIPModel`, or of a `CLIPMoEModel` without sparse layers, as a dense CLIP with one
+encoder for images and texts is saved. Experts are copies of the dense FFN (Komatsuzaki et al., 2023,
 https://arxiv.org/abs/2212.05055), routers and fusion gates are new, all else is kept. Before OUTPUT appears, the saved
 model is loaded again and compared with the source in float32: where routing weights sum to 1, equal experts compute
 the dense FFN, so the two agree up to rounding. Where they do not (`--no-norm-topk-prob`, as in the preset clip_up),
@@ -24,7 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
 
-from conversion.checkpoints import architecture, check_equal, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import architecture, check_equal, load_dense, load_model, model_outputs, sample_inputs
 from conversion.files import new_folder, one_line_errors
 from conversion.presets import (
     LAYERS,
@@ -55,11 +56,12 @@ ROUTING_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETextConfig)}
 } | {"attention_dropout"}
 
 
-def sparse_config(dense: CLIPConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
+def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
     """The config of the upcycled model; a tower not in `towers` stays dense.
 
     Raises:
-        ValueError: an unknown tower, or layers that a tower does not have.
+        ValueError: an unknown tower, layers that a tower does not have, or towers with a shared encoder that would
+            differ.
         huggingface_hub.errors.StrictDataclassError: contradictory numbers, such as K > E.
     """
     require_towers(preset.sparse_layers, towers)
@@ -70,24 +72,41 @@ def sparse_config(dense: CLIPConfig, preset: Preset, towers: Sequence[str] = TOW
         "fusion_gate": preset.fusion_gate,
         "capacity_factor": preset.capacity_factor,
     }
-    configs = {}
-    for tower, config, config_class in (
-        ("text", dense.text_config, CLIPMoETextConfig),
-        ("vision", dense.vision_config, CLIPMoEVisionConfig),
-    ):
-        settings = architecture(config, config_class)
-        if tower in towers:
-            settings |= routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, config.num_hidden_layers)}
-        configs[tower] = config_class(**settings)
-    return CLIPMoEConfig(
-        text_config=configs["text"],
-        vision_config=configs["vision"],
-        projection_dim=dense.projection_dim,
-        logit_scale_init_value=dense.logit_scale_init_value,
-        initializer_factor=dense.initializer_factor,
+    layers = {"text": dense.text_config.num_hidden_layers, "vision": dense.vision_config.num_hidden_layers}
+    changes = {
+        tower: routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, layers[tower])} for tower in towers
+    }
+    return _clip_moe_config(
+        dense,
+        changes,
+        shared_encoder=getattr(dense, "shared_encoder", False),
         router_aux_loss_coef=preset.router_aux_loss_coef,
         router_z_loss_coef=preset.router_z_loss_coef,
     )
+
+
+def shared_config(dense: CLIPConfig) -> CLIPMoEConfig:
+    """The config of a dense CLIP with one encoder for images and texts, in place of two.
+
+    Raises:
+        ValueError: the layers of its towers differ.
+    """
+    return _clip_moe_config(dense, {}, shared_encoder=True)
+
+
+def _clip_moe_config(
+    dense: CLIPConfig | CLIPMoEConfig, changes: Mapping[str, Mapping[str, Any]], **settings: Any
+) -> CLIPMoEConfig:
+    """The configuration with other fields in its towers (tower -> fields) and on top."""
+    towers = {
+        f"{tower}_config": config_class(**architecture(config, config_class) | changes.get(tower, {}))
+        for tower, config, config_class in (
+            ("text", dense.text_config, CLIPMoETextConfig),
+            ("vision", dense.vision_config, CLIPMoEVisionConfig),
+        )
+    }
+    kept = ("projection_dim", "logit_scale_init_value", "initializer_factor")
+    return CLIPMoEConfig(**towers, **{name: getattr(dense, name) for name in kept}, **settings)
 
 
 def preset_faults(preset: Preset, num_layers: Mapping[str, int], towers: Sequence[str] = TOWERS) -> list[str]:
@@ -161,7 +180,8 @@ def check_memory(config: CLIPMoEConfig) -> None:
         ValueError: as said.
     """
     parameters = 0
-    for tower in sparse_ffns(config).values():
+    towers = list(sparse_ffns(config).values())
+    for tower in towers[: 1 if config.shared_encoder else None]:
         expert = (2 * tower.intermediate_size + 1) * tower.hidden_size + tower.intermediate_size
         parameters += len(tower.moe_layers) * tower.num_experts * (expert + tower.hidden_size)  # and a router's row
     needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
@@ -207,10 +227,13 @@ def build_sparse(
     return sparse.to(dtype).eval()
 
 
-def upcycle(dense: CLIPModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> CLIPMoEModel:
+def upcycle(
+    dense: CLIPModel | CLIPMoEModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0
+) -> CLIPMoEModel:
     """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
+        dense: one of the class `CLIPMoEModel` has no sparse layers, and one encoder for both towers.
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: of the new weights, see `build_sparse`.
@@ -267,7 +290,7 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
             )
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)
-    expected = model_outputs(load_model(CLIPModel, source, dtype=torch.float32), inputs)
+    expected = model_outputs(load_dense(source, dtype=torch.float32), inputs)
     found = model_outputs(load_model(CLIPMoEModel, folder, config=config, dtype=torch.float32), inputs)
     return check_equal(expected, found)
 
@@ -276,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m conversion.upcycle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPModel")
+    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a dense CLIP")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoEModel")
     parser.add_argument("--preset", choices=PRESETS, required=True, help="the paper whose architecture to build")
     parser.add_argument(
@@ -312,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
             given["sparse_layers"] = read_sparse_layers(args.sparse_layers)
         preset = changed_preset(args.preset, given)
         with new_folder(args.output) as folder:
-            upcycle(load_model(CLIPModel, args.source), preset, args.towers, args.seed).save_pretrained(folder)
+            upcycle(load_dense(args.source), preset, args.towers, args.seed).save_pretrained(folder)
             copy_processor(args.source, folder)
             verify(args.source, folder)
     print(f"wrote {args.output}")

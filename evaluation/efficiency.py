@@ -111,20 +111,22 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
         layers (`expert`, 0 if dense), and of all `routers` and fusion gates; and with `trainable` the number of those
         whose names it is found in, under that name.
     """
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    named = list(model.named_parameters(remove_duplicate=False))  # a shared encoder is a part of both towers
 
     def of(pattern: str) -> int:
-        return sum(size for name, size in sizes.items() if re.search(pattern, name))
+        return sum(parameter.numel() for parameter in {p for name, p in named if re.search(pattern, name)})
 
-    counts = {"total": sum(sizes.values()), "activated": sum(sizes.values()), "expert": 0}
+    counts = {"total": of(""), "activated": of(""), "expert": 0}
+    shared = getattr(model.config, "shared_encoder", False)
     for tower, prefixes in (("text", "text_(model|projection)"), ("vision", "(vision_model|visual_projection)")):
         config = getattr(model.config, f"{tower}_config")
         experts = of(rf"^{tower}_model\..*\.experts\.")
         idle = experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts if experts else 0
         counts[tower] = of(rf"^{prefixes}\.")
         counts[f"{tower}_activated"] = counts[tower] - idle
-        counts["activated"] -= idle
-        counts["expert"] += experts // config.num_experts if experts else 0
+        if not (shared and tower == "vision"):  # counted already
+            counts["activated"] -= idle
+            counts["expert"] += experts // config.num_experts if experts else 0
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
     if trainable is not None:
         counts["trainable"] = of(trainable)

@@ -32,6 +32,7 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
 
+from conversion.checkpoints import is_sparse
 from conversion.files import one_line_errors
 from conversion.provenance import environment, weights_fingerprint
 from data.images import decode_image
@@ -278,7 +279,7 @@ def _by_layer(counts: ByLayer, value: Callable[[Any], Any]) -> ByLayer:
 
 
 def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
-    if not isinstance(model, CLIPMoEModel):
+    if not is_sparse(model.config):
         raise ValueError(f"{source} is a dense CLIP: it has no experts")
     towers = [config for config in (model.config.text_config, model.config.vision_config) if config.moe_layers]
     numbers = sorted({config.num_experts for config in towers})

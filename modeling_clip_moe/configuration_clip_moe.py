@@ -21,6 +21,11 @@ _SIZES = (
     "num_channels",
 )
 _LAYERS = "encoder.layers.*"
+# What the weights of a tower's layers depend on
+_LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
+    *("moe_layers", "num_experts", "fusion_gate"),
+)
 # How experts are split over processes. Before transformers 5.19 it is the router that leaves out those of the others
 _EP_STYLES = (
     {"experts": "ep_dispatch_experts"}
@@ -176,6 +181,8 @@ class CLIPMoEConfig(PreTrainedConfig):
 
     Args:
         text_config, vision_config (`dict` or configuration, *optional*): the towers.
+        shared_encoder (`bool`): whether both towers have the same layers, and apart from each other only embeddings,
+            last norm and projection (LIMoE; CLIP-UP Table 1). How tokens are routed is still set for each tower.
         projection_dim (`int`): size of the embeddings that images and texts share.
         logit_scale_init_value (`float`): logarithm of the initial scale of the similarities.
         initializer_factor (`float`): scale of the initial projections.
@@ -191,6 +198,7 @@ class CLIPMoEConfig(PreTrainedConfig):
 
     text_config: dict | PreTrainedConfig | None = None
     vision_config: dict | PreTrainedConfig | None = None
+    shared_encoder: bool = False
     projection_dim: int = 512
     logit_scale_init_value: float | int = 2.6592
     initializer_factor: float | int = 1.0
@@ -215,13 +223,30 @@ class CLIPMoEConfig(PreTrainedConfig):
             ),
         )
         super().__post_init__(**kwargs)
-        self.validate_router_losses()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
+        # Here as plain ValueErrors; `@strict` repeats them on saving and wraps them
+        self.validate_router_losses()
+        self.validate_shared_encoder()
 
     def validate_router_losses(self):
         """Part of `@strict`-powered validation. Refuses negative or infinite weights of the router losses."""
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}.")
+
+    def validate_shared_encoder(self):
+        """Part of `@strict`-powered validation. Refuses towers that cannot have the same layers."""
+        if not self.shared_encoder:
+            return
+        text, vision = self.text_config, self.vision_config
+        for name in _LAYER_FIELDS:
+            # The number of experts says nothing where there are none
+            if name == "num_experts" and not text.moe_layers:
+                continue
+            if getattr(text, name) != getattr(vision, name):
+                raise ValueError(
+                    f"shared_encoder=True needs towers of one {name}, but it is {getattr(text, name)} in text_config "
+                    f"and {getattr(vision, name)} in vision_config."
+                )
 
 
 __all__ = ["CLIPMoEConfig", "CLIPMoETextConfig", "CLIPMoEVisionConfig"]

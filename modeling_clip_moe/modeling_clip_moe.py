@@ -584,7 +584,8 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
 
         Raises:
             ValueError: if the checkpoint lacks weights of this model, holds weights that are no part of a CLIP, or is
-                not a complete safetensors file; if it is split in a way that this transformers gets wrong.
+                not a complete safetensors file; if it is split in a way that this transformers gets wrong; if it is to
+                have a shared encoder, but its towers differ or it is split.
         """
         split = kwargs.get("distributed_config")
         splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
@@ -601,6 +602,16 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             raise ValueError(
                 f"The weights of {pretrained_model_name_or_path} are truncated or not safetensors: {error}"
             ) from error
+        if split is not None and getattr(model.config, "shared_encoder", False):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over processes. "
+                "Leave distributed_config out."
+            )
+        if untied := sorted(model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys()):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True in its configuration, but its towers differ "
+                f"in {_abbreviate(untied)}."
+            )
         missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
         left_over = sorted(info["unexpected_keys"])
         if missing or left_over:
@@ -619,6 +630,10 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves
+            # A shared encoder is there twice, under CLIP's names, so that each tower loads alone
+            for name, tied_to in self.get_expanded_tied_weights_keys().items():
+                if tied_to in state_dict:
+                    state_dict[name] = state_dict[tied_to].clone()
             # The names of CLIP's files, which have the tower's. If it was there at loading, it is added again below
             used = getattr(self, "_weight_conversions", None) or []
             added = any(isinstance(conversion, PrefixChange) for conversion in used)
@@ -949,7 +964,16 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
         # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
+        if config.shared_encoder:
+            self._tied_weights_keys = {r"vision_model\.encoder\.": r"text_model\.encoder\."}
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Part of `tie_weights`: of a shared encoder, the vision tower's parameters -> the text tower's."""
+        if not self.config.shared_encoder:
+            return {}
+        names = [name for name, _ in self.text_model.encoder.named_parameters()]
+        return {f"vision_model.encoder.{name}": f"text_model.encoder.{name}" for name in names}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # See above: there, it is a scalar

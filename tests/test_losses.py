@@ -14,7 +14,7 @@ from transformers import CLIPConfig
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
-from training.losses import all_reduce_sum, contrastive_loss, multi_positive_loss, router_losses
+from training.losses import all_reduce_sum, contrastive_loss, entropy_losses, multi_positive_loss, router_losses
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
@@ -242,6 +242,59 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         half, _ = router_losses(config, outputs, mask, balance_top_k, balance_mean, 0.5)
         torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
     assert metrics["dropped_tokens"] == 0
+
+
+def routed(text, vision, **towers):
+    """A configuration and outputs with these router logits, each of one layer, and the mask of texts without padding."""
+    towers = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "moe_layers": [0]} | towers
+    towers |= {"num_experts": text.shape[-1], "num_experts_per_tok": 1}
+    config = CLIPMoEConfig(text_config=towers, vision_config=towers, router_aux_loss_coef=1.0)
+    ids = [SimpleNamespace(expert_ids=(logits.argmax(-1, keepdim=True),)) for logits in (text, vision)]
+    outputs = SimpleNamespace(
+        text_router_logits=(text,), vision_router_logits=(vision,), text_model_output=ids[0], vision_model_output=ids[1]
+    )
+    return config, outputs, torch.ones(text.shape[:2])
+
+
+def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
+    """Texts spread over two of four experts, images over one: log 2 and 0 of entropy in the mean."""
+    text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
+    vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
+    config, outputs, mask = routed(text, vision)
+    enough = {"text": 2, "vision": 2}
+    loss, metrics = entropy_losses(config, outputs, mask, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
+    # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
+    torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
+    expected = {"local_entropy_text": math.log(2), "global_entropy_text": 0.0, "global_entropy_vision": math.log(2)}
+    torch.testing.assert_close(metrics, {name: torch.tensor(value) for name, value in expected.items()})
+    loss, _ = entropy_losses(config, outputs, mask, {}, {"text": 3.0}, {"text": 4})
+    torch.testing.assert_close(loss, torch.tensor(3 * (math.log(4) - math.log(2))))
+    assert entropy_losses(config, outputs, mask, {}, {}, {}) == (0.0, {})
+
+
+def test_shared_balance_is_of_the_tokens_of_both_towers():
+    """Each tower has an expert of its own: as unbalanced as can be by tower, and balanced together."""
+    text, vision = torch.tensor([[[9.0, 0.0]] * 4]), torch.tensor([[[0.0, 9.0]] * 4])
+    config, outputs, mask = routed(text, vision)
+    torch.testing.assert_close(router_losses(config, outputs, mask, balance_mean="shared")[0], torch.tensor(1.0))
+    by_tower = 2 * 2 * text[0, 0].softmax(-1)[0]
+    torch.testing.assert_close(router_losses(config, outputs, mask, balance_mean="tower")[0], by_tower)
+
+
+def test_shared_balance_is_the_mean_of_layers():
+    text, vision = torch.randn(2, BATCH, 7, EXPERTS), torch.randn(2, BATCH, 4, EXPERTS)
+    config, outputs, mask = routed(text[0], vision[0], num_hidden_layers=2, moe_layers=[0, 1])
+    mask[1, 3:] = 0
+    of_layers = []
+    for layer in range(2):
+        tokens = torch.cat([text[layer][mask.bool()], vision[layer].flatten(0, 1)])
+        of_layers.append(load_balancing_loss((tokens,), 1))
+    outputs.text_router_logits, outputs.vision_router_logits = tuple(text), tuple(vision)
+    for tower in ("text", "vision"):
+        ids = [logits.argmax(-1, keepdim=True) for logits in getattr(outputs, f"{tower}_router_logits")]
+        getattr(outputs, f"{tower}_model_output").expert_ids = tuple(ids)
+    loss, _ = router_losses(config, outputs, mask, balance_mean="shared")
+    torch.testing.assert_close(loss, sum(of_layers) / 2)
 
 
 def test_balance_of_clip_fmoe_is_the_papers():

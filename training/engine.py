@@ -16,6 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from conversion.checkpoints import is_sparse
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
@@ -61,7 +62,7 @@ class ContrastiveTask(nn.Module):
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
             averaged over the processes.
         """
-        sparse = isinstance(self.model, CLIPMoEModel)
+        sparse = is_sparse(self.model.config)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
         caption_mask = batch.pop("caption_mask", None)
         outputs = self.model(**batch, **recorded)
@@ -161,6 +162,8 @@ def _prepare(
     accelerator: Accelerator, model: PreTrainedModel, settings: "StepsStage", step: int, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
+    if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
+        raise ValueError(f"{settings.name}: FSDP cannot split an encoder that both towers have. Train it with DDP")
     if settings.save_steps:
         require_support(accelerator)
     if settings.gradient_checkpointing:

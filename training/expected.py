@@ -201,4 +201,10 @@ def trainable_parameters(config: PreTrainedConfig, pattern: str) -> int:
 
 def size_of_weights(configs: tuple[PreTrainedConfig, ...]) -> int:
     """Bytes of a saved model."""
-    return sum(parameters((config,))["total"] * (config.dtype or torch.float32).itemsize for config in configs)
+    return sum(_stored(config) * (config.dtype or torch.float32).itemsize for config in configs)
+
+
+def _stored(config: PreTrainedConfig) -> int:
+    """Numbers in a saved model, which has a shared encoder twice."""
+    once = not getattr(config, "shared_encoder", False)
+    return sum(parameter.numel() for _, parameter in described(config).named_parameters(remove_duplicate=once))

@@ -9,7 +9,7 @@ NO_DECAY = re.compile(r"(bias|norm\d?\.weight|class_embedding|logit_scale)$")
 
 
 def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
-    """Train the parameters in whose name the regular expression is found, freeze the others.
+    """Train the parameters in whose name, or one of whose names, the regular expression is found; freeze the others.
 
     Returns:
         The names of the trainable and of the frozen parameters.
@@ -22,8 +22,13 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     except re.error as error:
         raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
     names = {True: [], False: []}
+    found = {
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
+        if compiled.search(name)
+    }
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(compiled.search(name) is not None)
+        parameter.requires_grad_(parameter in found)
         names[parameter.requires_grad].append(name)
     if not names[True]:
         examples = ", ".join(names[False][:3])

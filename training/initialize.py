@@ -1,4 +1,4 @@
-"""A random dense CLIP and the processor that goes with it, to train from scratch."""
+"""A random CLIP and the processor that goes with it, to train from scratch."""
 
 import contextlib
 import copy
@@ -10,6 +10,7 @@ from typing import Any
 import PIL.Image
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from torch.nn import init
 from transformers import (
     CLIPConfig,
@@ -34,53 +35,51 @@ from conversion.processors import (
 )
 from data.drawing import build_image_processor
 from data.worlds import WORLDS
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
 
 LARGEST_IMAGE = 5000  # one is made to look at what comes of it
 
 
 def random_clip(
-    text_config: dict[str, Any],
-    vision_config: dict[str, Any],
-    projection_dim: int,
-    processor: str | None = None,
-    tokenizer: str | None = None,
-    openai_weights: bool = False,
-) -> tuple[CLIPModel, CLIPProcessor]:
-    """A dense CLIP with random weights, and its processor.
+    config: CLIPConfig | CLIPMoEConfig, processor: CLIPProcessor, openai_weights: bool = False
+) -> CLIPModel | CLIPMoEModel:
+    """A dense or sparse CLIP with random weights.
 
     Args:
-        text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
-        processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
-        tokenizer: a folder or hub name; None: the processor's.
+        config: may be made from that of `clip_config`.
+        processor: of `clip_config`.
         openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
 
     Raises:
-        FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
-        ValueError: settings that make no model, or a processor that does not fit it.
+        ValueError: settings that make no model.
     """
-    config, processor = clip_config(text_config, vision_config, projection_dim, processor, tokenizer)
     with _as_value_errors():
-        model = CLIPModel(config)
+        model = CLIPMoEModel(config) if isinstance(config, CLIPMoEConfig) else CLIPModel(config)
         if openai_weights:
             draw_as_openai(model)
         with torch.no_grad():
             model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
     forget_last_call(processor.tokenizer)
-    return model, processor
+    return model
 
 
 @torch.no_grad()
-def draw_as_openai(model: CLIPModel) -> None:
+def draw_as_openai(model: CLIPModel | CLIPMoEModel) -> None:
     """Draw the weights of both towers anew as OpenAI's code does (clip/model.py: `VisionTransformer`, and
-    `initialize_parameters` of `CLIP` for texts).
+    `initialize_parameters` of `CLIP` for texts); those of a shared encoder as for texts, each expert as an FFN, and not
+    those of routers and fusion gates.
 
     transformers draws queries, keys and values sqrt(2 * layers) times smaller, and positions of patches as a ninth of
     patches of 8 x 8 pixels where OpenAI's are a fourth: both towers begin nearly blind to order and place.
     """
     for tower in (model.text_model, model.vision_model):
         for layer in tower.encoder.layers:
-            layer.mlp.fc1.reset_parameters()
-            layer.mlp.fc2.reset_parameters()
+            for ffn in _ffns(layer):
+                for weight, bias in ffn:  # torch's default of linear layers
+                    bound = weight.shape[-1] ** -0.5
+                    init.uniform_(weight, -bound, bound)
+                    init.uniform_(bias, -bound, bound)
             layer.self_attn.out_proj.reset_parameters()
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 bound = (6 / (4 * projection.in_features)) ** 0.5  # Xavier's, of all three in one matrix
@@ -91,17 +90,30 @@ def draw_as_openai(model: CLIPModel) -> None:
     text, width = model.text_model, model.text_model.config.hidden_size
     init.normal_(text.embeddings.token_embedding.weight, std=0.02)
     init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+    added = width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5  # of what adds to the residual stream
     for layer in text.encoder.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             init.normal_(projection.weight, std=width**-0.5)
-        for projection in (layer.self_attn.out_proj, layer.mlp.fc2):  # add to the residual stream
-            init.normal_(projection.weight, std=width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5)
-        init.normal_(layer.mlp.fc1.weight, std=(2 * width) ** -0.5)
+        init.normal_(layer.self_attn.out_proj.weight, std=added)
+        for (up, _), (down, _) in _ffns(layer):
+            init.normal_(down, std=added)
+            init.normal_(up, std=(2 * width) ** -0.5)
 
     embeddings = model.vision_model.embeddings
     embeddings.patch_embedding.reset_parameters()
     for table in (embeddings.class_embedding, embeddings.position_embedding.weight):
         init.normal_(table, std=embeddings.embed_dim**-0.5)
+
+
+def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
+    mlp = layer.mlp
+    dense = mlp.base if isinstance(mlp, CLIPMoESparseMoeBlock) else mlp
+    found = [] if dense is None else [tuple((linear.weight, linear.bias) for linear in (dense.fc1, dense.fc2))]
+    if isinstance(mlp, CLIPMoESparseMoeBlock):
+        experts = mlp.experts
+        found.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
+    return found
 
 
 def clip_config(
@@ -111,7 +123,17 @@ def clip_config(
     processor: str | None = None,
     tokenizer: str | None = None,
 ) -> tuple[CLIPConfig, CLIPProcessor]:
-    """The configuration of the model, and its processor. As `random_clip`."""
+    """The configuration of a dense CLIP, and the processor that goes with it.
+
+    Args:
+        text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
+        processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
+        tokenizer: a folder or hub name; None: the processor's.
+
+    Raises:
+        FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
+        ValueError: settings that make no model, or a processor that does not fit it.
+    """
     with _as_value_errors():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
     sizes = vision.image_size, vision.patch_size
@@ -149,7 +171,7 @@ def _as_value_errors() -> Iterator[None]:
 
 
 def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
-    """See `random_clip`; what is made here has the model's sizes."""
+    """See `clip_config`; what is made here has the model's sizes."""
     if processor is None:
         square = {"height": image_size, "width": image_size}
         images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)

@@ -4,6 +4,7 @@ Every function returns this process's part. The mean of the parts over the proce
 and the mean of their gradients, which is what DDP and FSDP take, is its gradient.
 """
 
+from collections.abc import Mapping
 from itertools import repeat
 
 import torch
@@ -12,7 +13,15 @@ import torch.distributed.nn.functional as distributed
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, load_balancing_loss, router_z_loss
+from modeling_clip_moe import (
+    CLIPMoEConfig,
+    CLIPMoETextConfig,
+    CLIPMoEVisionConfig,
+    global_entropy_loss,
+    load_balancing_loss,
+    local_entropy_loss,
+    router_z_loss,
+)
 
 
 def contrastive_loss(
@@ -101,7 +110,8 @@ def router_losses(
         balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
             "layer": they are the mean over all layers of both (CLIP-MoE eq. 9); "token": they are those of the tokens
             of all layers of both together (CLIP-FMoE eq. 3); "tower_token": those of the tokens of all layers of a
-            tower together, summed over the towers (CLIP-MoE's released code).
+            tower together, summed over the towers (CLIP-MoE's released code); "shared": the mean over layers, in each
+            of which the tokens of both towers are taken together, whose encoder is one.
         text_weight: of the text tower's losses, where they are summed over the towers; None: 1.
 
     Returns:
@@ -112,11 +122,7 @@ def router_losses(
     Raises:
         ValueError: the tokens of both towers together are asked for, but their numbers of experts or choices differ.
     """
-    towers = [
-        (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
-        (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
-    ]
-    towers = [tower for tower in towers if tower[1] is not None]
+    towers = _sparse_towers(config, outputs, attention_mask)
     total, balances, z_losses = 0.0, [], []
     for tower, weight, router_logits, mask in _groups(towers, balance_mean):
         top_k = tower.num_experts_per_tok
@@ -131,13 +137,65 @@ def router_losses(
     return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
 
 
+def entropy_losses(
+    config: CLIPMoEConfig,
+    outputs,
+    attention_mask: torch.Tensor,
+    local_coef: Mapping[str, float],
+    global_coef: Mapping[str, float],
+    min_experts: Mapping[str, float],
+) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
+    """LIMoE's weighted losses over the tokens of all processes (CLIP-UP eq. 8 to 11), and what to log of them.
+
+    Args:
+        config, outputs, attention_mask: see `router_losses`.
+        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers; 0 for
+            towers that are left out.
+        min_experts: of the towers with a global loss, see `global_entropy_loss`.
+
+    Returns:
+        Their sum, and each before it is weighted, such as `local_entropy_text`.
+    """
+    total, values = 0.0, {}
+    for tower, router_logits, _, mask in _sparse_towers(config, outputs, attention_mask):
+        name = tower.base_config_key.removesuffix("_config")
+        if name in local_coef:
+            loss = local_entropy_loss(router_logits, mask, reduce=all_reduce_sum)
+            total, values[f"local_entropy_{name}"] = total + local_coef[name] * loss, loss.detach()
+        if name in global_coef:
+            loss = global_entropy_loss(router_logits, min_experts[name], mask, reduce=all_reduce_sum)
+            total, values[f"global_entropy_{name}"] = total + global_coef[name] * loss, loss.detach()
+    return total, values
+
+
+def _sparse_towers(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) -> list[tuple]:
+    """Of each tower with sparse layers: its configuration, router logits, expert ids and the mask of its tokens."""
+    towers = [
+        (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
+        (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
+    ]
+    return [tower for tower in towers if tower[1] is not None]
+
+
 def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
     """What has router losses of its own: a tower's configuration, a weight, router logits and their mask."""
-    if balance_mean == "token":
+    if balance_mean in ("token", "shared"):
         choices = {(tower.num_experts, tower.num_experts_per_tok) for tower, _, _, _ in towers}
         if len(choices) > 1:
-            raise ValueError(f"balance_mean token needs towers of one E and K, but they have {sorted(choices)}")
+            raise ValueError(
+                f"balance_mean {balance_mean} needs towers of one E and K, but they have {sorted(choices)}"
+            )
+    if balance_mean == "token":
         return [(towers[0][0], 1.0, *_all_tokens(towers))]
+    if balance_mean == "shared":
+        by_layer = zip(*(logits for _, logits, _, _ in towers), strict=True)
+        layers = [
+            _all_tokens(
+                [(tower, (logits,), ids, mask) for (tower, _, ids, mask), logits in zip(towers, layer, strict=True)]
+            )
+            for layer in by_layer
+        ]
+        return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in layers), layers[0][1])]
     if balance_mean == "tower_token":
         return [(tower[0], 1.0, *_all_tokens([tower])) for tower in towers]
     num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)

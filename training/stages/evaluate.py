@@ -9,12 +9,12 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from conversion.checkpoints import is_sparse
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
-from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.expected import Unknown
 from training.measured_tasks import MeasuredTasks
@@ -101,7 +101,7 @@ class AnalyzeStage(MeasuringStage):
         yield from super().problems(inputs, num_processes)
         with contextlib.suppress(Unknown):
             config = inputs.model.clip
-            if not isinstance(config, CLIPMoEConfig):
+            if not is_sparse(config):
                 yield "model", f"{self.model} is dense: it has no experts to analyze"
                 return
             if config.text_config.moe_layers and set(self.kinds().values()) == {"linear_probe"}:

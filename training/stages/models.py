@@ -3,7 +3,7 @@
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +13,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
-from conversion.checkpoints import architecture, load_model
+from conversion.checkpoints import architecture, is_sparse, load_dense, load_model
 from conversion.files import save
 from conversion.folders import load_config
 from conversion.local_names import is_hub_name
-from conversion.messages import what_is_meant
+from conversion.messages import cut, what_is_meant
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.provenance import PROCESSOR, model_fingerprint
-from conversion.upcycle import change_routing, require_routing, sparse_config, upcycle
+from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
@@ -38,13 +38,14 @@ from training.stages.base import Data, Model, Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class InitializeStage(Stage):
-    """A randomly initialized dense CLIP, to be trained from scratch."""
+    """A randomly initialized CLIP, dense or sparse, to be trained from scratch."""
 
     kind: ClassVar[str] = "initialize"
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
-    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer.
+    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer. With a
+    # preset, also what an upcycle stage takes there.
     text_config: dict[str, JsonValue]
     # The same for images.
     vision_config: dict[str, JsonValue]
@@ -55,6 +56,14 @@ class InitializeStage(Stage):
     processor: str | None = None
     # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
+    # Whether both towers have the same layers (LIMoE; CLIP-UP Table 1).
+    shared_encoder: bool = False
+    # The paper whose sparse layers it gets; None: a dense model.
+    preset: Literal[tuple(PRESETS)] | None = None
+    # Which towers become sparse.
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of the preset to change, as of an upcycle stage.
+    changes: dict[str, Any] = Field(default_factory=dict)
     # Draw the towers' weights as OpenAI's code does. As transformers draws them, small models may never learn where
     # things are.
     openai_weights: bool = False
@@ -63,9 +72,9 @@ class InitializeStage(Stage):
     @classmethod
     def _check_fields(cls, settings, info):
         config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
-        unknown = sorted(set(settings) - {field.name for field in fields(config_class)})
+        known = _names(config_class)
+        unknown = sorted(set(settings) - known - ROUTING_FIELDS)
         if unknown:
-            known = [field.name for field in fields(config_class)]
             hint = what_is_meant(unknown[0], known)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
@@ -74,34 +83,55 @@ class InitializeStage(Stage):
     def _check(self):
         if self.processor is None and self.tokenizer is None:
             raise ValueError("a processor or a tokenizer must be given")
+        dense = _names(CLIPTextConfig, CLIPVisionConfig)
+        routing = sorted({*self.text_config, *self.vision_config} - dense)
+        if self.preset is None and (routing or self.changes):
+            raise ValueError(f"{cut([*routing, *sorted(self.changes)])}: a dense model has no such field; set preset")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        model, processor = random_clip(
-            self.text_config,
-            self.vision_config,
-            self.projection_dim,
-            self.processor,
-            inputs.tokenizer,
-            self.openai_weights,
-        )
-        model.save_pretrained(directory)
+        settings = self._dense(self.text_config), self._dense(self.vision_config), self.projection_dim
+        config, processor = clip_config(*settings, self.processor, inputs.tokenizer)
+        random_clip(self._architecture(config), processor, self.openai_weights).save_pretrained(directory)
         save(processor, directory)
 
-    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
-        text_config, tokenizer = self.text_config, self.tokenizer
+    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+        return self._architecture(self._dense_config(inputs))
+
+    def _dense_config(self, inputs: SimpleNamespace) -> CLIPConfig:
+        text_config, vision_config = self._dense(self.text_config), self._dense(self.vision_config)
+        tokenizer = self.tokenizer
         if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
             (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
             sizes = {"vocab_size": vocabulary.vocab_size, "eos_token_id": vocabulary.vocab_size - 1}
-            return CLIPConfig(
-                text_config=sizes | width | text_config, vision_config=width | self.vision_config, **width
-            )
+            return CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
         for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
             if source not in (None, *WORLDS) and not (source and Path(source).is_dir()):
                 if not is_hub_name(source):
                     raise ValueError(f"{self.name}.{setting}: no such folder: {source!r}, which is no hub name either")
                 raise Unknown(f"{source} is not here")
-        return clip_config(text_config, self.vision_config, self.projection_dim, self.processor, tokenizer)[0]
+        return clip_config(text_config, vision_config, self.projection_dim, self.processor, tokenizer)[0]
+
+    def _architecture(self, dense: CLIPConfig) -> CLIPConfig | CLIPMoEConfig:
+        """The configuration that becomes of a dense one."""
+        try:
+            config = shared_config(dense) if self.shared_encoder else dense
+        except ValueError as error:
+            raise ValueError(f"{self.name}.shared_encoder: {error}") from error
+        if self.preset is None:
+            return config
+        config = _sparse_config(self, config, _preset(self))
+        routing = {
+            tower: {name: value for name, value in getattr(self, tower).items() if name in ROUTING_FIELDS}
+            for tower in ("text_config", "vision_config")
+        }
+        _change_routing(self.name, config, routing)
+        return config
+
+    @staticmethod
+    def _dense(settings: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Those that a dense tower has."""
+        return {name: value for name, value in settings.items() if name in _names(CLIPTextConfig, CLIPVisionConfig)}
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, *WORLDS}
@@ -197,25 +227,21 @@ class UpcycleStage(Stage):
         return settings
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        model = upcycle(load_model(CLIPModel, inputs.model), _preset(self), self.towers, context.seed)
-        self._change_routing(model.config)
+        model = upcycle(load_dense(inputs.model), _preset(self), self.towers, context.seed)
+        _change_routing(self.name, model.config, self._routing())
         model.save_pretrained(directory)
         copy_processor(inputs.model, directory)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         dense = inputs.model.clip
-        if isinstance(dense, CLIPMoEConfig):
+        if is_sparse(dense):
             raise ValueError(f"{self.name}.model: {self.model} is sparse already, and a dense CLIP is needed")
         config = _sparse_config(self, dense, _preset(self))
-        self._change_routing(config)
+        _change_routing(self.name, config, self._routing())
         return config
 
-    def _change_routing(self, config: CLIPMoEConfig) -> None:
-        for tower in ("text_config", "vision_config"):
-            try:
-                change_routing(getattr(config, tower), getattr(self, tower))
-            except ValueError as error:
-                raise ValueError(f"{self.name}.{tower}: {error}") from error
+    def _routing(self) -> dict[str, dict[str, JsonValue]]:
+        return {"text_config": self.text_config, "vision_config": self.vision_config}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -243,13 +269,13 @@ class UnifyStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         preset, config = _preset(self, self.FIXED), load_config(inputs.model)
-        if isinstance(config, CLIPMoEConfig):
+        if is_sparse(config):
             self._require_fit(config)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         preset, base, number = _preset(self, self.FIXED), inputs.model.clip, len(self.experts)
-        if isinstance(base, CLIPMoEConfig):
+        if is_sparse(base):
             self._require_fit(base)
             options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
             config = unify.stacked_config(base, number, *options)[0]
@@ -326,7 +352,7 @@ class DenseStage(Stage):
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
         config = inputs.model.clip
-        if not isinstance(config, CLIPMoEConfig):
+        if not is_sparse(config):
             raise ValueError(f"{self.name}.model: {self.model} is dense already")
         try:
             dense.require_expert(config, self.take)
@@ -335,7 +361,21 @@ class DenseStage(Stage):
         return dense.dense_config(config)
 
 
-def _preset(stage: UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
+def _names(*config_classes: type) -> set[str]:
+    """The fields of configurations."""
+    return {field.name for config_class in config_classes for field in fields(config_class)}
+
+
+def _change_routing(name: str, config: CLIPMoEConfig, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets fields of towers, tower's configuration -> fields; errors name the stage's setting."""
+    for tower, of_tower in changes.items():
+        try:
+            change_routing(getattr(config, tower), of_tower)
+        except ValueError as error:
+            raise ValueError(f"{name}.{tower}: {error}") from error
+
+
+def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
     """The preset of a stage with its changes, see `changed_preset`; its errors name the setting."""
     try:
         return changed_preset(stage.preset, stage.changes, fixed)
@@ -350,7 +390,9 @@ def _shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
     return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
 
 
-def _sparse_config(stage: UpcycleStage | UnifyStage, dense: CLIPConfig, preset: Preset) -> CLIPMoEConfig:
+def _sparse_config(
+    stage: InitializeStage | UpcycleStage | UnifyStage, dense: CLIPConfig | CLIPMoEConfig, preset: Preset
+) -> CLIPMoEConfig:
     """See `conversion.upcycle.sparse_config`; its errors name the setting."""
     try:
         config = sparse_config(dense, preset, stage.towers)

@@ -19,13 +19,13 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, PreTrainedModel
 
-from conversion.checkpoints import load_clip
+from conversion.checkpoints import is_sparse, load_clip
 from conversion.messages import cut
 from conversion.processors import load_processor
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.engine import ContrastiveTask, drop_activations
 from training.expected import AtMost, Expected, Unknown, bound_as, described
@@ -33,11 +33,14 @@ from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
-from training.losses import contrastive_loss, multi_positive_loss, router_losses
+from training.losses import contrastive_loss, entropy_losses, multi_positive_loss, router_losses
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
 from training.settings import STRICT, Reads
 from training.stages.steps import StepsStage
+
+Tower = Literal["text", "vision"]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -65,11 +68,19 @@ class TrainStage(StepsStage):
     # all K (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=None, gt=0)
     # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
-    # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3); or
-    # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code).
-    balance_mean: Literal["tower", "layer", "token", "tower_token"] = "tower"
+    # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3);
+    # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code); or
+    # the mean over the layers of a shared encoder, in each of which the tokens of both towers are taken together.
+    balance_mean: Literal["tower", "layer", "token", "tower_token", "shared"] = "tower"
     # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
     text_router_weight: float | None = Field(default=None, ge=0)
+    # LIMoE's losses of routers, of `text`, of `vision` or of both (CLIP-UP eq. 8 to 11): the weight of the local
+    # entropy loss, which is low where the router is sure of every token.
+    local_entropy_coef: dict[Tower, Weight] = Field(default_factory=dict)
+    # The weight of the global entropy loss, which is 0 where the tokens of each layer are spread over enough experts.
+    global_entropy_coef: dict[Tower, Weight] = Field(default_factory=dict)
+    # How many experts are enough for it.
+    global_entropy_min_experts: dict[Tower, Annotated[float, Field(gt=1)]] = Field(default_factory=dict)
     # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
     # these are depends on the number of processes. None: none.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
@@ -83,6 +94,11 @@ class TrainStage(StepsStage):
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
             raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
+        if set(self.global_entropy_coef) != set(self.global_entropy_min_experts):
+            raise ValueError(
+                f"global_entropy_coef is for {cut(list(self.global_entropy_coef)) or 'no tower'}, but "
+                f"global_entropy_min_experts for {cut(list(self.global_entropy_min_experts)) or 'no tower'}"
+            )
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         return self
@@ -134,9 +150,13 @@ class TrainStage(StepsStage):
     def router_loss(
         self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses`."""
+        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses` and
+        `entropy_losses`."""
         settings = self.balance_top_k, self.balance_mean, self.text_router_weight
-        return router_losses(config, outputs, attention_mask, *settings)
+        loss, metrics = router_losses(config, outputs, attention_mask, *settings)
+        settings = self.local_entropy_coef, self.global_entropy_coef, self.global_entropy_min_experts
+        entropy, entropy_metrics = entropy_losses(config, outputs, attention_mask, *settings)
+        return loss + entropy, metrics | entropy_metrics
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -148,6 +168,7 @@ class TrainStage(StepsStage):
         trainable, _ = set_trainable(model, self.trainable)
         self._require_choices(model)
         self._require_experts(model)
+        self._require_routers(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
@@ -180,6 +201,7 @@ class TrainStage(StepsStage):
             for setting, check in (
                 ("balance_top_k", lambda: self._require_choices(model)),
                 ("expert_dropout", lambda: self._require_experts(model)),
+                ("router losses", lambda: self._require_routers(model)),
                 ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
             ):
                 try:
@@ -221,20 +243,34 @@ class TrainStage(StepsStage):
 
     def _require_choices(self, model: PreTrainedModel) -> None:
         """A balance loss can count no more choices than there are experts."""
-        if self.balance_top_k is None or not isinstance(model, CLIPMoEModel):
+        if self.balance_top_k is None or not is_sparse(model.config):
             return
         for config in (model.config.text_config, model.config.vision_config):
             if config.moe_layers and self.balance_top_k > config.num_experts:
                 raise ValueError(f"{self.name}: balance_top_k {self.balance_top_k} of {config.num_experts} experts")
 
     def _require_experts(self, model: PreTrainedModel) -> None:
-        if self.expert_dropout is not None and not isinstance(model, CLIPMoEModel):
+        if self.expert_dropout is not None and not is_sparse(model.config):
             raise ValueError(f"{self.name}: expert_dropout goes with a sparse model, but {self.model} is dense")
+
+    def _require_routers(self, model: PreTrainedModel) -> None:
+        """Losses of routers go with towers that have some, and a shared balance with a shared encoder."""
+        for tower in sorted({*self.local_entropy_coef, *self.global_entropy_coef}):
+            config = getattr(model.config, f"{tower}_config")
+            if not getattr(config, "moe_layers", []):
+                raise ValueError(f"{self.name}: an entropy loss goes with sparse layers, which {tower} has none of")
+            if self.global_entropy_min_experts.get(tower, 0) > config.num_experts:
+                raise ValueError(
+                    f"{self.name}: global_entropy_min_experts.{tower} {self.global_entropy_min_experts[tower]:g} of "
+                    f"{config.num_experts} experts"
+                )
+        if self.balance_mean == "shared" and not getattr(model.config, "shared_encoder", False):
+            raise ValueError(f"{self.name}: balance_mean shared goes with a shared encoder, which {self.model} has not")
 
     def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
         """Nothing that trains may lie below the first sparse layers, whose input is kept."""
         kept = []
-        if not isinstance(model, CLIPMoEModel):
+        if not is_sparse(model.config):
             raise ValueError(f"{self.name}: hidden_states go with a sparse model, but {self.model} is dense")
         for tower in ("text_model", "vision_model"):
             below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))

@@ -1,0 +1,186 @@
+"""One encoder for images and texts: it is one in memory, in gradients and in counts, and each tower's in files."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_clip_moe import assert_same_gradients, inputs, tiny_config, tiny_model
+from transformers import AutoModel, CLIPConfig, CLIPModel
+
+from conversion.dense import extract
+from conversion.presets import PRESETS, changed_preset
+from conversion.upcycle import main, shared_config, sparse_config, upcycle
+from evaluation.efficiency import count_multiply_adds, count_parameters, meta_model
+from modeling_clip_moe import (
+    CLIPMoEConfig,
+    CLIPMoEModel,
+    CLIPMoETextModelWithProjection,
+    CLIPMoEVisionModel,
+    CLIPMoEVisionModelWithProjection,
+)
+from training.freezing import set_trainable
+
+SHARED = {"shared_encoder": True}
+
+
+def shared_model(moe_layers=(1, 2), **moe):
+    """With weights large enough to matter."""
+    config = tiny_config(moe_layers, **moe)
+    config.shared_encoder = True
+    model = CLIPMoEModel(config)
+    for name, parameter in model.named_parameters():
+        if "mlp" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def separated(model):
+    """The same weights in two encoders."""
+    config = copy.deepcopy(model.config)
+    config.shared_encoder = False
+    twice = CLIPMoEModel(config).eval()
+    twice.load_state_dict(model.state_dict())
+    return twice
+
+
+def are_one(model):
+    text, vision = (dict(tower.encoder.named_parameters()) for tower in (model.text_model, model.vision_model))
+    return text.keys() == vision.keys() and all(vision[name] is parameter for name, parameter in text.items())
+
+
+@pytest.mark.parametrize("moe", [{}, {"fusion_gate": True}, {"moe_layers": ()}])
+def test_it_computes_and_learns_as_two_encoders_of_the_same_weights(moe):
+    model = shared_model(**moe).train()
+    twice, batch = separated(model).train(), inputs()
+    for one in (model, twice):
+        one(**batch, return_loss=True, output_router_logits=bool(moe.get("moe_layers", True))).loss.backward()
+    assert are_one(model) and not are_one(twice)
+    for name, parameter in model.named_parameters():
+        expected = twice.get_parameter(name).grad
+        if name.startswith("text_model.encoder."):
+            expected = expected + twice.get_parameter(name.replace("text_model", "vision_model")).grad
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_capacity_is_that_of_each_tower():
+    model = shared_model(text={"eval_capacity_factor": 0.5}, vision={"eval_capacity_factor": 2.0})
+    outputs = model(**inputs(padded=False), output_expert_ids=True)
+    for tower, expected in (("text", 0.5), ("vision", 2.0)):
+        ids = getattr(outputs, f"{tower}_model_output").expert_ids[0]
+        capacity = -(-ids[..., 0].numel() * expected // 4)
+        assert torch.bincount(ids.flatten(), minlength=5)[:4].max() <= capacity
+    text_ids = outputs.text_model_output.expert_ids[0]
+    assert (text_ids == 4).sum() >= text_ids.numel() - 4 * -(-40 * 0.5 // 4)
+
+
+@pytest.mark.parametrize("kept", [(), (1, 2)])
+def test_saved_and_loaded_it_is_one_and_each_tower_is_whole(tmp_path, kept):
+    model, batch = shared_model(kept), inputs()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert are_one(loaded) and are_one(copy.deepcopy(loaded)) and are_one(loaded.to(torch.float64))
+    expected = model(**batch)
+    again = AutoModel.from_pretrained(tmp_path)(**batch)
+    torch.testing.assert_close(again.logits_per_image, expected.logits_per_image)
+    image = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)(batch["pixel_values"]).image_embeds
+    text = CLIPMoETextModelWithProjection.from_pretrained(tmp_path)(batch["input_ids"], batch["attention_mask"])
+    cosine = torch.nn.functional.cosine_similarity
+    torch.testing.assert_close(cosine(image, expected.image_embeds), torch.ones(len(image)))
+    torch.testing.assert_close(cosine(text.text_embeds, expected.text_embeds), torch.ones(len(image)))
+
+
+def test_dense_it_loads_as_clip(tmp_path):
+    model, batch = shared_model(()), inputs()
+    model.save_pretrained(tmp_path)
+    dense = CLIPModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(dense(**batch).logits_per_image, model(**batch).logits_per_image)
+
+
+def test_clips_own_class_refuses_a_sparse_one(tmp_path):
+    shared_model().save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatched"):
+        CLIPModel.from_pretrained(tmp_path)
+
+
+def test_towers_that_differ_are_refused(tmp_path):
+    shared_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["vision_model.encoder.layers.1.mlp.router.weight"] += 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"shared_encoder=True .* differ in vision_model.*router.weight"):
+        CLIPMoEModel.from_pretrained(tmp_path)
+    CLIPMoEVisionModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("hidden_size", 32), ("num_experts", 8), ("moe_layers", [0]), ("hidden_act", "gelu")]
+)
+def test_towers_that_cannot_share_are_refused(field, value):
+    settings = tiny_config().to_dict() | SHARED
+    settings["vision_config"][field] = value
+    with pytest.raises(ValueError, match=f"shared_encoder=True needs towers of one {field}"):
+        CLIPMoEConfig(**settings)
+    settings["shared_encoder"] = False
+    CLIPMoEConfig(**settings)
+
+
+def test_upcycled_it_starts_as_the_dense_one(tmp_path):
+    dense = shared_model(())
+    dense.save_pretrained(tmp_path / "dense")
+    command = [str(tmp_path / "dense"), str(tmp_path / "sparse"), "--preset", "clip_up", "--num-experts", "16"]
+    main([*command, "--norm-topk-prob"])
+    sparse, batch = CLIPMoEModel.from_pretrained(tmp_path / "sparse"), inputs()
+    assert are_one(sparse) and sparse.config.text_config.num_experts == 16
+    torch.testing.assert_close(sparse(**batch).logits_per_image, dense(**batch).logits_per_image)
+    one = extract(sparse, 3)
+    torch.testing.assert_close(one(**batch).logits_per_image, dense(**batch).logits_per_image)
+
+
+def test_one_tower_alone_cannot_become_sparse():
+    with pytest.raises(ValueError, match="one moe_layers"):
+        upcycle(shared_model(()), PRESETS["clip_up"], towers=["text"])
+
+
+def test_it_is_counted_once():
+    """A small ViT whose towers have the same layers, with 16 experts, beside two encoders with 8 each."""
+    tower = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
+    dense = CLIPConfig(text_config=tower, vision_config=tower | {"image_size": 32, "patch_size": 8})
+    counts, products = {}, {}
+    for name, config, experts in (("shared", shared_config(dense), 16), ("separated", dense, 8)):
+        model = meta_model(sparse_config(config, changed_preset("clip_up", {"num_experts": experts})))
+        counts[name], products[name] = count_parameters(model, r"vision_model\.encoder\."), count_multiply_adds(model)
+    expert = 2 * (2 * 32 * 128 + 32 + 128)  # of two layers
+    layer = 4 * (32 * 32 + 32) + 4 * 32  # attention and norms
+    ffn = expert // 2
+    shared = counts["shared"]
+    assert shared["expert"] == expert and shared["routers"] == 2 * 16 * 32
+    assert shared["trainable"] == 16 * expert + 4 * layer + 2 * ffn + shared["routers"]
+    assert shared["total"] - shared["activated"] == 14 * expert
+    assert shared["text"] + shared["vision"] - shared["total"] == shared["trainable"] - 1
+    # As many experts as both towers have otherwise; attention, norms and dense FFNs are there once
+    assert counts["separated"]["total"] - shared["total"] == 4 * layer + 2 * ffn
+    routers = {"image": 17, "text": 77}  # tokens, each with 8 more products of 32 numbers in two layers
+    assert products["shared"] == {
+        name: value + 2 * 8 * 32 * routers.get(name, 0) for name, value in products["separated"].items()
+    }
+
+
+def test_either_name_makes_it_train():
+    model = shared_model()
+    trainable, frozen = set_trainable(model, r"vision_model\..*router")
+    assert trainable == [f"text_model.encoder.layers.{layer}.mlp.router.weight" for layer in (1, 2)]
+    assert "text_model.encoder.layers.0.mlp.fc1.weight" in frozen
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    model = shared_model().train()
+    other, batch = copy.deepcopy(model), inputs()
+    other.gradient_checkpointing_enable()
+    for one in (model, other):
+        one(**batch, return_loss=True, output_router_logits=True).loss.backward()
+    assert_same_gradients(other, model)
+
+
+def test_separated_models_are_as_before():
+    assert not are_one(tiny_model()) and not tiny_config().shared_encoder
