@@ -1,10 +1,7 @@
 """The modules of the `evaluate` library: the same numbers as the functions that they call, offline."""
 
-import importlib.util
-import json
-import os
 import shutil
-import subprocess
+import socket
 import sys
 from pathlib import Path
 
@@ -15,85 +12,71 @@ from test_metrics import random_unit, unit
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("evaluate") is None, reason="the `evaluate` library of the training extra is not installed"
-)
-METRICS = Path(__file__).parents[1] / "evaluation" / "metrics"
-COMMAND = """
-import json, sys
-import evaluate
-if sys.argv[1] == "alone":
-    sys.modules["evaluation"] = None  # cannot be imported
-for module, inputs in json.load(open("inputs.json")):
-    try:
-        print(json.dumps(evaluate.load(module).compute(**inputs)))
-    except ValueError as error:
-        print(json.dumps({"error": str(error)}))
-"""
+evaluate = pytest.importorskip("evaluate", reason="the `evaluate` library of the training extra is not installed")
+ROOT = Path(__file__).parents[1]
 
 
-def computed(folder, how, *modules):
-    """In a process without the network and with an empty cache: a module's scores of inputs, one after the other."""
-    content = [
-        [module, {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in inputs.items()}]
-        for module, inputs in modules
-    ]
-    (folder / "inputs.json").write_text(json.dumps(content))
-    environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_EVALUATE_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", COMMAND, how]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """In a checkout, without the network, and as in a process that has loaded no module yet."""
+
+    def refuse(*args):
+        raise OSError("a test reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path / "metrics")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `evaluate` adds its cache
+    for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.chdir(ROOT)
 
 
-def test_modules_compute_what_the_functions_do(tmp_path):
-    (tmp_path / "evaluation").symlink_to(METRICS.parent)
+def load_both():
+    return evaluate.load("evaluation/retrieval_recall.py"), evaluate.load("evaluation/pair_score.py")
+
+
+def test_modules_compute_what_the_functions_do():
     rng = np.random.default_rng(0)
     images, texts = random_unit(rng, 3, 4), random_unit(rng, 5, 4)
-    of_one, of_several = [0, 1, 2, 2, 1], [[0], [1, 2], [2], [2], [1, 0]]
-    recall = {"predictions": texts, "image_embeds": images, "ks": [1, 2]}
+    recall, score = load_both()
+    for image_of_text in ([0, 1, 2, 2, 1], [[0], [1, 2], [2], [2], [1, 0]]):
+        found = recall.compute(predictions=texts, references=image_of_text, image_embeds=images, ks=[1, 2])
+        assert found == retrieval_metrics(images, texts, image_of_text, ks=(1, 2))
     pairs = unit([[0, 90], [0, 90]]), unit([[10, 80], [5, 44]])
-    found = computed(
-        tmp_path,
-        "in a checkout",
-        ("evaluation/metrics/retrieval_recall", recall | {"references": of_one}),
-        ("evaluation/metrics/retrieval_recall", recall | {"references": of_several}),
-        (
-            "evaluation/metrics/pair_score",
-            {"predictions": pairs[0], "references": pairs[1], "attributes": ["a", "b"], "score": "image"},
-        ),
-    )
-    assert found[:2] == [retrieval_metrics(images, texts, of, ks=(1, 2)) for of in (of_one, of_several)]
-    assert found[2] == pair_metrics(*pairs, ["a", "b"], "image") and found[2]["image/b"] == 0
+    found = score.compute(predictions=pairs[0], references=pairs[1], attributes=["a", "b"], score="image")
+    assert found == pair_metrics(*pairs, ["a", "b"], "image") and found["image/b"] == 0
 
 
-def test_modules_refuse_other_lengths_than_one(tmp_path):
+def test_modules_refuse_other_lengths_than_one():
     """Rounded to half precision, lengths are still 1."""
-    (tmp_path / "evaluation").symlink_to(METRICS.parent)
     pairs = random_unit(np.random.default_rng(0), 3, 2, 64)
     long = pairs * [[[1], [1]], [[1], [1.5]], [[1], [1]]]
-    recall = {"predictions": pairs[:, 0], "references": [0, 1, 2], "image_embeds": pairs[:, 1]}
-    found = computed(
-        tmp_path,
-        "in a checkout",
-        ("evaluation/metrics/pair_score", {"predictions": pairs, "references": pairs.astype(np.float16)}),
-        ("evaluation/metrics/pair_score", {"predictions": long, "references": pairs}),
-        ("evaluation/metrics/pair_score", {"predictions": pairs, "references": long}),
-        ("evaluation/metrics/retrieval_recall", recall | {"predictions": long[:, 1]}),
-        ("evaluation/metrics/retrieval_recall", recall | {"image_embeds": long[:, 1]}),
-    )
-    assert "group" in found[0]
-    named = ["predictions", "references", "predictions", "image_embeds"]
-    assert [scores.get("error") for scores in found[1:]] == [
-        f"{name} has an embedding of length 1.5: divide each by its length" for name in named
-    ]
+    recall, score = load_both()
+    assert "group" in score.compute(predictions=pairs, references=pairs.astype(np.float16))
+    of_pairs = {"predictions": pairs, "references": pairs}
+    of_recall = {"predictions": pairs[:, 0], "references": [0, 1, 2], "image_embeds": pairs[:, 1]}
+    for module, inputs, name, wrong in (
+        (score, of_pairs, "predictions", long),
+        (score, of_pairs, "references", long),
+        (recall, of_recall, "predictions", long[:, 1]),
+        (recall, of_recall, "image_embeds", long[:, 1]),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} has an embedding of length 1.5: divide each by its length"):
+            module.compute(**inputs | {name: wrong})
 
 
-def test_a_space_needs_nothing_else(tmp_path):
-    """The folders, as an upload copies them, work without the rest of this package."""
-    for name in ("retrieval_recall", "pair_score"):
-        shutil.copytree(METRICS / name, tmp_path / name)
+@pytest.mark.parametrize("name, others", [("retrieval_recall", ["retrieval"]), ("pair_score", ["pairs", "retrieval"])])
+def test_a_space_needs_these_files_alone(name, others, tmp_path, monkeypatch):
+    """Those that docs/evaluation.md names, in one folder, without the rest of this package."""
+    for file in (name, *others):
+        shutil.copy(ROOT / "evaluation" / f"{file}.py", tmp_path)
+    for module in [module for module in sys.modules if module.split(".")[0] == "evaluation"]:
+        monkeypatch.setitem(sys.modules, module, None)  # cannot be imported
     pairs = unit([[0, 90], [0, 90]])
-    recall = {"predictions": pairs[0], "references": [0, 1], "image_embeds": pairs[0]}
-    modules = ("./retrieval_recall", recall), ("./pair_score", {"predictions": pairs, "references": pairs})
-    assert [set(scores.values()) for scores in computed(tmp_path, "alone", *modules)] == [{1.0}, {1.0}]
+    inputs = {
+        "retrieval_recall": {"predictions": pairs[0], "references": [0, 1], "image_embeds": pairs[0]},
+        "pair_score": {"predictions": pairs, "references": pairs},
+    }
+    monkeypatch.chdir(tmp_path)
+    assert set(evaluate.load(f"./{name}.py").compute(**inputs[name]).values()) == {1.0}

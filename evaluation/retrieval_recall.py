@@ -1,6 +1,6 @@
 """Recall at k of retrieval between images and texts, as a module of the `evaluate` library.
 
->>> recall = evaluate.load("evaluation/metrics/retrieval_recall")
+>>> recall = evaluate.load("evaluation/retrieval_recall.py")
 >>> recall.compute(predictions=text_embeds, references=image_of_text, image_embeds=image_embeds)
 """
 
@@ -8,6 +8,7 @@ import datasets
 import evaluate
 import numpy as np
 
+# Relative: `evaluate` copies the file along.
 from .retrieval import TIE, require_unit_length, retrieval_metrics
 
 DESCRIPTION = f"""Recall at k in both directions: the share of queries with a right candidate among the first k. A wrong

@@ -1,6 +1,6 @@
 """Winoground's scores of pairs of captioned images, with MMVP-VLM's, as a module of the `evaluate` library.
 
->>> score = evaluate.load("evaluation/metrics/pair_score")
+>>> score = evaluate.load("evaluation/pair_score.py")
 >>> score.compute(predictions=image_embeds, references=text_embeds, attributes=patterns, score="image")
 """
 
@@ -8,6 +8,7 @@ import datasets
 import evaluate
 import numpy as np
 
+# Relative, and here also what pairs.py imports: `evaluate` copies the files that this one names.
 from .pairs import pair_metrics
 from .retrieval import TIE, require_unit_length
 
