@@ -69,6 +69,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
         moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
         norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
             CLIP-FMoE), or stay the router's probabilities (CLIP-UP).
+        norm_before_capacity (`bool`): with `norm_topk_prob`, whether that happens before capacity drops choices, whose
+            weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3).
         fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
             (CLIP-FMoE).
         capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
@@ -98,6 +100,7 @@ class CLIPMoETowerConfig(PreTrainedConfig):
     num_experts_per_tok: int = 2
     moe_layers: list[int] = field(default_factory=list)
     norm_topk_prob: bool = True
+    norm_before_capacity: bool = False
     fusion_gate: bool = False
     capacity_factor: float | int | None = None
     eval_capacity_factor: float | int | None = None

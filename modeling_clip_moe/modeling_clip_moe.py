@@ -313,13 +313,15 @@ class CLIPMoERouter(nn.Module):
             return logits, weights * (ids < config.num_experts), ids
         weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
 
+        if config.norm_topk_prob and config.norm_before_capacity:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
         capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
         if capacity_factor is not None:
             kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, mask, config.capacity_group_size)
         if kept is not None:
             weights = weights * kept
             ids = ids.masked_fill(~kept, config.num_experts)
-        if config.norm_topk_prob:
+        if config.norm_topk_prob and not config.norm_before_capacity:
             # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
             # or after routing")
             total = weights.sum(dim=-1, keepdim=True)

@@ -27,6 +27,22 @@ def test_router_by_hand(norm_topk_prob):
     torch.testing.assert_close(weights, torch.tensor([[expected]]))
 
 
+def test_what_capacity_drops_takes_its_weight_along_or_not():
+    """Two tokens that both choose expert 2 first, of which one has room there, and then expert 1, alike."""
+    config = CLIPMoEVisionConfig(num_experts=3, hidden_size=2, num_attention_heads=1, eval_capacity_factor=1.5)
+    router = CLIPMoERouter(config).eval()
+    router.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    tokens = torch.tensor([[[1.0, 2.0], [1.0, 2.0]]])
+    first, second = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
+    for before, expected in ((False, [[first, second], [0, 0]]), (True, [[first, second], [0, 0]])):
+        config.norm_before_capacity = before
+        torch.testing.assert_close(router(tokens)[1], torch.tensor([expected]))
+    tokens[0, 1] = torch.tensor([2.0, 1.0])  # whose second choice, expert 0, is free
+    for before, expected in ((False, [[first, second], [0, 1]]), (True, [[first, second], [0, second]])):
+        config.norm_before_capacity = before
+        torch.testing.assert_close(router(tokens)[1], torch.tensor([expected]))
+
+
 def test_seeded_jitter_is_the_same_in_two_processes():
     """Two halves of a batch, the second with shorter padding, route as the whole does; each group has its own noise."""
     block = tiny_block(router_jitter_noise=0.5, capacity_group_size=2, max_position_embeddings=9).train()
@@ -78,12 +94,13 @@ def test_router_computes_in_float32(dtype):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(("norm_topk_prob", "norm_before_capacity"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("capacity_factor", "group_size"), [(None, 6), (0.75, 6), (1.25, 2), (2, 3), (1.5, 1)])
-def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_prob, padded):
-    block = tiny_block(
-        norm_topk_prob=norm_topk_prob, capacity_factor=capacity_factor, capacity_group_size=group_size
-    ).train()
+def test_block_equals_a_loop_over_tokens(
+    capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded
+):
+    norm = {"norm_topk_prob": norm_topk_prob, "norm_before_capacity": norm_before_capacity}
+    block = tiny_block(capacity_factor=capacity_factor, capacity_group_size=group_size, **norm).train()
     mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
     hidden_states = torch.randn(6, 7, 16, requires_grad=True)
     expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)

@@ -96,7 +96,9 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
                 else:
                     num_dropped += 1
         for token, chosen in kept.items():
-            total = sum(probabilities[token][expert] for expert in chosen) if config.norm_topk_prob else 1
+            summed = probabilities[token].topk(config.num_experts_per_tok).indices.tolist()
+            summed = summed if config.norm_before_capacity else chosen
+            total = sum(probabilities[token][expert] for expert in summed) if config.norm_topk_prob else 1
             for expert in chosen:
                 hidden = experts.up_proj[expert] @ hidden_states[token] + experts.up_proj_bias[expert]
                 hidden = experts.down_proj[expert] @ experts.act_fn(hidden) + experts.down_proj_bias[expert]
