@@ -40,7 +40,7 @@ def _require_bounded(node: yaml.Node, sizes: dict[yaml.Node, int], level: int = 
     """The number of values of a node when its aliases are written out.
 
     Raises:
-        ValueError: it is above MOST_VALUES, or infinite.
+        ValueError: it is above MOST_VALUES, or infinite, or a mapping in it gives a key twice.
     """
     if level > MOST_LEVELS:
         raise RecursionError
@@ -51,11 +51,20 @@ def _require_bounded(node: yaml.Node, sizes: dict[yaml.Node, int], level: int = 
         sizes[node] = None
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
+            _require_different_keys(node)
             children = [part for pair in children for part in pair]
         sizes[node] = 1 + sum(_require_bounded(child, sizes, level + 1) for child in children)
     if sizes[node] > MOST_VALUES:
         raise ValueError(f"line {line}: more than {MOST_VALUES} values, with what aliases stand for")
     return sizes[node]
+
+
+def _require_different_keys(node: yaml.MappingNode) -> None:
+    """Of a key that is given twice, the last one would count. What a merge key (<<) brings along is overridden."""
+    keys = Counter(str(key.value) for key, _ in node.value)
+    twice = sorted(key for key, number in keys.items() if number > 1)
+    if twice:
+        raise ValueError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} is given twice")
 
 
 def _plain(value: Any, key: str = "") -> Any:
@@ -81,14 +90,7 @@ def _plain(value: Any, key: str = "") -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags, which recipes do not need, and without keys that are given twice, of which the last counts."""
+    """YAML without tags, which recipes do not need."""
 
     def fetch_tag(self):
         raise ValueError(f"line {self.line + 1}: a recipe has no tags: put a text with ! into quotes")
-
-    def construct_mapping(self, node, deep=False):
-        keys = Counter(str(self.construct_object(key, deep=deep)) for key, _ in node.value)
-        twice = sorted(key for key, number in keys.items() if number > 1)
-        if twice:
-            raise ValueError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} is given twice")
-        return super().construct_mapping(node, deep=deep)
