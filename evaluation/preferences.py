@@ -58,7 +58,7 @@ class RoutedTexts(RoutedTokens):
 
 @dataclass(frozen=True)
 class Caption:
-    """A text, or a part of a long one, and which of its characters (length,) belong to tokens that an expert computed."""
+    """A text, or a part of one, and which of its characters (length,) belong to tokens that an expert computed."""
 
     text: str
     computed: np.ndarray
