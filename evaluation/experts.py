@@ -8,13 +8,16 @@ has the weight that the experts of a token have together in the routed model.
 
 OUTPUT_DIR gets the tables `experts.md` with the same as `experts.json`, and pictures:
 
-    routing.png         the share of the tokens per expert and layer (CLIP-MoE Figure 3)
+    routing.png         the share of the tokens per expert and layer (CLIP-MoE Figure 3, CLIP-UP Figures 9 and 10)
     coactivation.png    how often two experts compute the same token, where a token has several
     agreement.png       whether experts embed alike: linear CKA of the embeddings of each expert alone
     gates.png           how much of the base FFN each layer keeps, of a model with fusion gates
     patches.png         the expert of every patch of some images, in one layer
     expert_patches.png  the patches that each expert is surest to get, in that layer (CLIP-UP Figure 11)
+    dropped.png         the patches that capacity drops, with each of some capacity factors (CLIP-UP Figure 7)
     expert_words.png    the words that each expert computes most, in one layer
+    expert_captions.png texts with what each expert computes of them, in that layer (CLIP-UP Figure 11)
+    expert.png          with --expert: one expert's patches and texts, large
 
 Shares, entropies and gates are given over all tokens, and at the tokens that reach the output, which are class tokens
 and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales that `python -m conversion.dense
@@ -23,6 +26,7 @@ and end tokens. Where the weights do not sum to 1, `experts.json` also has the s
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,15 @@ from evaluation.embedder import Embedder, usable_device
 from evaluation.experts_page import ByLayer, Findings, Routing, write_findings
 from evaluation.measures import measure
 from evaluation.page_folder import require_free_page
-from evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, top_words
+from evaluation.preferences import (
+    NUM_IMAGES,
+    NUM_TEXTS,
+    dropped_patches,
+    route_images,
+    route_texts,
+    top_captions,
+    top_words,
+)
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
 from evaluation.routing import GateMean, RouterCounts, average_gates, chosen_experts, count_tokens
@@ -112,6 +124,8 @@ def analyze_experts(
     *,
     num_experts_per_tok: Sequence[int] = (),
     layers: Mapping[str, int] | None = None,
+    capacity_factors: Sequence[float] = (),
+    expert: int | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
@@ -122,6 +136,8 @@ def analyze_experts(
         tasks: name -> task; see `evaluation.tasks.find_tasks`.
         num_experts_per_tok: numbers of experts a token to try, beside the model's own.
         layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.
+        capacity_factors: with which dropped patches are drawn; default: the vision tower's in training and twice that.
+        expert: the one that has a picture of its own.
 
     Returns:
         The table: a row a metric, a column an expert, in percent; the best of a row is bold. Below it, how an expert is
@@ -129,8 +145,8 @@ def analyze_experts(
 
     Raises:
         ValueError: a model without sparse layers or whose towers differ in their number of experts, or whose sparse
-            text tower sees no text of the tasks; a layer that is not sparse; a folder with a page of other weights,
-            tasks or settings; else as `evaluation.embedder.Embedder`.
+            text tower sees no text of the tasks; a layer, capacity factor or expert that the model cannot have; a
+            folder with a page of other weights, tasks or settings; else as `evaluation.embedder.Embedder`.
     """
     set_seed(0)
     tasks, output_dir = loaded_once(tasks), Path(output_dir)
@@ -138,15 +154,14 @@ def analyze_experts(
     num_experts = _num_experts(embedder.model, model)
     _require_texts(tasks, embedder.model)
     layers = _layers_to_draw(embedder.model, layers or {})
-    for number in num_experts_per_tok:
-        with chosen_experts(embedder.model, number):
-            pass  # an impossible number is an error before the work
-    settings = _identity(model, tasks) | {"num_experts_per_tok": list(num_experts_per_tok)}
-    settings |= {"layers": layers, "batch_size": batch_size}
+    _require_possible(embedder.model, num_experts_per_tok, capacity_factors)
+    _require_expert(expert, num_experts)
+    settings = _identity(model, tasks) | {"layers": layers, "batch_size": batch_size}
+    settings |= {"num_experts_per_tok": list(num_experts_per_tok), "capacity_factors": list(capacity_factors)}
+    settings |= {"drawn_experts": [] if expert is None else [expert]}
     require_free_page(output_dir, "experts", settings)
     metrics, embeds = _measure_alone(tasks, embedder, num_experts)
     metrics |= _measure_numbers(tasks, embedder, num_experts_per_tok)
-    embedder.forget()
     metrics[ROUTED], routing = _measure_routed(tasks, embedder)
     embeds[ROUTED] = embedder.embeds()
     table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
@@ -154,14 +169,11 @@ def analyze_experts(
         table=table,
         title=f"% of the tokens computed by each expert: {', '.join(tasks)}",
         routing=routing,
-        agreement={
-            what: agreement({column: of_column[what] for column, of_column in embeds.items()})
-            for what in embeds[ROUTED]
-        },
+        agreement={what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]},
         layers=layers,
-        capacity_groups=_capacity_groups(embedder.model, batch_size),
         num_embeddings={what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
-        **_drawn(embedder, layers),
+        **_drawn(embedder, layers, capacity_factors),
+        expert=expert,
     )
     write_findings(output_dir, findings, _result(metrics, findings), settings)
     return table
@@ -184,6 +196,7 @@ def _result(metrics: ByColumn, findings: Findings) -> dict[str, Any]:
         **dataclasses.asdict(findings.routing),
         "agreement": findings.agreement,
         "words": findings.words,
+        "dropped_patches": {factor: dropped.mean().item() for factor, dropped in findings.dropped.items()},
         "capacity_groups": findings.capacity_groups,
         "num_embeddings": findings.num_embeddings,
         **environment(),
@@ -200,21 +213,52 @@ def _layers_to_draw(model: CLIPMoEModel, layers: Mapping[str, int]) -> dict[str,
     return {tower: layers.get(tower, max(of_tower)) for tower, of_tower in sparse.items() if of_tower}
 
 
+def _require_possible(
+    model: CLIPMoEModel, num_experts_per_tok: Sequence[int], capacity_factors: Sequence[float]
+) -> None:
+    for number in num_experts_per_tok:
+        with chosen_experts(model, number):
+            pass  # an impossible number is an error
+    if capacity_factors and not model.config.vision_config.moe_layers:
+        raise ValueError(f"capacity_factors={list(capacity_factors)}: the vision tower is dense and drops no patch")
+    for factor in capacity_factors:
+        if not 0 < factor < math.inf:
+            raise ValueError(f"capacity_factors: {factor} must be a number above 0")
+
+
+def _require_expert(expert: int | None, num_experts: int) -> None:
+    if expert is not None and not 0 <= expert < num_experts:
+        raise ValueError(f"expert {expert} cannot be drawn: there are {num_experts}, counted from 0")
+
+
 def _capacity_groups(model: CLIPMoEModel, batch_size: int) -> dict[str, int]:
     """tower -> how many images or texts share the capacity of training, in batches of this size."""
     configs = {tower: getattr(model.config, f"{tower}_config") for tower in ("text", "vision")}
     return {tower: min(config.capacity_group_size or batch_size, batch_size) for tower, config in configs.items()}
 
 
-def _drawn(embedder: _Witness, layers: Mapping[str, int]) -> dict[str, Any]:
+def _drawn(embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequence[float]) -> dict[str, Any]:
     """What these layers do with some of the images and texts that were measured."""
     images, texts = embedder.some_images(), embedder.some_texts()
-    words = None
+    config, groups = embedder.model.config.vision_config, _capacity_groups(embedder.model, embedder.batch_size)
+    routed_images = words = captions = None
+    dropped: dict[float, np.ndarray] = {}
+    if "vision" in layers and images:
+        routed_images = route_images(embedder, images, layers["vision"])
+        if not capacity_factors and config.capacity_factor is not None:
+            capacity_factors = [config.capacity_factor, 2 * config.capacity_factor]
+        for factor in capacity_factors:
+            dropped[factor] = dropped_patches(routed_images, groups["vision"], config.num_experts_per_tok, factor)
     if "text" in layers and texts:
-        words = top_words(route_texts(embedder, texts, layers["text"]), embedder.processor.tokenizer)
+        tokenizer, routed_texts = embedder.processor.tokenizer, route_texts(embedder, texts, layers["text"])
+        words = top_words(routed_texts, tokenizer)
+        captions = top_captions(routed_texts, tokenizer) if tokenizer.is_fast else None
     return {
-        "routed_images": route_images(embedder, images, layers["vision"]) if "vision" in layers and images else None,
+        "capacity_groups": groups,
+        "routed_images": routed_images,
+        "dropped": dropped,
         "words": words,
+        "captions": captions,
     }
 
 
@@ -244,8 +288,9 @@ def _measure_numbers(tasks: Mapping[str, Task], embedder: Embedder, num_experts_
     return metrics
 
 
-def _measure_routed(tasks: Mapping[str, Task], embedder: Embedder) -> tuple[ByTask, Routing]:
+def _measure_routed(tasks: Mapping[str, Task], embedder: _Witness) -> tuple[ByTask, Routing]:
     """The metrics of the model as it is, and what its routers and fusion gates did meanwhile."""
+    embedder.forget()
     model = embedder.model
     with (
         count_tokens(model) as counts,
@@ -329,6 +374,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--text-layer", type=int, metavar="N", help="whose words are drawn (default: the last sparse)")
     parser.add_argument("--vision-layer", type=int, metavar="N", help="whose patches are drawn")
+    parser.add_argument("--expert", type=int, metavar="N", help="draw this one large, too")
+    parser.add_argument(
+        "--capacity-factors",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="C",
+        help="draw the patches that they drop (default: that of the vision tower in training and twice that)",
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--device", help="default: the accelerator, if there is one")
     add_data_options(parser)
@@ -341,6 +395,8 @@ def main(argv: list[str] | None = None) -> None:
             args.output_dir,
             num_experts_per_tok=args.num_experts_per_tok,
             layers={tower: layer for tower, layer in layers.items() if layer is not None},
+            capacity_factors=args.capacity_factors,
+            expert=args.expert,
             batch_size=args.batch_size,
             device=args.device,
         )

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evaluation.page_folder import write_page
-from evaluation.preferences import RoutedImages
+from evaluation.preferences import Caption, RoutedImages
 from evaluation.report import markdown_table
 from evaluation.routing_pictures import (
     POOLED_TOKEN,
     draw_agreement,
+    draw_captions,
     draw_coactivation,
+    draw_dropped,
+    draw_expert,
     draw_expert_patches,
     draw_gates,
     draw_patches,
@@ -66,7 +71,11 @@ class Findings:
         capacity_groups: tower -> how many images or texts share the capacity of training.
         num_embeddings: "images" or "texts" -> how many of them the agreement is of.
         routed_images: what that layer does with some images, where the vision tower is sparse.
-        words: of each expert, what `evaluation.preferences.top_words` gives, where the text tower is sparse.
+        dropped: capacity factor -> what `evaluation.preferences.dropped_patches` gives of the first of these images, as
+            many as share a capacity; empty where there is no factor.
+        words, captions: of each expert, what `evaluation.preferences.top_words` and `top_captions` give, where the text
+            tower is sparse; no captions where the tokenizer does not say which characters a token is.
+        expert: the one that has a picture of its own, if one does.
     """
 
     table: str
@@ -77,14 +86,18 @@ class Findings:
     capacity_groups: Mapping[str, int]
     num_embeddings: Mapping[str, int]
     routed_images: RoutedImages | None
+    dropped: Mapping[float, np.ndarray]
     words: list[list[tuple[str, float, int]]] | None
+    captions: list[list[Caption]] | None
+    expert: int | None
 
 
 def write_findings(
     output_dir: Path, findings: Findings, result: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
     """All files, or none of them. `result`, `settings`: see `evaluation.page_folder.write_page`."""
-    routing, images, words = findings.routing, findings.routed_images, findings.words
+    routing, images, words, expert = findings.routing, findings.routed_images, findings.words, findings.expert
+    captions, text_layer = findings.captions, findings.layers.get("text")
     pictures = {
         "routing.png": lambda path: draw_shares(routing.shares, routing.output_shares, path, findings.title),
         "agreement.png": lambda path: draw_agreement(findings.agreement, path),
@@ -92,14 +105,22 @@ def write_findings(
         "gates.png": lambda path: draw_gates(routing.gates, routing.output_gates, path),
         "patches.png": lambda path: draw_patches(images, path),
         "expert_patches.png": lambda path: draw_expert_patches(images, path),
-        "expert_words.png": lambda path: draw_words(words, findings.layers["text"], path),
+        "dropped.png": lambda path: draw_dropped(images, findings.dropped, path),
+        "expert_words.png": lambda path: draw_words(words, text_layer, path),
+        "expert_captions.png": lambda path: draw_captions(captions, text_layer, path),
+        "expert.png": lambda path: draw_expert(
+            expert, images, None if captions is None else (text_layer, captions[expert]), path
+        ),
     }
     lacks = {
         "coactivation.png": not _has_pairs(routing),
         "gates.png": not routing.gates,
         "patches.png": images is None,
         "expert_patches.png": images is None,
+        "dropped.png": not findings.dropped,
         "expert_words.png": words is None,
+        "expert_captions.png": captions is None,
+        "expert.png": expert is None,
     }
     pictures |= {name: None for name, lacking in lacks.items() if lacking}
     write_page(output_dir, "experts", _page(findings), result, settings, pictures)
@@ -132,8 +153,11 @@ def _page(findings: Findings) -> str:
         ]
         header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
         sections += [markdown_table(header, rows), "![fusion gates](gates.png)"]
+    if findings.expert is not None:
+        sections += [f"## Expert {findings.expert}", f"![what expert {findings.expert} computes](expert.png)"]
     if findings.routed_images is not None:
         sections += ["## Patches", "![patches](patches.png)", "![patches of each expert](expert_patches.png)"]
+        sections += _dropped(findings)
     if findings.words is not None:
         rows = [
             [str(expert), ", ".join(f"{word} ({share:.0%} of {count})" for word, share, count in words)]
@@ -141,6 +165,8 @@ def _page(findings: Findings) -> str:
         ]
         header = ["expert", f"computes in layer {findings.layers['text']} of the text tower most"]
         sections += ["## Words", "![words of each expert](expert_words.png)", markdown_table(header, rows)]
+    if findings.captions is not None:
+        sections.append("![captions with what each expert computes](expert_captions.png)")
     return "\n\n".join(sections)
 
 
@@ -192,3 +218,19 @@ def _capacity(findings: Findings) -> list[str]:
         return []
     header = ["tower", "layer", "choices dropped", "with the capacity of training", "images or texts that share it"]
     return [markdown_table(header, rows)]
+
+
+def _dropped(findings: Findings) -> list[str]:
+    """The patches that capacity drops."""
+    if not findings.dropped:
+        return [
+            "The patches that capacity would drop are not drawn: the vision tower has no capacity factor. "
+            "`python -m evaluation.experts --capacity-factors` takes some."
+        ]
+    note = (
+        "Patches that no expert computes, because all experts that the router chose for them are full. Who comes first "
+        "has room first, so that the last images of a batch lose most. The layers below are as at inference."
+    )
+    rows = [[f"{factor:g}", f"{dropped.mean():.1%}"] for factor, dropped in findings.dropped.items()]
+    header = ["capacity factor", f"patches dropped in layer {findings.layers['vision']}"]
+    return [note, markdown_table(header, rows), "![dropped patches](dropped.png)"]

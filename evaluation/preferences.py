@@ -1,4 +1,4 @@
-"""Which patches of images and which words of texts the experts of one layer take."""
+"""Which patches of images and which words of texts the experts of one layer take, and which patches none of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from evaluation.embedder import Embedder
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEModel, expert_capacity_mask
 
 # Images and texts that are looked at, and patches and words that are shown of an expert
 NUM_IMAGES, NUM_TEXTS, NUM_SHOWN = 128, 2000, 10
 # A word that occurs less often is not shown: its share would be chance
 LEAST_OCCURRENCES = 5
+# Characters of a caption that are shown
+CAPTION_LENGTH = 240
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,18 @@ class RoutedImages(RoutedTokens):
 
 @dataclass(frozen=True)
 class RoutedTexts(RoutedTokens):
-    """Also the ids (n, S) of the tokens."""
+    """Also the ids (n, S) of the tokens, and the texts."""
 
     ids: np.ndarray
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A text, or a part of one, and which of its characters (length,) belong to tokens that an expert computed."""
+
+    text: str
+    computed: np.ndarray
 
 
 def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: int) -> RoutedImages:
@@ -80,9 +91,8 @@ def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedT
         with torch.no_grad():
             outputs = model.text_model(**inputs, output_router_logits=True, output_expert_ids=True)
         found.append(_routed(model, "text", layer, outputs))
-    return RoutedTexts(
-        layer, *(np.concatenate(parts) for parts in zip(*found, strict=True)), batch["input_ids"].numpy()
-    )
+    probabilities, computed = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return RoutedTexts(layer, probabilities, computed, batch["input_ids"].numpy(), texts)
 
 
 def _routed(model: CLIPMoEModel, tower: str, layer: int, outputs) -> tuple[np.ndarray, np.ndarray]:
@@ -107,29 +117,81 @@ def top_patches(routed: RoutedImages, number: int = NUM_SHOWN) -> list[list[tupl
     ]
 
 
+def dropped_patches(
+    routed: RoutedImages, num_images: int, num_experts_per_tok: int, capacity_factor: float
+) -> np.ndarray:
+    """(n, S - 1), whether none of a patch's choices finds room at its expert, where the first `num_images` images, or
+    all, share the capacity in their order (CLIP-UP Figure 7). The layers below did what they do at inference."""
+    probabilities = torch.from_numpy(routed.probabilities[:num_images])
+    ids = probabilities.topk(num_experts_per_tok, dim=-1).indices  # (n, S, K)
+    kept = expert_capacity_mask(ids, probabilities.shape[-1], capacity_factor)
+    return ~kept.any(dim=-1)[:, 1:].numpy()
+
+
 def top_words(
     routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int = NUM_SHOWN
 ) -> list[list[tuple[str, float, int]]]:
     """Of each expert, the tokens of which it computes the largest share: (word, share, occurrences). Those that begin
     and end a text do not count, nor those that are rare."""
+    return [
+        [(_word(tokenizer, token), share, occurrences) for token, share, occurrences in tokens]
+        for tokens in _top_tokens(routed, tokenizer, number)
+    ]
+
+
+def top_captions(
+    routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int = NUM_SHOWN
+) -> list[list[Caption]]:
+    """Of each expert and each of its top words, the text in which the router is surest to give it this word, and all
+    that the expert computes of it (CLIP-UP Figure 11). No text twice for an expert. The tokenizer is a fast one."""
+    options = {"padding": True, "truncation": True, "return_offsets_mapping": True, "return_tensors": "np"}
+    spans = tokenizer(list(routed.texts), **options)["offset_mapping"]  # (n, S, 2)
+    captions = []
+    for expert, tokens in enumerate(_top_tokens(routed, tokenizer, number)):
+        sure = np.where(routed.computed[..., expert], routed.probabilities[..., expert], 0)
+        captions.append([])
+        for token, *_ in tokens:
+            row, place = np.unravel_index(np.where(routed.ids == token, sure, 0).argmax(), sure.shape)
+            if sure[row, place] > 0:
+                computed = np.zeros(len(routed.texts[row]), bool)
+                for start, end in spans[row, routed.computed[row, :, expert]]:
+                    computed[start:end] = True
+                captions[-1].append(_cut(routed.texts[row], computed, spans[row, place, 0]))
+                sure[row] = 0
+    return captions
+
+
+def _cut(text: str, computed: np.ndarray, place: int) -> Caption:
+    """What is around a place, on one line."""
+    text = "".join(character if character.isprintable() else " " for character in text)
+    start = int(np.clip(place - CAPTION_LENGTH // 2, 0, max(0, len(text) - CAPTION_LENGTH)))
+    before, after = ("…" if cut else "" for cut in (start > 0, start + CAPTION_LENGTH < len(text)))
+    shown = slice(start, start + CAPTION_LENGTH)
+    return Caption(f"{before}{text[shown]}{after}", np.pad(computed[shown], (len(before), len(after))))
+
+
+def _top_tokens(
+    routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int
+) -> list[list[tuple[int, float, int]]]:
+    """As `top_words`, with the id of the token."""
     is_word = routed.computed.any(axis=-1) & ~np.isin(routed.ids, tokenizer.all_special_ids)
     ids, places, occurrences = np.unique(routed.ids[is_word], return_inverse=True, return_counts=True)
     computed = np.zeros((len(ids), routed.computed.shape[-1]))
     np.add.at(computed, places, routed.computed[is_word])
     shares = computed / occurrences[:, None]
     often = occurrences >= LEAST_OCCURRENCES
-    words = [
+    top = [
         [row for row in np.lexsort((-occurrences, -of_expert)) if often[row] and of_expert[row] > 0][:number]
         for of_expert in shares.T
     ]
     return [
-        [(_word(tokenizer, ids[row]), float(shares[row, expert]), int(occurrences[row])) for row in rows]
-        for expert, rows in enumerate(words)
+        [(int(ids[row]), float(shares[row, expert]), int(occurrences[row])) for row in rows]
+        for expert, rows in enumerate(top)
     ]
 
 
 def _word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as it is read: `bicy-` where the word goes on."""
-    piece = tokenizer.convert_ids_to_tokens(int(token))
-    text = tokenizer.decode([int(token)]).strip() or piece
+    piece = tokenizer.convert_ids_to_tokens(token)
+    text = tokenizer.decode([token]).strip() or piece
     return text if piece.endswith("</w>") or not text.isalpha() else f"{text}-"

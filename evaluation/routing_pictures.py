@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 
-from evaluation.preferences import RoutedImages, top_patches
+from evaluation.preferences import Caption, RoutedImages, top_patches
 from evaluation.report import plot_text
 
 matplotlib.use("Agg")
@@ -17,6 +18,10 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 LEAST_WIDTH = 8  # inches, for the title
+# Of captions: characters in a line, and their size in points; inches of a line, and of a character of matplotlib's
+# monospaced font
+LINE_LENGTH, FONT_SIZE = 110, 9
+LINE, CHARACTER = 0.21, 0.602 * FONT_SIZE / 72
 
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
 
@@ -45,14 +50,16 @@ def draw_shares(
     """Heat maps of the share of tokens per expert and layer, a column for each tower (CLIP-MoE Figure 3): of all
     tokens, and below of those that are pooled."""
     height = 2 * (1.2 + 0.42 * max(len(layers) for layers in shares.values())) + 0.4
-    width = 2.2 + 0.75 * max(len(row) for layers in shares.values() for row in layers.values())
+    num_experts = max(len(row) for layers in shares.values() for row in layers.values())
+    width = 2.2 + (0.75 if num_experts <= 8 else 0.5) * num_experts
+    highest = 100 * max(max(row) for of in (shares, output_shares) for layers in of.values() for row in layers.values())
     figure, axes = plt.subplots(2, len(shares), figsize=(width * len(shares), height), squeeze=False)
     for row, of_row in zip(axes, (shares, output_shares), strict=True):
         for axis, (tower, layers) in zip(row, of_row.items(), strict=True):
             values = 100 * np.array(list(layers.values()))
-            axis.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+            axis.imshow(values, vmin=0, vmax=highest, cmap="viridis", aspect="auto")
             for (line, expert), value in np.ndenumerate(values):
-                color = "black" if value > 60 else "white"
+                color = "black" if value > 0.6 * highest else "white"
                 axis.text(expert, line, f"{value:.0f}", ha="center", va="center", color=color)
             axis.set_xticks(range(values.shape[1]), range(values.shape[1]))
             axis.set_yticks(range(len(layers)), list(layers))
@@ -175,6 +182,124 @@ def draw_expert_patches(routed: RoutedImages, path: Path) -> None:
         f"Vision tower, layer {routed.layer}: the patches (red) that each expert is surest to get, and how sure"
     )
     _save(figure, path)
+
+
+def draw_dropped(routed: RoutedImages, dropped: Mapping[float, np.ndarray], path: Path, number: int = 8) -> None:
+    """Images that share a capacity, with a line for each capacity factor, and in red the patches that it drops (CLIP-UP
+    Figure 7). `dropped`: factor -> what `evaluation.preferences.dropped_patches` gives."""
+    num_images = len(next(iter(dropped.values())))
+    chosen = np.linspace(0, num_images - 1, min(number, num_images)).astype(int)
+    size = max(LEAST_WIDTH, 1.7 * len(chosen) + 0.3), 2.2 * len(dropped) + 0.6
+    figure, patch = plt.figure(figsize=size, layout="constrained"), routed.patch_size
+    lines = figure.subfigures(len(dropped), 1, squeeze=False)[:, 0]
+    for line, (factor, of_factor) in zip(lines, dropped.items(), strict=True):
+        share = f"{of_factor.mean():.1%} of the patches dropped"
+        line.suptitle(f"capacity factor {factor:g}: {share}", x=0.01, ha="left", fontweight="bold", fontsize="medium")
+        for axis, image in zip(line.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+            axis.imshow(routed.pixels[image])
+            for row, column in np.argwhere(of_factor[image].reshape(routed.grid)):
+                place = (column * patch - 0.5, row * patch - 0.5)
+                axis.add_patch(Rectangle(place, patch, patch, facecolor=(1, 0, 0, 0.6), edgecolor="red"))
+            axis.set(xticks=[], yticks=[], xlabel=f"image {image + 1}: {of_factor[image].mean():.0%}")
+    figure.suptitle(
+        f"Vision tower, layer {routed.layer}: the patches (red) that find no room at any expert\n"
+        f"{num_images} images share the capacity, in the order of their numbers"
+    )
+    _close(figure, path)
+
+
+def draw_captions(captions: Sequence[Sequence[Caption]], layer: int, path: Path, number: int = 4) -> None:
+    """For each expert, texts with what it computes of them in red: see `evaluation.preferences.top_captions`."""
+    shown = [of_expert[:number] for of_expert in captions]
+    heights = [_height(of_expert) for of_expert in shown]
+    gap = 0.35  # inches above each expert, for its name
+    width, height = LINE_LENGTH * CHARACTER + 0.4, sum(heights) + gap * len(heights) + 0.5
+    figure, top = plt.figure(figsize=(width, height)), height - 0.5
+    for expert, (of_expert, of_height) in enumerate(zip(shown, heights, strict=True)):
+        top -= gap + of_height
+        _write(figure, 0.2, top, of_expert).set_title(f"expert {expert}" + ("" if of_expert else ": none"), loc="left")
+    figure.suptitle(f"Text tower, layer {layer}: what each expert computes (red) of some texts", y=1 - 0.2 / height)
+    _close(figure, path)
+
+
+def draw_expert(
+    expert: int,
+    routed: RoutedImages | None,
+    captions: tuple[int, Sequence[Caption]] | None,
+    path: Path,
+) -> None:
+    """One expert large: all that it computes (framed) of the images of its top patches, and below of texts (CLIP-UP
+    Figure 11). `captions`: the layer and its texts. What a dense tower has not is None."""
+    images = [] if routed is None else [image for image, _ in top_patches(routed)[expert]]
+    columns, side = 5, LINE_LENGTH * CHARACTER / 5
+    above = 0.5 + side * math.ceil(len(images) / columns) if routed is not None else 0
+    below = 0.5 + _height(captions[1]) if captions is not None else 0
+    width, height = LINE_LENGTH * CHARACTER + 0.4, above + below + 0.6
+    figure = plt.figure(figsize=(width, height))
+    figure.suptitle(f"What expert {expert} computes (framed)", y=1 - 0.2 / height)
+    if routed is not None:
+        none = "" if images else ": none"
+        figure.text(0.2 / width, 1 - 0.7 / height, f"vision tower, layer {routed.layer}{none}", fontsize=12)
+    for number, image in enumerate(images):
+        left, bottom = 0.2 + side * (number % columns), height - 0.8 - side * (number // columns + 1)
+        axis = figure.add_axes((left / width, bottom / height, 0.97 * side / width, 0.97 * side / height))
+        axis.imshow(routed.pixels[image])
+        axis.set(xticks=[], yticks=[])
+        patch = routed.patch_size
+        for (row, column), computed in np.ndenumerate(routed.computed[image, 1:, expert].reshape(routed.grid)):
+            place = (column * patch - 0.5, row * patch - 0.5)
+            if computed:
+                axis.add_patch(Rectangle(place, patch, patch, fill=False, edgecolor="red", linewidth=2))
+            else:
+                axis.add_patch(Rectangle(place, patch, patch, facecolor=(1, 1, 1, 0.75), linewidth=0))
+    if captions is not None:
+        layer, of_expert = captions
+        axis = _write(figure, 0.2, 0.2, of_expert)
+        axis.set_title(f"text tower, layer {layer}" + ("" if of_expert else ": none"), loc="left")
+    _close(figure, path)
+
+
+def _height(captions: Sequence[Caption]) -> float:
+    """In inches."""
+    return LINE * (0.5 + sum(0.5 + len(_lines(caption.text)) for caption in captions))
+
+
+def _write(figure: Figure, left: float, bottom: float, captions: Sequence[Caption]) -> Axes:
+    """Write texts into a figure, at a place in inches."""
+    (width, height), of_width, of_height = figure.get_size_inches(), LINE_LENGTH * CHARACTER, _height(captions)
+    axis = figure.add_axes((left / width, bottom / height, of_width / width, of_height / height))
+    axis.set(xlim=(0, LINE_LENGTH), ylim=(of_height / LINE, 0))
+    axis.axis("off")
+    middle = 1.0  # of a line
+    for caption in captions:
+        for start, end in _lines(caption.text):
+            # Word for word, so that rounded widths of characters do not add up
+            for (_, computed), run in groupby(
+                range(start, end), key=lambda place: (caption.text[place] == " ", caption.computed[place])
+            ):
+                first, *rest = run
+                length = len(rest) + 1
+                if computed:
+                    colors = {"facecolor": (1, 0, 0, 0.2), "edgecolor": "red"}
+                    axis.add_patch(Rectangle((first - start, middle - 0.42), length, 0.84, **colors))
+                text = caption.text[first : first + length]
+                font = {"family": "monospace", "fontsize": FONT_SIZE, "parse_math": False}
+                axis.text(first - start, middle, text, va="center_baseline", **font)
+            middle += 1
+        middle += 0.5
+    return axis
+
+
+def _lines(text: str) -> list[tuple[int, int]]:
+    """Where the lines of a text begin and end, broken at spaces where there are some."""
+    lines, start = [], 0
+    while start < len(text):
+        end = start + LINE_LENGTH
+        if end < len(text):
+            end = text.rfind(" ", start, end) + 1 or end
+        lines.append((start, min(end, len(text))))
+        start = end
+    return lines
 
 
 def draw_words(words: Sequence[Sequence[tuple[str, float, int]]], layer: int, path: Path) -> None:

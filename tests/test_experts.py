@@ -23,7 +23,7 @@ from evaluation.embedder import Embedder
 from evaluation.experts import analyze_experts, main
 from evaluation.measures import measure
 from evaluation.page_folder import write_page
-from evaluation.preferences import route_texts, top_words
+from evaluation.preferences import dropped_patches, route_images, route_texts, top_words
 from evaluation.routing_pictures import draw_gates, draw_shares
 from evaluation.tasks import Task
 
@@ -99,8 +99,9 @@ def test_scales_are_what_dense_takes(unnormalized, tmp_path):
     """The mean over tokens of the sum of a token's weights, in every layer."""
     model, folder = unnormalized
     analyze_experts(folder, RETRIEVAL, tmp_path)
-    scales = json.loads((tmp_path / "experts.json").read_text())["scales"]
-    sums, hooks = {}, []
+    result = json.loads((tmp_path / "experts.json").read_text())
+    assert list(result["dropped_patches"]) == ["2.0", "4.0"] and (tmp_path / "dropped.png").exists()
+    scales, sums, hooks = result["scales"], {}, []
     for tower, layers in scales.items():
         for layer in layers:
             router = model.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp.router")
@@ -159,7 +160,8 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     expected = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
     assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]
-    assert "share of the base FFN" in (tmp_path / "experts.md").read_text()
+    page = (tmp_path / "experts.md").read_text()
+    assert "share of the base FFN" in page and "the vision tower has no capacity factor" in page
 
 
 def test_tasks_without_texts_are_refused_before_the_work(sparse, tmp_path):
@@ -199,12 +201,16 @@ def test_agreement_of_many_is_that_of_some_from_all_parts(sparse, tmp_path, monk
     assert result["num_embeddings"] == {"images": 4, "texts": 4} and "| 4 images" in page
 
 
-PICTURES = {"routing", "agreement", "coactivation", "patches", "expert_patches", "expert_words"}
+PICTURES = {
+    *("routing", "agreement", "coactivation", "patches", "expert_patches", "expert_words", "expert_captions"),
+    *("dropped", "expert"),
+}
 
 
 def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, tmp_path):
     (tmp_path / "gates.png").write_text("of another model")
-    analyze_experts(sparse[1], RETRIEVAL, tmp_path, layers={"vision": 1, "text": 2})
+    options = {"capacity_factors": [0.5, 4], "expert": 0, "batch_size": 16}
+    analyze_experts(sparse[1], RETRIEVAL, tmp_path, layers={"vision": 1, "text": 2}, **options)
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"experts.md", "experts.json", *(f"{name}.png" for name in PICTURES)}
     page, result = (tmp_path / "experts.md").read_text(), json.loads((tmp_path / "experts.json").read_text())
@@ -217,6 +223,10 @@ def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, tmp_path):
     pairs = np.array(result["coactivation"]["vision"]["3"])
     assert np.array_equal(pairs, pairs.T) and pairs.diagonal().tolist() == result["shares"]["vision"]["3"]
     assert f"{result['entropy']['vision']['3']:.2f}" in page
+    routed = route_images(embedder, list(RETRIEVAL["retrieval"].load()[0]["image"]), 1)
+    dropped = {factor: dropped_patches(routed, 16, 2, factor).mean() for factor in (0.5, 4)}
+    assert result["dropped_patches"] == {"0.5": pytest.approx(dropped[0.5]), "4": dropped[4]}
+    assert f"| {dropped[0.5]:.1%} " in page and dropped[0.5] > dropped[4] == 0
     assert 1 < result["output_share_entropy"]["text"]["0"] <= 2
 
 
@@ -226,20 +236,30 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
     model.config.text_config.num_experts_per_tok, model.config.text_config.capacity_group_size = 1, 32
     model.save_pretrained(tmp_path / "model")
     build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="the vision tower is dense and drops no patch"):
+        analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", capacity_factors=[2])
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
     pictures = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert pictures == {"routing", "agreement", "expert_words"}
+    assert pictures == {"routing", "agreement", "expert_words", "expert_captions"}
     page, result = ((tmp_path / "out" / f"experts.{kind}").read_text() for kind in ("md", "json"))
     dropped = json.loads(result)["overflowing"]["text"]["1"]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     assert ["text", "1", "0.0%", f"{dropped:.1%}", "32"] in lines and dropped > 0
 
 
-def test_a_layer_that_is_not_sparse_is_refused_before_the_work(gated, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--vision-layer", "2"], "layer 2 of the vision tower cannot be drawn: its sparse layers are 3"),
+        (["--expert", "4"], "expert 4 cannot be drawn: there are 4, counted from 0"),
+        (["--capacity-factors", "2", "0"], "capacity_factors: 0.0 must be a number above 0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_the_work(option, message, gated, tmp_path):
     command = ["--model", str(gated[1]), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as exit:
-        main([*command, "--vision-layer", "2"])
-    assert exit.value.code == "error: layer 2 of the vision tower cannot be drawn: its sparse layers are 3"
+        main([*command, *option])
+    assert exit.value.code == f"error: {message}"
     assert not (tmp_path / "out").exists()
 
 
@@ -255,6 +275,8 @@ def test_another_page_is_not_overwritten(sparse, gated, tmp_path, monkeypatch):
         (model, RETRIEVAL, {"num_experts_per_tok": [1]}, "num_experts_per_tok is None and not [1]"),
         (model, RETRIEVAL, {"layers": {"text": 0}}, "layers is {'text': 3} and not {'text': 0}"),
         (model, RETRIEVAL, {"batch_size": 8}, "batch_size is 64 and not 8"),
+        (model, RETRIEVAL, {"capacity_factors": [1.5]}, "capacity_factors is None and not [1.5]"),
+        (model, RETRIEVAL, {"expert": 0}, "drawn_experts is None and not [0]"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"{out}/experts.json holds another result, whose {message}: ")):
             analyze_experts(source, tasks, out, **options)

@@ -1,5 +1,7 @@
 """Which patches and words experts take: by hand, and as a small model records it."""
 
+import math
+
 import numpy as np
 import pytest
 import small_evaluation
@@ -9,8 +11,18 @@ from tiny_clip_moe import tiny_model
 
 from data import glyphs
 from data.worlds import build_processor
+from evaluation import preferences
 from evaluation.embedder import Embedder
-from evaluation.preferences import RoutedImages, RoutedTexts, route_images, route_texts, top_patches, top_words
+from evaluation.preferences import (
+    RoutedImages,
+    RoutedTexts,
+    dropped_patches,
+    route_images,
+    route_texts,
+    top_captions,
+    top_patches,
+    top_words,
+)
 from evaluation.routing_pictures import draw_expert_patches, draw_patches
 
 sparse, figures = small_experts.sparse, small_evaluation.figures
@@ -93,9 +105,78 @@ def test_top_words_by_hand(embedder):
     computed[np.nonzero(ids == star)[0][:3], np.nonzero(ids == star)[1][:3], 0] = True
     computed[np.nonzero(ids == star)[0][3:], np.nonzero(ids == star)[1][3:], 1] = True
     computed[:, 0, 1] = True  # begins the text
-    routed = RoutedTexts(0, computed / 2, computed, ids)
+    routed = RoutedTexts(0, computed / 2, computed, ids, texts)
     assert top_words(routed, tokenizer) == [
         [("red", 1.0, 6), ("star", 0.25, 12)],
         [("blue", 1.0, 6), ("star", 0.75, 12)],
     ]
     assert top_words(routed, tokenizer, 1) == [[("red", 1.0, 6)], [("blue", 1.0, 6)]]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 4.0])
+def test_dropped_patches_are_those_of_a_plain_loop(factor):
+    """Seats are taken by the first choices of all tokens, image after image, then by the second choices."""
+    num_images, num_tokens, num_experts = 5, 10, 4
+    logits = np.random.default_rng(0).normal(size=(7, num_tokens, num_experts)) + [1, 0.5, 0, 0]
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    routed = RoutedImages(0, probabilities, probabilities > 2, np.zeros((7, 3, 3, 3)), 1)
+    room = [math.ceil(num_images * num_tokens * factor / num_experts)] * num_experts
+    computed = np.zeros((num_images, num_tokens), bool)
+    for choice in range(2):
+        for image in range(num_images):
+            for token in range(num_tokens):
+                expert = np.argsort(-probabilities[image, token])[choice]
+                if room[expert] > 0:
+                    room[expert] -= 1
+                    computed[image, token] = True
+    dropped = dropped_patches(routed, num_images, 2, factor)
+    assert np.array_equal(dropped, ~computed[:, 1:])  # without the class token
+    assert dropped.any() == (factor < 4)
+
+
+def test_the_dropped_patches_are_those_that_the_model_drops(sparse, embedder):
+    """In the first sparse layer, into which the same goes with and without capacity."""
+    model, images = embedder.model, list(glyphs.load("test", "web", 4)["image"])
+    dropped = dropped_patches(route_images(embedder, images, layer=0), 4, 2, 0.75)
+    config = model.config.vision_config
+    config.eval_capacity_factor = 0.75
+    try:
+        computed = route_images(embedder, images, layer=0).computed
+    finally:
+        config.eval_capacity_factor = None
+    assert np.array_equal(dropped, ~computed.any(axis=-1)[:, 1:]) and dropped.any() and not dropped.all()
+
+
+def test_captions_show_the_tokens_of_an_expert(embedder):
+    tokenizer = embedder.processor.tokenizer
+    texts = ["Red  star"] * 6 + ["a blue\nstar"]
+    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
+    red, blue, star = (tokenizer(word)["input_ids"][1] for word in ("red", "blue", "star"))
+    computed = np.zeros((*ids.shape, 3), bool)
+    computed[ids == red, 0] = computed[ids == blue, 0] = computed[ids == star, 1] = True
+    computed[:, 0, 0] = True  # begins the text
+    probabilities = 0.5 * computed
+    probabilities[6] = 0.9 * computed[6]  # of the stars, the surest is that of the last text
+    captions = top_captions(RoutedTexts(0, probabilities, computed, ids, texts), tokenizer)
+    # "blue" is too rare to be a top word; unprintable characters are spaces
+    assert [[(caption.text, marked(caption)) for caption in of_expert] for of_expert in captions] == [
+        [("Red  star", "Red______")],
+        [("a blue star", "_______star")],
+        [],
+    ]
+
+
+def test_a_long_caption_is_cut_around_its_word(embedder):
+    tokenizer = embedder.processor.tokenizer
+    texts = ["a " * 25 + "heart" + " a" * 20] * 5
+    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
+    computed = (ids == tokenizer("heart")["input_ids"][1])[..., None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preferences, "CAPTION_LENGTH", 21)
+        ((caption,),) = top_captions(RoutedTexts(0, computed * 1.0, computed, ids, texts), tokenizer, 1)
+    assert (caption.text, marked(caption)) == ("…a a a a a heart a a a…", "___________heart_______")
+
+
+def marked(caption):
+    """The text with _ in the place of what is not computed."""
+    return "".join(character if mark else "_" for character, mark in zip(caption.text, caption.computed, strict=True))

@@ -6,10 +6,13 @@ import small_evaluation
 from matplotlib import cbook
 from matplotlib.colors import to_hex
 
-from evaluation.preferences import RoutedImages
+from evaluation.preferences import Caption, RoutedImages
 from evaluation.routing_pictures import (
     draw_agreement,
+    draw_captions,
     draw_coactivation,
+    draw_dropped,
+    draw_expert,
     draw_expert_patches,
     draw_gates,
     draw_patches,
@@ -119,3 +122,74 @@ def test_words_stand_beside_their_shares(tmp_path, figures):
     assert [label.get_text() for label in first.get_yticklabels()] == [r"costs \$x\$ (9)", "red (8)"]
     assert [bar.get_width() for bar in first.patches] == [100, 25] and not second.patches
     assert "layer 3" in figure._suptitle.get_text()
+
+
+def test_dropped_patches_are_red_with_their_share(tmp_path, figures):
+    """Two images of 2 x 2 patches: the first loses none, the second with factor 1 the upper right and the lower left
+    one."""
+    routed = RoutedImages(5, np.ones((3, 5, 2)), np.ones((3, 5, 2), bool), np.ones((3, 4, 4, 3)), 2)
+    lost = np.array([[False] * 4, [False, True, True, False]])
+    draw_dropped(routed, {1.0: lost, 2.5: np.zeros_like(lost)}, tmp_path / "dropped.png")
+    (figure,) = figures
+    one, two = figure.subfigs
+    assert one.get_suptitle() == "capacity factor 1: 25.0% of the patches dropped"
+    assert two.get_suptitle() == "capacity factor 2.5: 0.0% of the patches dropped"
+    assert [{patch.get_xy() for patch in axis.patches} for axis in one.axes] == [set(), {(1.5, -0.5), (-0.5, 1.5)}]
+    assert all(to_hex(patch.get_facecolor()) == "#ff0000" for axis in one.axes for patch in axis.patches)
+    assert not any(axis.patches for axis in two.axes)
+    assert [axis.get_xlabel() for axis in one.axes] == ["image 1: 0%", "image 2: 50%"]
+    assert "layer 5" in figure.get_suptitle() and "2 images share the capacity" in figure.get_suptitle()
+
+
+def caption(text, marks):
+    return Caption(text, np.array([mark != "_" for mark in marks]))
+
+
+def written(axis):
+    """The lines of what is written there, each with _ in the place of what is not in a frame."""
+    frames = {(patch.get_x() + place, round(patch.get_y() + 0.42, 2))
+              for patch in axis.patches for place in range(int(patch.get_width()))}  # fmt: skip
+    lines = {}
+    for text in axis.texts:
+        left, middle = text.get_position()
+        line = lines.setdefault(middle, ["", ""])
+        assert left == len(line[0])
+        line[0] += text.get_text()
+        line[1] += "".join(
+            character if (left + place, middle) in frames else "_" for place, character in enumerate(text.get_text())
+        )
+    return [tuple(line) for line in lines.values()]
+
+
+def test_captions_are_written_with_what_an_expert_computes_in_frames(tmp_path, figures):
+    captions = [[caption("a $red$ star", "__$red$_____"), caption("a disc", "______")], []]
+    draw_captions(captions, 3, tmp_path / "captions.png")
+    (figure,) = figures
+    first, second = figure.axes
+    assert written(first) == [("a $red$ star", "__$red$_____"), ("a disc", "______")]
+    assert [axis.get_title(loc="left") for axis in (first, second)] == ["expert 0", "expert 1: none"]
+    assert not written(second) and "layer 3" in figure.get_suptitle()
+    assert not any(text.get_parse_math() for text in first.texts)
+
+
+def test_long_captions_are_broken_between_words(tmp_path, figures):
+    text = "word " * 30 + "x" * 120
+    draw_captions([[caption(text, text)]], 3, tmp_path / "captions.png")
+    (axis,) = figures[0].axes
+    lines = ["word " * 22, "word " * 8, "x" * 110, "x" * 10]
+    assert written(axis) == [(line, line) for line in lines]
+
+
+def test_one_expert_is_drawn_with_all_that_it_computes(tmp_path, figures):
+    draw_expert(0, ROUTED, (2, [caption("a star", "__star")]), tmp_path / "expert.png")
+    draw_expert(0, ROUTED, None, tmp_path / "image.png")
+    draw_expert(0, None, (2, []), tmp_path / "text.png")
+    both, image, text = figures
+    for figure in (both, image):
+        framed = {patch.get_xy() for patch in figure.axes[0].patches if not patch.get_fill()}
+        assert framed == {(-0.5, -0.5), (-0.5, 1.5)}
+        assert [part.get_text() for part in figure.texts if "tower" in part.get_text()] == ["vision tower, layer 5"]
+    assert written(both.axes[1]) == [("a star", "__star")] and len(image.axes) == 1
+    assert [figure.axes[-1].get_title(loc="left") for figure in (both, text)] == [
+        "text tower, layer 2", "text tower, layer 2: none"
+    ]  # fmt: skip
