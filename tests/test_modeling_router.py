@@ -96,9 +96,7 @@ def test_router_computes_in_float32(dtype):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("norm_topk_prob", "norm_before_capacity"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("capacity_factor", "group_size"), [(None, 6), (0.75, 6), (1.25, 2), (2, 3), (1.5, 1)])
-def test_block_equals_a_loop_over_tokens(
-    capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded
-):
+def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded):
     norm = {"norm_topk_prob": norm_topk_prob, "norm_before_capacity": norm_before_capacity}
     block = tiny_block(capacity_factor=capacity_factor, capacity_group_size=group_size, **norm).train()
     mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)

@@ -1,0 +1,162 @@
+"""Sparse models and shared encoders from scratch, and what is done with a dense shared one, through recipes."""
+
+import functools
+import json
+
+import pytest
+import torch
+from tiny_runs import DENSE, losses, run_stages, same_weights
+from transformers import AutoModel, CLIPModel
+
+from modeling_clip_moe import CLIPMoEModel
+from training.recipe import load_recipe
+
+FOUR = {"preset": "clip_up", "changes": {"num_experts": 4}}
+SCRATCH = {**DENSE, "name": "scratch", "openai_weights": True, **FOUR}
+TRAIN = {
+    "stage": "train",
+    "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
+    "global_batch_size": 8,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+}
+ENTROPY = {
+    "local_entropy_coef": {"text": 0.1},
+    "global_entropy_coef": {"text": 0.1, "vision": 0.1},
+    "global_entropy_min_experts": {"text": 2, "vision": 4},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return functools.partial(run_stages, tmp_path)
+
+
+def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
+    output = run([SCRATCH, {**SCRATCH, "name": "plain", "openai_weights": False}, {**DENSE, "openai_weights": True}])
+    dense = CLIPModel.from_pretrained(output / "dense")
+    for name in ("scratch", "plain"):
+        model = AutoModel.from_pretrained(output / name)
+        assert type(model) is CLIPMoEModel and model.config.vision_config.moe_layers == [1]
+        for tower in (model.text_model, model.vision_model):
+            experts = tower.encoder.layers[1].mlp.experts
+            for weights in (experts.up_proj, experts.down_proj):
+                distances = torch.cdist(weights.flatten(1), weights.flatten(1))
+                assert (distances[~torch.eye(4, dtype=torch.bool)] > 0.5 * weights[0].norm()).all()
+    scratch = AutoModel.from_pretrained(output / "scratch")
+    for tower in ("text_model", "vision_model"):
+        experts, ffn = (getattr(model, tower).encoder.layers[1].mlp for model in (scratch, dense))
+        experts = experts.experts
+        for of_experts, of_ffn in (
+            (experts.up_proj, ffn.fc1.weight),
+            (experts.down_proj, ffn.fc2.weight),
+            (experts.up_proj_bias, ffn.fc1.bias),
+        ):
+            assert of_experts.std().item() == pytest.approx(of_ffn.std().item(), rel=0.25)
+    assert scratch.config.router_z_loss_coef == 0.001  # of the preset
+
+
+def test_a_shared_encoder_is_trained_upcycled_and_trained_on(run):
+    """Dense from scratch, then sparse."""
+    stages = [
+        {**DENSE, "shared_encoder": True, "openai_weights": True},
+        {**TRAIN, "name": "grown", "model": "dense"},
+        {"name": "sparse", "stage": "upcycle", "model": "grown", **FOUR},
+        {**TRAIN, "name": "tuned", "model": "sparse", "balance_mean": "shared", **ENTROPY},
+    ]
+    output = run(stages)
+    for name in ("dense", "grown", "sparse", "tuned"):
+        model = AutoModel.from_pretrained(output / name)
+        text, vision = (getattr(model, tower).encoder for tower in ("text_model", "vision_model"))
+        assert all(a is b for a, b in zip(text.parameters(), vision.parameters(), strict=True)), name
+    assert not same_weights(output / "sparse", output / "tuned")
+    assert len(losses(output / "tuned")) == 4
+
+
+def test_entropy_losses_go_down(run):
+    """The global one spreads the tokens over the experts, the local one makes the router sure of each."""
+    settings = {
+        "global_entropy": {"global_entropy_coef": {"vision": 3.0}, "global_entropy_min_experts": {"vision": 4}},
+        "local_entropy": {"local_entropy_coef": {"vision": 3.0}},
+    }
+    train = {**TRAIN, "model": "scratch", "max_steps": 12}
+    output = run([SCRATCH, *({**train, "name": name, **of_one} for name, of_one in settings.items())])
+    for name in settings:
+        log = [json.loads(line) for line in (output / name / "log.jsonl").read_text().splitlines()]
+        assert log[-1][f"{name}_vision"] < log[0][f"{name}_vision"] / 3
+        assert f"{name}_text" not in log[0]
+
+
+@pytest.mark.parametrize(
+    "stage, settings, message",
+    [
+        (DENSE, {"changes": {"num_experts": 4}}, "num_experts: a dense model has no such field; set preset"),
+        (DENSE, {"text_config": {**DENSE["text_config"], "capacity_factor": 2}}, "capacity_factor: a dense model"),
+        (SCRATCH, {"text_config": {**DENSE["text_config"], "capacity_facto": 2}}, "no field 'capacity_facto'"),
+        (SCRATCH, {"changes": {"num_expert": 4}}, "scratch.changes: a preset has no num_expert"),
+        (SCRATCH, {"changes": {"num_experts_per_tok": 9}}, "scratch.changes: .*num_experts_per_tok"),
+        (SCRATCH, {"shared_encoder": True, "towers": ["text"]}, "scratch.*one moe_layers"),
+        (
+            DENSE,
+            {"shared_encoder": True, "text_config": {**DENSE["text_config"], "hidden_size": 32}},
+            "dense.shared_encoder: .*hidden_size, but it is 32 in text_config and 16",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(run, stage, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run([{**stage, **settings}])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"local_entropy_coef": {"image": 1}}, "local_entropy_coef"),
+        ({"global_entropy_coef": {"text": 1}}, "global_entropy_coef is for text, but .*min_experts for no tower"),
+        ({"global_entropy_min_experts": {"text": 2}}, "is for no tower, but .*min_experts for text"),
+        ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 1}}, "greater than 1"),
+        ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 5}}, "min_experts.text 5 of 4"),
+        ({"local_entropy_coef": {"text": float("inf")}}, "finite"),
+        ({"local_entropy_coef": {"text": -1}}, "greater than or equal to 0"),
+        ({"balance_mean": "shared"}, "balance_mean shared goes with a shared encoder, which scratch has not"),
+    ],
+)
+def test_losses_that_no_router_has_are_refused(run, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run([SCRATCH, {**TRAIN, "name": "tuned", "model": "scratch", **settings}])
+
+
+def test_an_entropy_loss_of_a_dense_tower_is_refused(run):
+    with pytest.raises(ValueError, match="an entropy loss goes with sparse layers, which vision has none of"):
+        run(
+            [
+                {**SCRATCH, "towers": ["text"]},
+                {**TRAIN, "name": "tuned", "model": "scratch", "local_entropy_coef": {"vision": 1}},
+            ]
+        )
+
+
+def test_merge_keys_of_yaml(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        """
+output_dir: out
+stages:
+  - &first {name: first, stage: train, model: base, max_steps: 1, learning_rate: 1, global_batch_size: 8}
+  - &second {<<: *first, name: second, learning_rate: 2}
+  - {<<: [*second, *first], name: third}
+  - {<<: {max_steps: 7}, name: fourth, stage: train, model: base, learning_rate: 3, global_batch_size: 8}
+defaults: {train: {data: {source: glyphs, num_samples: 8}}}
+"""
+    )
+    stages = load_recipe(path).stages
+    assert [(stage.name, stage.learning_rate, stage.max_steps) for stage in stages] == [
+        ("first", 1, 1),
+        ("second", 2, 1),
+        ("third", 2, 1),
+        ("fourth", 3, 7),
+    ]
+    path.write_text("output_dir: out\nstages: [{<<: {name: a}, <<: {name: b}}]")
+    with pytest.raises(ValueError, match="the key << is given twice"):
+        load_recipe(path)
