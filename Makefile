@@ -18,7 +18,7 @@ APP := .venv-app
 MODEL ?= runs/demo/clip_moe
 BASELINE ?= training/symbol_clip
 
-.PHONY: app test-app demo test test-integrations test-transformers check style docs bench
+.PHONY: app test-app demo test test-slow test-integrations test-transformers check style docs bench
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,10 +49,13 @@ test-app: $(APP)/installed  ## the page in a headless Chromium
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
-test test-integrations test-transformers: export OMP_WAIT_POLICY := PASSIVE
+test test-slow test-integrations test-transformers: export OMP_WAIT_POLICY := PASSIVE
 
-test: $(STAMP)  ## all tests that need no GPU
+test: $(STAMP)  ## all tests that need no GPU, but the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-slow: $(STAMP)  ## runs on two processes, killed runs, full disks and random damage
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "slow and not gpu"
 
 test-integrations: $(INTEGRATIONS)  ## publishing, and every library that takes the models
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration

@@ -606,8 +606,8 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             ) from error
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
-                f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over processes. "
-                "Leave distributed_config out."
+                f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
+                "processes. Leave distributed_config out."
             )
         if untied := sorted(model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys()):
             raise ValueError(

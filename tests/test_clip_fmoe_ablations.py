@@ -17,6 +17,8 @@ from training.feature_clusters import FeatureClusters, split
 from training.recipe import load_recipe
 from training.samplers import ClusterBatchSampler
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

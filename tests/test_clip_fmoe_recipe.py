@@ -242,6 +242,7 @@ def test_experts_in_separate_runs(run, whole):
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 def test_two_processes_end_in_the_same_model(run, whole):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
     command += ["training/upcycle.py", "--config", str(run.folder / "recipe.yaml")]

@@ -160,6 +160,7 @@ def test_unused_samples_are_reported_before_training(run, whole, capsys):
     assert printed.index("unused in an epoch") < printed.index("6 steps of 8 pairs")
 
 
+@pytest.mark.slow
 def test_killed_inside_stages(run, whole):
     """SIGKILL while an expert and while the routers train, after their first checkpoint: they go on from there, and end
     in the same bits."""
@@ -217,6 +218,7 @@ def test_stopped_at_the_end_of_a_stage(run, whole, monkeypatch, place):
 
 
 @pytest.mark.parametrize("last", range(1, len(NAMES)))
+@pytest.mark.slow
 def test_started_again_at_every_boundary(run, whole, last, monkeypatch):
     """A run that ends right after stage number `last` goes on with the next one and repeats none."""
     output = run.folder / f"boundary_{last}"
@@ -297,6 +299,7 @@ def test_experts_that_start_from_the_base(run, whole):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_end_in_the_same_model(run, whole):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
     command += ["training/upcycle.py", "--config", str(run.folder / "recipe.yaml")]

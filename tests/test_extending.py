@@ -211,6 +211,7 @@ def test_the_loss_is_siglips(own, monkeypatch):
     assert set(found) == {"image.weight", "image.bias", "text.weight", "text.bias", "logit_scale"}
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_loss_of_one(own):
     mp.spawn(worker, (str(own),), nprocs=2)
     expected, expected_gradients = plain_sigmoid_loss()

@@ -18,6 +18,8 @@ from converters import COMMANDS, make_sources, run
 from safetensors.torch import load_file, save_file
 from transformers import logging
 
+pytestmark = pytest.mark.slow
+
 # Each command's sources
 FOLDERS = {
     "upcycle": ["dense"],

@@ -20,6 +20,8 @@ from test_upcycle import WORDS
 
 from conversion.result_schema import read_result
 
+pytestmark = pytest.mark.slow
+
 quiet, sources, small_tasks, check = (
     fuzz_evaluation.quiet,
     fuzz_evaluation.sources,

@@ -11,6 +11,8 @@ from fuzz_evaluation import CUTS, VALUES, fields, sample
 from test_fuzz_conversion import NO_OBJECT, text
 from test_report import result
 
+pytestmark = pytest.mark.slow
+
 quiet, sources, check = fuzz_evaluation.quiet, fuzz_evaluation.sources, fuzz_evaluation.check
 
 RUN = {

@@ -18,6 +18,8 @@ from training import upcycle
 from training.recipe import Recipe, load_recipe
 from training.runner import run_recipe
 
+pytestmark = pytest.mark.slow
+
 RECIPES, TEXTS, COMMANDS = 1200, 500, 200
 
 ODD = st.one_of(

@@ -179,6 +179,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_by_two_processes_goes_on_and_scores_as_one(dense, tmp_path):
     """The second process is killed after its first part. Then both go on, and embed what is left alone."""
     script = tmp_path / "few_glyphs.py"

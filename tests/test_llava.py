@@ -314,6 +314,7 @@ def test_parts_of_a_step_train_as_the_whole(file, tmp_path):
     ],
     ids=["ddp", "fsdp2"],
 )
+@pytest.mark.slow
 def test_two_processes_train_as_one_also_where_one_has_no_images(file, tmp_path, options, script):
     entries = [{"image": f"{number}.png", "conversations": turns("What?", f"It is {number}.")} for number in range(3)]
     entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in range(5)]

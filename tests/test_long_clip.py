@@ -141,6 +141,7 @@ class Both(torch.nn.Module):
         return loss_of(self.towers, share)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     mp.spawn(worker, (str(tmp_path),), nprocs=2)
     (loss_0, gradients_0), (loss_1, gradients_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -245,7 +245,7 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
 
 
 def routed(text, vision, **towers):
-    """A configuration and outputs with these router logits, each of one layer, and the mask of texts without padding."""
+    """A configuration and outputs with these router logits, each of one layer, and a mask of texts without padding."""
     towers = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "moe_layers": [0]} | towers
     towers |= {"num_experts": text.shape[-1], "num_experts_per_tok": 1}
     config = CLIPMoEConfig(text_config=towers, vision_config=towers, router_aux_loss_coef=1.0)

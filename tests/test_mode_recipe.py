@@ -244,6 +244,7 @@ def test_oracle_has_the_best_score_of_each_task(out):
         assert best["metrics"] == {name: max(m[name] for m in alone) for name in alone[0]}
 
 
+@pytest.mark.slow
 def test_two_processes_assign_as_one(run, out):
     folder = out.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -57,6 +57,7 @@ def test_the_same_task_twice(own):
         find_tasks([own("one"), own("one")])
 
 
+@pytest.mark.slow
 def test_models_whose_names_become_the_same(dense, tmp_path):
     """As parts of file names."""
     names = ["a b", "a_b", "a/b", "a?b", "_", "ä"]

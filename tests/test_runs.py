@@ -180,6 +180,7 @@ def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
     [("dense", 0), ("dense", 3000), ("sparse", 3000), ("features", 0), ("tuned", 30_000), ("words", 3000)]
     + [("dense", 500_000), ("tuned", 500_000)],  # the tokenizer alone does not fit
 )
+@pytest.mark.slow
 def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeypatch, stage, size):
     """No file may be longer than a few bytes, from the stage's own work on."""
     path = write(3, save_steps=None)

@@ -165,6 +165,7 @@ def test_a_damaged_best_model_is_refused_and_the_stage_can_begin_anew(best, kill
     assert same_weights(best, again) and (best / "best.json").read_text() == (again / "best.json").read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_score_as_one(measured, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(

@@ -166,6 +166,7 @@ def errors(text):
     return [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
 
 
+@pytest.mark.slow
 def test_two_processes_warn_once_and_fail_with_one_line(run, tmp_path):
     """Both cannot share the batch of 7, and both skip the image that is broken."""
     for number in range(150):
@@ -187,6 +188,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(run, tmp_path):
     assert error.startswith("error: ") and "tuned.global_batch_size: 7 cannot be shared by 2 processes" in error
 
 
+@pytest.mark.slow
 def test_the_process_that_fails_says_why(run, tmp_path):
     """The second one alone, while the first one waits for it."""
     run(stages=["dense", "sparse"])
@@ -208,6 +210,7 @@ def test_the_process_that_fails_says_why(run, tmp_path):
     assert errors(done.stderr) == ["error: tuned: the loss of the second process"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_two_processes_ends_in_one_line(run, tmp_path):
     run(stages=["dense", "sparse"], max_steps=10_000)
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
@@ -232,6 +235,7 @@ def test_gradient_checkpointing_changes_nothing(run):
     torch.testing.assert_close(losses(plain / "tuned"), losses(checkpointed / "tuned"), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(run, monkeypatch):
     plain = run(output="a")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")  # traced, but nothing is generated
