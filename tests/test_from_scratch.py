@@ -12,7 +12,11 @@ from modeling_clip_moe import CLIPMoEModel
 from training.recipe import load_recipe
 
 FOUR = {"preset": "clip_up", "changes": {"num_experts": 4}}
-SCRATCH = {**DENSE, "name": "scratch", "openai_weights": True, **FOUR}
+GROUPS = {"capacity_group_size": 4}
+SCRATCH = {
+    **{**DENSE, "name": "scratch", "openai_weights": True, **FOUR},
+    **{tower: DENSE[tower] | GROUPS for tower in ("text_config", "vision_config")},
+}
 TRAIN = {
     "stage": "train",
     "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},

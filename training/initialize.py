@@ -58,6 +58,7 @@ def random_clip(
         model = CLIPMoEModel(config) if isinstance(config, CLIPMoEConfig) else CLIPModel(config)
         if openai_weights:
             draw_as_openai(model)
+        model.eval()  # no capacity, which a batch of one may not have
         with torch.no_grad():
             model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
     forget_last_call(processor.tokenizer)
