@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoProcessor, CLIPModel
+from backbones import BASE, dense_clip
+from transformers import AutoProcessor
 
 from conversion import publish
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
-BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
 PACKAGES = """
 accelerate clip-benchmark diffusers huggingface_hub llava-torch numpy onnxruntime peft sentence-transformers torch
 torchao transformers
@@ -25,9 +25,15 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory) -> Path:
+def backbone(request) -> str:
+    """Of the models below: "separated", or "shared" where a test asks for both (`both_backbones`)."""
+    return getattr(request, "param", "separated")
+
+
+@pytest.fixture(scope="session")
+def source(backbone, tmp_path_factory) -> Path:
     """Folder of an upcycled glyph CLIP, 4 experts of which 2 compute a token, whose experts and routers differ."""
-    model = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0)
+    model = upcycle(dense_clip(backbone), PRESETS["clip_moe"], seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

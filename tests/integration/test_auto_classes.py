@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from backbones import both_backbones
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CLIPImageProcessorPil, CLIPTokenizer, pipeline
@@ -108,6 +109,7 @@ def results(repository, vision, image, tmp_path_factory):
     return results
 
 
+@both_backbones
 def test_with_the_package_and_without_it_everything_is_the_same(results):
     (with_package, expected), (without, found) = results
     assert not any(with_package.pop("remote")) and all(without.pop("remote"))
@@ -120,6 +122,7 @@ def test_with_the_package_and_without_it_everything_is_the_same(results):
     torch.testing.assert_close(found, expected)
 
 
+@both_backbones
 @torch.no_grad()
 def test_the_numbers_are_those_of_the_model(results, model, processor, image):
     printed, tensors = results[0]
@@ -137,6 +140,7 @@ def test_the_numbers_are_those_of_the_model(results, model, processor, image):
     assert scores == {"star": pytest.approx(star, rel=1e-5), "heart": pytest.approx(heart, rel=1e-5)}
 
 
+@both_backbones
 def test_a_tower_that_lacks_a_weight_is_refused(repository, vision, tmp_path):
     name = "encoder.layers.2.mlp.experts.down_proj_bias"
     for source, prefix, tower in (
@@ -169,6 +173,7 @@ def test_the_files_of_old_programs_are_enough(repository, processor, image, tmp_
     assert torch.equal(pixel_values, processor(images=image, return_tensors="pt").pixel_values)
 
 
+@both_backbones
 def test_saving_with_the_package_keeps_what_others_need(repository, tmp_path):
     model = AutoModel.from_pretrained(repository)
     model.save_pretrained(tmp_path)

@@ -1,12 +1,10 @@
 """Export: programs of torch and ONNX that compute what the model does, for any batch, and compiled training."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
+from backbones import both_backbones, dense_clip
 from torch.utils._pytree import tree_leaves
-from transformers import CLIPModel
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from conversion.presets import PRESETS
@@ -14,15 +12,14 @@ from conversion.upcycle import upcycle
 from data import glyphs
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 
-BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
 TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}
 BATCH = torch.export.Dim("batch", min=1, max=64)
 
 
 @pytest.fixture(scope="module")
-def fused() -> CLIPMoEModel:
+def fused(backbone) -> CLIPMoEModel:
     """A model with fusion gates, whose experts differ."""
-    model = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_fmoe"], seed=0).eval()
+    model = upcycle(dense_clip(backbone), PRESETS["clip_fmoe"], seed=0).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -61,6 +58,7 @@ def assert_same(actual, expected, tolerance):
     assert compared >= 2
 
 
+@both_backbones
 @pytest.mark.parametrize("name", ["by_device", "eager"])
 def test_a_saved_program_takes_any_batch(fused, batch, tmp_path, name):
     fused.set_experts_implementation(name)
@@ -73,11 +71,13 @@ def test_a_saved_program_takes_any_batch(fused, batch, tmp_path, name):
             assert_same(loaded(**batch(size)), fused(**batch(size)), 1e-5)
 
 
+@both_backbones
 @pytest.mark.parametrize("part", ["text", "vision"])
 def test_onnx_of_a_tower(repository, batch, tmp_path, part):
     check_onnx(TOWERS[part].from_pretrained(repository).eval(), batch, part, tmp_path)
 
 
+@both_backbones
 @pytest.mark.parametrize("name", ["by_device", "grouped_mm", "batched_mm"])
 def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
     fused.set_experts_implementation(name)
@@ -99,6 +99,7 @@ def check_onnx(model, batch, part, folder):
             torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-4)
 
 
+@both_backbones
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_training_has_the_same_gradients(fused, batch, backend):
     if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 23]:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from backbones import both_backbones
 from llava.model import llava_arch
 from llava.model.multimodal_encoder import builder
 from llava.model.multimodal_encoder.clip_encoder import CLIPVisionTower
@@ -38,6 +39,7 @@ def inputs(tower):
     return {"input_ids": torch.tensor([[1] + [39] * num_patches + [2, 3]]), "pixel_values": pixel_values}
 
 
+@both_backbones
 @pytest.mark.parametrize("layer, strategy", [(-2, "default"), (-1, "full"), ([-1, -2], "default")])
 def test_it_sees_the_hidden_states_that_it_selects(tower, inputs, layer, strategy):
     model = tiny_llava(tower.config, 40, 39, vision_feature_layer=layer, vision_feature_select_strategy=strategy)
@@ -49,6 +51,7 @@ def test_it_sees_the_hidden_states_that_it_selects(tower, inputs, layer, strateg
     torch.testing.assert_close(conversion.image_features(model, inputs["pixel_values"]), expected)
 
 
+@both_backbones
 def test_it_generates_and_trains_and_loads_again(tower, inputs, tmp_path):
     model = tiny_llava(tower.config, 40, 39)
     model.model.vision_tower.load_state_dict(tower.state_dict())

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from backbones import both_backbones
 from PIL import Image
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
@@ -56,6 +57,7 @@ def normalized(embeddings):
     return embeddings / np.linalg.norm(embeddings, axis=-1, keepdims=True)
 
 
+@both_backbones
 def test_embeddings_are_those_of_the_model(repository, images, expected):
     model = SentenceTransformer(str(repository), device="cpu")
     assert set(model.modalities) == {"text", "image"} and model.get_embedding_dimension() == 64
@@ -81,6 +83,7 @@ def test_saved_and_loaded_again(repository, images, expected, tmp_path):
     assert_close(again.encode(images), expected["images"])
 
 
+@both_backbones
 def test_without_the_package(repository, images, expected, tmp_path):
     for i, image in enumerate(images):
         image.save(tmp_path / f"{i}.png")

@@ -1,0 +1,29 @@
+"""Dense CLIPs for the glyphs, with an encoder for each tower and with one for both."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPModel
+
+from conversion.upcycle import shared_config
+from modeling_clip_moe import CLIPMoEModel
+
+BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+
+# For tests of what a model with one encoder has to pass as well
+both_backbones = pytest.mark.parametrize("backbone", ["separated", "shared"], indirect=True, scope="session")
+
+
+def dense_clip(backbone: str) -> CLIPModel | CLIPMoEModel:
+    """The glyph CLIP, or one with its text tower's layers in both towers."""
+    base = CLIPModel.from_pretrained(BASE)
+    if backbone == "separated":
+        return base
+    text, vision = base.config.text_config, base.config.vision_config
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        setattr(vision, name, getattr(text, name))
+    torch.manual_seed(0)
+    model = CLIPMoEModel(shared_config(base.config)).eval()
+    model.text_model.load_state_dict(base.text_model.state_dict())
+    return model
