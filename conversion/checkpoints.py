@@ -156,14 +156,14 @@ def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:
-    """Whether a tower has sparse layers; a `CLIPMoEConfig` without any describes a dense CLIP."""
+    """Whether a whole CLIP has sparse layers; a `CLIPMoEConfig` without any describes a dense one."""
     return isinstance(config, CLIPMoEConfig) and any(
         tower.moe_layers for tower in (config.text_config, config.vision_config)
     )
 
 
 def load_dense(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
-    """Loads a dense CLIP, of the second class if its towers share their encoder, see `load_model`.
+    """Loads a dense CLIP, see `load_model`. Where both towers have one encoder, it is a `CLIPMoEModel`.
 
     Raises:
         ValueError: besides, it is sparse.

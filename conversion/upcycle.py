@@ -189,7 +189,7 @@ def check_memory(config: CLIPMoEConfig) -> None:
         numbers = " and ".join(sorted({str(tower.num_experts) for tower in sparse_ffns(config).values()}))
         raise ValueError(
             f"{numbers} experts a layer need {needed / 2**30:,.1f} GiB of memory, of which {free / 2**30:,.1f} are "
-            "free: choose fewer with --num-experts"
+            "free: choose a smaller num_experts"
         )
 
 
@@ -233,7 +233,7 @@ def upcycle(
     """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
-        dense: one of the class `CLIPMoEModel` has no sparse layers, and one encoder for both towers.
+        dense: one of the class `CLIPMoEModel` has no sparse layers.
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: of the new weights, see `build_sparse`.

@@ -107,8 +107,9 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
 
     Returns:
         `total`; `activated`, those that one token meets: K of the E experts of each sparse layer; both also of each
-        tower with its projection (`text`, `text_activated`, `vision`, `vision_activated`); those of one expert in all
-        layers (`expert`, 0 if dense), and of all `routers` and fusion gates; and with `trainable` the number of those
+        tower with its projection (`text`, `text_activated`, `vision`, `vision_activated`), of which a shared encoder is
+        a part in both; those of one expert in all layers (`expert`, 0 if dense), and of all `routers` and fusion gates;
+        and with `trainable` the number of those
         whose names it is found in, under that name.
     """
     named = list(model.named_parameters(remove_duplicate=False))  # a shared encoder is a part of both towers
@@ -117,16 +118,18 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
         return sum(parameter.numel() for parameter in {p for name, p in named if re.search(pattern, name)})
 
     counts = {"total": of(""), "activated": of(""), "expert": 0}
-    shared = getattr(model.config, "shared_encoder", False)
+    shared, idle_of_tower = getattr(model.config, "shared_encoder", False), {}
     for tower, prefixes in (("text", "text_(model|projection)"), ("vision", "(vision_model|visual_projection)")):
         config = getattr(model.config, f"{tower}_config")
         experts = of(rf"^{tower}_model\..*\.experts\.")
         idle = experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts if experts else 0
         counts[tower] = of(rf"^{prefixes}\.")
         counts[f"{tower}_activated"] = counts[tower] - idle
+        idle_of_tower[tower] = idle
         if not (shared and tower == "vision"):  # counted already
-            counts["activated"] -= idle
             counts["expert"] += experts // config.num_experts if experts else 0
+    # Of a shared encoder, what the tokens of neither tower meet
+    counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
     if trainable is not None:
         counts["trainable"] = of(trainable)

@@ -70,7 +70,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
         norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
             CLIP-FMoE), or stay the router's probabilities (CLIP-UP).
         norm_before_capacity (`bool`): with `norm_topk_prob`, whether that happens before capacity drops choices, whose
-            weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3).
+            weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3, whose "before routing" is
+            `norm_topk_prob=False`).
         fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
             (CLIP-FMoE).
         capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
@@ -143,6 +144,8 @@ class CLIPMoETowerConfig(PreTrainedConfig):
             )
         if len(set(self.moe_layers)) < len(self.moe_layers):
             raise ValueError(f"moe_layers must not name a layer twice, got {self.moe_layers}.")
+        if self.norm_before_capacity and not self.norm_topk_prob:
+            raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")
         if self.fusion_gate and not self.moe_layers:
             raise ValueError("fusion_gate=True needs sparse layers, but moe_layers is [].")
         for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
@@ -248,7 +251,7 @@ class CLIPMoEConfig(PreTrainedConfig):
             if getattr(text, name) != getattr(vision, name):
                 raise ValueError(
                     f"shared_encoder=True needs towers of one {name}, but it is {getattr(text, name)} in text_config "
-                    f"and {getattr(vision, name)} in vision_config."
+                    f"and {getattr(vision, name)} in vision_config. Make them equal, or leave shared_encoder out."
                 )
 
 

@@ -612,7 +612,7 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         if untied := sorted(model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys()):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True in its configuration, but its towers differ "
-                f"in {_abbreviate(untied)}."
+                f"in {_abbreviate(untied)}. Is it a model of two encoders? Then set shared_encoder to False."
             )
         missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
         left_over = sorted(info["unexpected_keys"])
@@ -971,7 +971,11 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Part of `tie_weights`: of a shared encoder, the vision tower's parameters -> the text tower's."""
+        """
+        Part of `tie_weights`: of a shared encoder, the vision tower's parameters -> the text tower's.
+
+        transformers' own asks for `tie_word_embeddings`. It reads `_tied_weights_keys` elsewhere, in saving.
+        """
         if not self.config.shared_encoder:
             return {}
         names = [name for name, _ in self.text_model.encoder.named_parameters()]

@@ -12,7 +12,7 @@ from modeling_clip_moe import CLIPMoEModel
 from training.recipe import load_recipe
 
 FOUR = {"preset": "clip_up", "changes": {"num_experts": 4}}
-GROUPS = {"capacity_group_size": 4}
+GROUPS = {"capacity_group_size": 4, "eval_capacity_factor": 2.0}
 SCRATCH = {
     **{**DENSE, "name": "scratch", "openai_weights": True, **FOUR},
     **{tower: DENSE[tower] | GROUPS for tower in ("text_config", "vision_config")},
@@ -59,6 +59,7 @@ def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
         ):
             assert of_experts.std().item() == pytest.approx(of_ffn.std().item(), rel=0.25)
     assert scratch.config.router_z_loss_coef == 0.001  # of the preset
+    assert scratch.config.text_config.eval_capacity_factor == 2.0
 
 
 def test_a_shared_encoder_is_trained_upcycled_and_trained_on(run):
@@ -95,8 +96,18 @@ def test_entropy_losses_go_down(run):
 @pytest.mark.parametrize(
     "stage, settings, message",
     [
-        (DENSE, {"changes": {"num_experts": 4}}, "num_experts: a dense model has no such field; set preset"),
-        (DENSE, {"text_config": {**DENSE["text_config"], "capacity_factor": 2}}, "capacity_factor: a dense model"),
+        (DENSE, {"changes": {"num_experts": 4}}, "num_experts: of sparse models alone; set preset"),
+        (
+            DENSE,
+            {"text_config": {**DENSE["text_config"], "capacity_factor": 2}},
+            "capacity_factor: of sparse models alone",
+        ),
+        (DENSE, {"towers": ["text"]}, "towers: of sparse models alone; set preset"),
+        (
+            SCRATCH,
+            {"text_config": {**DENSE["text_config"], "norm_before_capacity": True}},
+            "scratch.text_config: norm_before_capacity=True needs norm_topk_prob=True",
+        ),
         (SCRATCH, {"text_config": {**DENSE["text_config"], "capacity_facto": 2}}, "no field 'capacity_facto'"),
         (SCRATCH, {"changes": {"num_expert": 4}}, "scratch.changes: a preset has no num_expert"),
         (SCRATCH, {"changes": {"num_experts_per_tok": 9}}, "scratch.changes: .*num_experts_per_tok"),
@@ -120,9 +131,13 @@ def test_settings_that_contradict_each_other_are_refused(run, stage, settings, m
         ({"global_entropy_coef": {"text": 1}}, "global_entropy_coef is for text, but .*min_experts for no tower"),
         ({"global_entropy_min_experts": {"text": 2}}, "is for no tower, but .*min_experts for text"),
         ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 1}}, "greater than 1"),
-        ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 5}}, "min_experts.text 5 of 4"),
+        (
+            {"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 5}},
+            "global_entropy_min_experts.text is 5, but there are 4 experts",
+        ),
         ({"local_entropy_coef": {"text": float("inf")}}, "finite"),
         ({"local_entropy_coef": {"text": -1}}, "greater than or equal to 0"),
+        ({"local_entropy_coef": {"text": float("nan")}}, "finite"),
         ({"balance_mean": "shared"}, "balance_mean shared goes with a shared encoder, which scratch has not"),
     ],
 )
@@ -132,7 +147,7 @@ def test_losses_that_no_router_has_are_refused(run, settings, message):
 
 
 def test_an_entropy_loss_of_a_dense_tower_is_refused(run):
-    with pytest.raises(ValueError, match="an entropy loss goes with sparse layers, which vision has none of"):
+    with pytest.raises(ValueError, match="local_entropy_coef.vision: that tower has no sparse layers: leave it out"):
         run(
             [
                 {**SCRATCH, "towers": ["text"]},

@@ -33,6 +33,7 @@ from conversion.processors import (
     require_context_length,
     require_fit,
 )
+from conversion.upcycle import check_memory
 from data.drawing import build_image_processor
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
@@ -52,17 +53,32 @@ def random_clip(
         openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
 
     Raises:
-        ValueError: settings that make no model.
+        ValueError: settings that make no model, or one that does not fit into memory.
     """
+    if isinstance(config, CLIPMoEConfig):
+        check_memory(config)
     with _as_value_errors():
         model = CLIPMoEModel(config) if isinstance(config, CLIPMoEConfig) else CLIPModel(config)
         if openai_weights:
             draw_as_openai(model)
-        model.eval()  # no capacity, which a batch of one may not have
-        with torch.no_grad():
-            model(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
+        with torch.no_grad(), _without_capacity(config):
+            model.eval()(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
     forget_last_call(processor.tokenizer)
     return model
+
+
+@contextlib.contextmanager
+def _without_capacity(config: CLIPConfig | CLIPMoEConfig) -> Iterator[None]:
+    """A group of sequences that shares a capacity does not divide a batch of one."""
+    towers = [tower for tower in (config.text_config, config.vision_config) if hasattr(tower, "eval_capacity_factor")]
+    before = [tower.eval_capacity_factor for tower in towers]
+    try:
+        for tower in towers:
+            tower.eval_capacity_factor = None
+        yield
+    finally:
+        for tower, factor in zip(towers, before, strict=True):
+            tower.eval_capacity_factor = factor
 
 
 @torch.no_grad()

@@ -149,8 +149,8 @@ def entropy_losses(
 
     Args:
         config, outputs, attention_mask: see `router_losses`.
-        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers; 0 for
-            towers that are left out.
+        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers. Towers that
+            are left out have none.
         min_experts: of the towers with a global loss, see `global_entropy_loss`.
 
     Returns:
@@ -188,14 +188,8 @@ def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
     if balance_mean == "token":
         return [(towers[0][0], 1.0, *_all_tokens(towers))]
     if balance_mean == "shared":
-        by_layer = zip(*(logits for _, logits, _, _ in towers), strict=True)
-        layers = [
-            _all_tokens(
-                [(tower, (logits,), ids, mask) for (tower, _, ids, mask), logits in zip(towers, layer, strict=True)]
-            )
-            for layer in by_layer
-        ]
-        return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in layers), layers[0][1])]
+        joined = [_all_tokens(of_layer) for of_layer in zip(*map(_layers, towers), strict=True)]
+        return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in joined), joined[0][1])]
     if balance_mean == "tower_token":
         return [(tower[0], 1.0, *_all_tokens([tower])) for tower in towers]
     num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
@@ -203,6 +197,12 @@ def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
         (tower, len(logits) / num_layers if balance_mean == "layer" else 1.0, logits, mask)
         for tower, logits, _, mask in towers
     ]
+
+
+def _layers(tower: tuple) -> list[tuple]:
+    """The layers of a tower, each as the only one of a tower."""
+    config, router_logits, expert_ids, mask = tower
+    return [(config, (of_layer,), expert_ids, mask) for of_layer in router_logits]
 
 
 def _all_tokens(towers: list[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:

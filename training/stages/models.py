@@ -72,8 +72,8 @@ class InitializeStage(Stage):
     @classmethod
     def _check_fields(cls, settings, info):
         config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
-        known = _names(config_class)
-        unknown = sorted(set(settings) - known - ROUTING_FIELDS)
+        known = {field.name for field in fields(config_class)} | ROUTING_FIELDS
+        unknown = sorted(set(settings) - known)
         if unknown:
             hint = what_is_meant(unknown[0], known)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
@@ -83,15 +83,15 @@ class InitializeStage(Stage):
     def _check(self):
         if self.processor is None and self.tokenizer is None:
             raise ValueError("a processor or a tokenizer must be given")
-        dense = _names(CLIPTextConfig, CLIPVisionConfig)
-        routing = sorted({*self.text_config, *self.vision_config} - dense)
-        if self.preset is None and (routing or self.changes):
-            raise ValueError(f"{cut([*routing, *sorted(self.changes)])}: a dense model has no such field; set preset")
+        sparse = [name for tower in _parts(self.text_config, self.vision_config)[1] for name in tower] + [*self.changes]
+        sparse += ["towers"] if set(self.towers) != {"text", "vision"} else []
+        if self.preset is None and sparse:
+            raise ValueError(f"{cut(sorted(set(sparse)))}: of sparse models alone; set preset")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        settings = self._dense(self.text_config), self._dense(self.vision_config), self.projection_dim
-        config, processor = clip_config(*settings, self.processor, inputs.tokenizer)
+        dense, _ = _parts(self.text_config, self.vision_config)
+        config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer)
         random_clip(self._architecture(config), processor, self.openai_weights).save_pretrained(directory)
         save(processor, directory)
 
@@ -99,7 +99,7 @@ class InitializeStage(Stage):
         return self._architecture(self._dense_config(inputs))
 
     def _dense_config(self, inputs: SimpleNamespace) -> CLIPConfig:
-        text_config, vision_config = self._dense(self.text_config), self._dense(self.vision_config)
+        (text_config, vision_config), _ = _parts(self.text_config, self.vision_config)
         tokenizer = self.tokenizer
         if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
             (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
@@ -121,17 +121,9 @@ class InitializeStage(Stage):
         if self.preset is None:
             return config
         config = _sparse_config(self, config, _preset(self))
-        routing = {
-            tower: {name: value for name, value in getattr(self, tower).items() if name in ROUTING_FIELDS}
-            for tower in ("text_config", "vision_config")
-        }
-        _change_routing(self.name, config, routing)
+        _, routing = _parts(self.text_config, self.vision_config)
+        _change_routing(self.name, config, *routing)
         return config
-
-    @staticmethod
-    def _dense(settings: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Those that a dense tower has."""
-        return {name: value for name, value in settings.items() if name in _names(CLIPTextConfig, CLIPVisionConfig)}
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, *WORLDS}
@@ -229,7 +221,7 @@ class UpcycleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = upcycle(load_dense(inputs.model), _preset(self), self.towers, context.seed)
-        _change_routing(self.name, model.config, self._routing())
+        _change_routing(self.name, model.config, self.text_config, self.vision_config)
         model.save_pretrained(directory)
         copy_processor(inputs.model, directory)
 
@@ -238,11 +230,8 @@ class UpcycleStage(Stage):
         if is_sparse(dense):
             raise ValueError(f"{self.name}.model: {self.model} is sparse already, and a dense CLIP is needed")
         config = _sparse_config(self, dense, _preset(self))
-        _change_routing(self.name, config, self._routing())
+        _change_routing(self.name, config, self.text_config, self.vision_config)
         return config
-
-    def _routing(self) -> dict[str, dict[str, JsonValue]]:
-        return {"text_config": self.text_config, "vision_config": self.vision_config}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -362,18 +351,22 @@ class DenseStage(Stage):
         return dense.dense_config(config)
 
 
-def _names(*config_classes: type) -> set[str]:
-    """The fields of configurations."""
-    return {field.name for config_class in config_classes for field in fields(config_class)}
+def _parts(*towers: Mapping[str, JsonValue]) -> tuple[list[dict[str, JsonValue]], list[dict[str, JsonValue]]]:
+    """Of each tower's fields, those of a dense one, and those that say how tokens are routed."""
+    routing = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
+    dense = [{name: value for name, value in tower.items() if name not in routing} for tower in towers]
+    return dense, [{name: value for name, value in tower.items() if name in routing} for tower in towers]
 
 
-def _change_routing(name: str, config: CLIPMoEConfig, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets fields of towers, tower's configuration -> fields; errors name the stage's setting."""
-    for tower, of_tower in changes.items():
+def _change_routing(
+    name: str, config: CLIPMoEConfig, text_config: Mapping[str, JsonValue], vision_config: Mapping[str, JsonValue]
+) -> None:
+    """Sets fields of both towers; errors name the stage's setting."""
+    for setting, changes in (("text_config", text_config), ("vision_config", vision_config)):
         try:
-            change_routing(getattr(config, tower), of_tower)
+            change_routing(getattr(config, setting), changes)
         except ValueError as error:
-            raise ValueError(f"{name}.{tower}: {error}") from error
+            raise ValueError(f"{name}.{setting}: {error}") from error
 
 
 def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:

@@ -39,6 +39,7 @@ from training.scores import Evaluation
 from training.settings import STRICT, Reads
 from training.stages.steps import StepsStage
 
+BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
 Tower = Literal["text", "vision"]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -71,7 +72,7 @@ class TrainStage(StepsStage):
     # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3);
     # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code); or
     # the mean over the layers of a shared encoder, in each of which the tokens of both towers are taken together.
-    balance_mean: Literal["tower", "layer", "token", "tower_token", "shared"] = "tower"
+    balance_mean: BalanceMean = "tower"
     # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
     text_router_weight: float | None = Field(default=None, ge=0)
     # LIMoE's losses of routers, of `text`, of `vision` or of both (CLIP-UP eq. 8 to 11): the weight of the local
@@ -168,7 +169,9 @@ class TrainStage(StepsStage):
         trainable, _ = set_trainable(model, self.trainable)
         self._require_choices(model)
         self._require_experts(model)
-        self._require_routers(model)
+        self._require_shared(model)
+        self._require_routers(model, "local_entropy_coef")
+        self._require_routers(model, "global_entropy_coef")
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
@@ -201,7 +204,9 @@ class TrainStage(StepsStage):
             for setting, check in (
                 ("balance_top_k", lambda: self._require_choices(model)),
                 ("expert_dropout", lambda: self._require_experts(model)),
-                ("router losses", lambda: self._require_routers(model)),
+                ("balance_mean", lambda: self._require_shared(model)),
+                ("local_entropy_coef", lambda: self._require_routers(model, "local_entropy_coef")),
+                ("global_entropy_coef", lambda: self._require_routers(model, "global_entropy_coef")),
                 ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
             ):
                 try:
@@ -253,19 +258,31 @@ class TrainStage(StepsStage):
         if self.expert_dropout is not None and not is_sparse(model.config):
             raise ValueError(f"{self.name}: expert_dropout goes with a sparse model, but {self.model} is dense")
 
-    def _require_routers(self, model: PreTrainedModel) -> None:
-        """Losses of routers go with towers that have some, and a shared balance with a shared encoder."""
-        for tower in sorted({*self.local_entropy_coef, *self.global_entropy_coef}):
+    def _require_shared(self, model: PreTrainedModel) -> None:
+        """A shared balance goes with a shared encoder, whose towers choose as many experts a token."""
+        if self.balance_mean != "shared":
+            return
+        if not getattr(model.config, "shared_encoder", False):
+            raise ValueError(f"{self.name}: balance_mean shared goes with a shared encoder, which {self.model} has not")
+        text, vision = (tower.num_experts_per_tok for tower in (model.config.text_config, model.config.vision_config))
+        if text != vision:
+            raise ValueError(
+                f"{self.name}: balance_mean shared needs one num_experts_per_tok, but it is {text} for texts and "
+                f"{vision} for images: take tower"
+            )
+
+    def _require_routers(self, model: PreTrainedModel, setting: str) -> None:
+        """An entropy loss goes with towers that have routers, and its experts are no more than there are."""
+        for tower in getattr(self, setting):
             config = getattr(model.config, f"{tower}_config")
             if not getattr(config, "moe_layers", []):
-                raise ValueError(f"{self.name}: an entropy loss goes with sparse layers, which {tower} has none of")
-            if self.global_entropy_min_experts.get(tower, 0) > config.num_experts:
+                raise ValueError(f"{self.name}.{setting}.{tower}: that tower has no sparse layers: leave it out")
+            enough = self.global_entropy_min_experts.get(tower, 0) if setting == "global_entropy_coef" else 0
+            if enough > config.num_experts:
                 raise ValueError(
-                    f"{self.name}: global_entropy_min_experts.{tower} {self.global_entropy_min_experts[tower]:g} of "
-                    f"{config.num_experts} experts"
+                    f"{self.name}.global_entropy_min_experts.{tower} is {enough:g}, but there are {config.num_experts} "
+                    "experts"
                 )
-        if self.balance_mean == "shared" and not getattr(model.config, "shared_encoder", False):
-            raise ValueError(f"{self.name}: balance_mean shared goes with a shared encoder, which {self.model} has not")
 
     def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
         """Nothing that trains may lie below the first sparse layers, whose input is kept."""
@@ -356,4 +373,4 @@ class TrainRouterStage(TrainStage):
 
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
-    balance_mean: Literal["tower", "layer", "token", "tower_token"] = "layer"
+    balance_mean: BalanceMean = "layer"
