@@ -4,12 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from conversion.checkpoints import is_sparse
+from conversion.messages import cut
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
@@ -94,6 +95,12 @@ class AnalyzeStage(MeasuringStage):
     model: Model
     # Numbers of experts a token to try, beside the model's own.
     num_experts_per_tok: list[int] = Field(default_factory=list)
+    # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
+    layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
+    # The expert that has a picture of its own, of the patches and captions that it takes.
+    expert: int | None = Field(default=None, ge=0)
+    # With which capacities dropped patches are drawn; none: the model's in training and twice that.
+    capacity_factors: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
@@ -111,7 +118,16 @@ class AnalyzeStage(MeasuringStage):
             for number in self.num_experts_per_tok:
                 if not 1 <= number <= most:
                     yield "num_experts_per_tok", f"{number} of {most} experts"
+            if self.expert is not None and self.expert >= most:
+                yield "expert", f"{self.expert}, but the experts are 0 to {most - 1}"
+            for tower, layer in self.layers.items():
+                sparse = getattr(config, f"{tower}_config").moe_layers
+                if layer not in sparse:
+                    yield f"layers.{tower}", f"{layer}, but the sparse layers are {cut(map(str, sparse)) or 'none'}"
+            if self.capacity_factors and not config.vision_config.moe_layers:
+                yield "capacity_factors", "the vision tower is dense and drops no patch"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        options = {"num_experts_per_tok": self.num_experts_per_tok, "batch_size": self.batch_size}
+        names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
+        options = {name: getattr(self, name) for name in names}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
