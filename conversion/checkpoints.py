@@ -104,6 +104,8 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
         hint = HINTS.get(model_type, "") if expected in HINTS else ""
+        if isinstance(config, CLIPMoEConfig) and not is_sparse(config):
+            hint = " (it is dense, and both of its towers have one encoder)"
         raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
     return load_weights(model_class, source, config, **kwargs)
 

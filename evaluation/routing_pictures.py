@@ -17,6 +17,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
+MOST_EXPERTS = 16  # whose captions are drawn
 LEAST_WIDTH = 8  # inches, for the title
 # Of captions: characters in a line, and their size in points; inches of a line, and of a character of matplotlib's
 # monospaced font
@@ -209,8 +210,10 @@ def draw_dropped(routed: RoutedImages, dropped: Mapping[float, np.ndarray], path
 
 
 def draw_captions(captions: Sequence[Sequence[Caption]], layer: int, path: Path, number: int = 4) -> None:
-    """For each expert, texts with what it computes of them in red: see `evaluation.preferences.top_captions`."""
-    shown = [of_expert[:number] for of_expert in captions]
+    """For each expert, or the first of many, texts with what it computes of them in red: see
+    `evaluation.preferences.top_captions`."""
+    shown = [of_expert[:number] for of_expert in captions[:MOST_EXPERTS]]
+    which = "each expert computes" if len(shown) == len(captions) else f"the first {len(shown)} experts compute"
     heights = [_height(of_expert) for of_expert in shown]
     gap = 0.35  # inches above each expert, for its name
     width, height = LINE_LENGTH * CHARACTER + 0.4, sum(heights) + gap * len(heights) + 0.5
@@ -218,7 +221,7 @@ def draw_captions(captions: Sequence[Sequence[Caption]], layer: int, path: Path,
     for expert, (of_expert, of_height) in enumerate(zip(shown, heights, strict=True)):
         top -= gap + of_height
         _write(figure, 0.2, top, of_expert).set_title(f"expert {expert}" + ("" if of_expert else ": none"), loc="left")
-    figure.suptitle(f"Text tower, layer {layer}: what each expert computes (red) of some texts", y=1 - 0.2 / height)
+    figure.suptitle(f"Text tower, layer {layer}: what {which} (red) of some texts", y=1 - 0.2 / height)
     _close(figure, path)
 
 

@@ -18,7 +18,7 @@ Papers:
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -128,8 +128,10 @@ def router_z_loss(
     return _mean_over_tokens(z.square(), mask, reduce).mean()
 
 
-def _entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    return torch.special.entr(probabilities).sum(dim=-1, keepdim=True)
+def _entropy(probabilities: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
+    """Entropy of the last axis, which stays with size 1. Its gradient is finite where a probability is 0."""
+    finite = logarithms.clamp(min=torch.finfo(logarithms.dtype).min)
+    return -(probabilities * finite).sum(dim=-1, keepdim=True)
 
 
 def local_entropy_loss(
@@ -145,7 +147,8 @@ def local_entropy_loss(
     Returns:
         `torch.Tensor`: a scalar between 0 and log(E).
     """
-    entropy = _entropy(_stack_layers(router_logits).softmax(dim=-1))  # (L, T, 1)
+    logits = _stack_layers(router_logits)
+    entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))  # (L, T, 1)
     return _mean_over_tokens(entropy, mask, reduce).mean()
 
 
@@ -169,7 +172,8 @@ def global_entropy_loss(
         `torch.Tensor`: a scalar.
     """
     probabilities = _mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
-    return (math.log(min_experts) - _entropy(probabilities)).clamp(min=0).mean()
+    logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+    return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 
 
 def expert_capacity_mask(
@@ -535,6 +539,24 @@ class Reshape(ConversionOps):
         return Reshape(self.saved_shape, self.shape)
 
 
+def _require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:
+    """Raises ValueError if weights that are one tensor in a model (`tied`: name -> name) differ in a state dict."""
+    pairs = [(f"{prefix}{name}", f"{prefix}{source}") for name, source in tied.items()]
+    differing = [
+        name
+        for name, source in pairs
+        if name in state_dict
+        and source in state_dict
+        and state_dict[name].device.type != "meta"
+        and not torch.equal(state_dict[name], state_dict[source])
+    ]
+    if differing:
+        raise ValueError(
+            f"A model with shared_encoder=True has one encoder, but the towers differ in {_abbreviate(differing)}. "
+            "Tie them with model.tie_weights(), which keeps the text tower's, or set shared_encoder to False."
+        )
+
+
 def _abbreviate(keys: list[str], limit: int = 8) -> str:
     rest = f", ... ({len(keys) - limit} more)" if len(keys) > limit else ""
     return ", ".join(keys[:limit]) + rest
@@ -633,9 +655,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves
             # A shared encoder is there twice, under CLIP's names, so that each tower loads alone
-            for name, tied_to in self.get_expanded_tied_weights_keys().items():
-                if tied_to in state_dict:
-                    state_dict[name] = state_dict[tied_to].clone()
+            tied = self.get_expanded_tied_weights_keys()
+            _require_one_encoder(state_dict, tied)
+            state_dict |= {name: state_dict[source].clone() for name, source in tied.items() if source in state_dict}
             # The names of CLIP's files, which have the tower's. If it was there at loading, it is added again below
             used = getattr(self, "_weight_conversions", None) or []
             added = any(isinstance(conversion, PrefixChange) for conversion in used)
@@ -986,6 +1008,7 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         name = f"{prefix}logit_scale"
         if name in state_dict and state_dict[name].ndim == 0:
             state_dict[name] = state_dict[name].reshape(1)
+        _require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:

@@ -55,6 +55,14 @@ def test_entropy_losses_by_hand():
     assert global_entropy_loss(logits, 2, mask) == 0
 
 
+def test_entropy_losses_of_a_router_that_is_sure_have_a_gradient():
+    logits = torch.tensor([[300.0, 0.0, 0.0, 0.0], [300.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    loss = local_entropy_loss((logits,)) + global_entropy_loss((logits,), 2)
+    torch.testing.assert_close(loss, torch.tensor(math.log(2)))
+    loss.backward()
+    assert logits.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "loss",
     [

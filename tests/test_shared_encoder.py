@@ -113,6 +113,23 @@ def test_towers_that_differ_are_refused(tmp_path):
     CLIPMoEVisionModel.from_pretrained(tmp_path)
 
 
+def test_an_encoder_that_fell_apart_is_neither_saved_nor_loaded(tmp_path):
+    model = shared_model()
+    with pytest.raises(ValueError, match="the towers differ in vision_model.encoder"):
+        model.load_state_dict(tiny_model().state_dict())
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)  # which gives each tower its own
+    assert not are_one(model)
+    model.save_pretrained(tmp_path)  # they are still equal
+    with torch.no_grad():
+        model.vision_model.encoder.layers[0].mlp.fc1.weight.add_(1)
+    with pytest.raises(ValueError, match=r"differ in vision_model.encoder.layers.0.mlp.fc1.weight.*tie_weights"):
+        model.save_pretrained(tmp_path)
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    assert are_one(CLIPMoEModel.from_pretrained(tmp_path))
+
+
 @pytest.mark.parametrize(
     "field, value", [("hidden_size", 32), ("num_experts", 8), ("moe_layers", [0]), ("hidden_act", "gelu")]
 )

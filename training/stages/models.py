@@ -61,7 +61,7 @@ class InitializeStage(Stage):
     # The paper whose sparse layers it gets; None: a dense model.
     preset: Literal[tuple(PRESETS)] | None = None
     # Which towers become sparse.
-    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"], min_length=1)
     # Fields of the preset to change, as of an upcycle stage.
     changes: dict[str, Any] = Field(default_factory=dict)
     # Draw the towers' weights as OpenAI's code does. As transformers draws them, small models may never learn where
