@@ -73,6 +73,7 @@ def test_all_of_routing_can_be_set(run):
         "capacity_factor": 3.0,
         "capacity_group_size": 4,
         "eval_capacity_factor": 2.0,
+        "norm_before_capacity": True,
         "norm_topk_prob": True,
         "num_experts_per_tok": 1,
         "router_jitter_noise": 0.1,
