@@ -137,7 +137,7 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     assert {row.state for row in rows.values()} == {"to do"}
     original, taken = engine.save_checkpoint, []
 
-    def save(accelerator, model, optimizer, checkpoints, step, limit):
+    def save(accelerator, model, optimizer, checkpoints, step, limit, average):
         """Looks at what is in memory, and on the disk with one checkpoint more than there may be."""
         parameters = list(model.parameters())
         moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]

@@ -309,11 +309,11 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch
     original = engine.save_checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save(accelerator, model, optimizer, checkpoints, step, limit):
+    def save(accelerator, model, optimizer, checkpoints, step, *others):
         if step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
-            return original(accelerator, model, optimizer, checkpoints, step, limit)
+            return original(accelerator, model, optimizer, checkpoints, step, *others)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,10 +108,21 @@ class Context:
         return nullcontext() if self.alone else self.accelerator.main_process_first()
 
 
+def choose_precision(mixed_precision: str | None) -> str | None:
+    """What a recipe says; else None, which leaves it to `accelerate launch` or its configuration. Where that says "no",
+    as it does where nobody chose, bf16 on GPUs that compute in it."""
+    if mixed_precision is not None or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        return mixed_precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else None
+
+
 def make_accelerator(
     output_dir: str | Path, mixed_precision: str | None = None, trackers: tuple[str, ...] = ()
 ) -> Accelerator:
     """An `Accelerator` as a recipe wants it, on the CPU where there is nothing else.
+
+    Args:
+        mixed_precision: see `choose_precision`.
 
     Raises:
         ValueError: a tracker is not installed, which Accelerate would leave out without a word.
@@ -118,7 +130,7 @@ def make_accelerator(
     accelerator = Accelerator(
         # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
         cpu=not torch.accelerator.is_available(),
-        mixed_precision=mixed_precision,
+        mixed_precision=choose_precision(mixed_precision),
         log_with=list(trackers) or None,
         # Not beside the stages, one of which may be called as the trackers' project
         project_config=ProjectConfiguration(str(output_dir), logging_dir=str(Path(output_dir) / LOGS)),

@@ -20,7 +20,8 @@ from conversion.checkpoints import is_sparse
 from conversion.files import new_file
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
-from training.freezing import parameter_groups
+from training.gradient_cache import cached_gradient
+from training.optimizers import make_optimizer
 from training.training_state import (
     finished_steps,
     latest_checkpoint,
@@ -30,6 +31,7 @@ from training.training_state import (
     require_support,
     save_checkpoint,
 )
+from training.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from training.scores import Scores
@@ -52,32 +54,44 @@ class ContrastiveTask(nn.Module):
         self.settings = settings
         self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self,
+        batch: dict[str, torch.Tensor],
+        only_embed: bool = False,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple:
         """The global loss and what is logged of it.
 
         Args:
             batch: of a `PairLoader`, this process's share.
+            only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
+                the gradients by the images' and the texts' embeddings and by the scale.
 
         Returns:
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
-            averaged over the processes.
+            averaged over the processes. With `only_embed`, the embeddings of images and texts and the scale. With
+            `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
         """
         sparse = is_sparse(self.model.config)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
+        batch = dict(batch)
         caption_mask = batch.pop("caption_mask", None)
         outputs = self.model(**batch, **recorded)
         scale = self.model.logit_scale.exp()
-        with torch.autocast(outputs.image_embeds.device.type, enabled=False):
-            embeds = outputs.image_embeds.float(), outputs.text_embeds.float()
-            loss = self.settings.contrastive_loss(*embeds, scale.float(), caption_mask)
-        metrics = {"contrastive_loss": loss.detach()}
+        auxiliary, metrics = torch.zeros((), device=scale.device), {}
         if sparse:
-            auxiliary, router_metrics = self.settings.router_loss(self.model.config, outputs, batch["attention_mask"])
-            loss = loss + auxiliary
-            metrics |= router_metrics
-        metrics["loss"] = loss.detach()
-        metrics["logit_scale"] = self.model.logit_scale.detach().exp().squeeze()
-        return loss, metrics
+            auxiliary, metrics = self.settings.router_loss(self.model.config, outputs, batch["attention_mask"])
+        metrics["logit_scale"] = scale.detach().squeeze()
+        with torch.autocast(outputs.image_embeds.device.type, enabled=False):
+            embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()
+            if only_embed:
+                return embeds
+            if gradients is not None:
+                carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
+                return carried + auxiliary, auxiliary.detach(), metrics
+            contrastive = self.settings.contrastive_loss(*embeds, caption_mask)
+        loss = contrastive + auxiliary
+        return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -129,12 +143,13 @@ def train(
     step = 0 if latest is None else finished_steps(latest, total_steps)
     scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler = _prepare(accelerator, model, settings, step, total_steps)
+    average = _weight_average(accelerator, task, settings)
     if latest is not None:
-        load_checkpoint(accelerator, task, optimizer, latest)
+        load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.print(f"{settings.name}: goes on from step {step}")
     log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
-    weights = partial(_gather_weights, accelerator, task, scale)
+    weights = partial(_gather_weights, accelerator, task, scale, average)
     if step == 0:
         _measure(scores, 0, total_steps, weights, log)
     bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
@@ -143,15 +158,18 @@ def train(
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
         grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
         _take_step(optimizer, scheduler, model, settings)
+        if average is not None:
+            average.update()
         step += 1
         bar.update()
         if step % settings.logging_steps == 0 or step == total_steps:
             values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
-            values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
             bar.set_postfix_str(log.write(step, values))
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
-            latest = save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
+            kept_of_it = checkpoints, step, settings.save_total_limit, average
+            latest = save_checkpoint(accelerator, task, optimizer, *kept_of_it)
     bar.close()
     state_dict = weights()
     require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
@@ -172,20 +190,17 @@ def _prepare(
     if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
         model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = settings.task(model).train()
-    optimizer = torch.optim.AdamW(
-        parameter_groups(task, settings.weight_decay, settings.decay_all),
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-    )
+    optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # which a schedule that does not start at 0 looks for
+        group["initial_lr"] = float(group["lr"])  # which a schedule that does not start at 0 looks for
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         if accelerator.mixed_precision == "fp16":
             raise ValueError("DeepSpeed scales losses by itself: take mixed_precision bf16 instead of fp16")
+        if getattr(settings, "mini_batch_size", None) is not None:
+            raise ValueError(f"{settings.name}.mini_batch_size: DeepSpeed computes batches whole. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
@@ -204,15 +219,21 @@ def _compute_gradient(
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
+    size = getattr(settings, "mini_batch_size", None)  # of contrastive stages
     for micro_step in range(accumulation):
-        batch = send_to_device(next(stream), accelerator.device)
+        batch, seed = next(stream), hash((*seed_and_step, micro_step))
         # DeepSpeed takes its step within `backward`, when this is set
         last = accelerator.sync_gradients = micro_step == accumulation - 1
+        if size is not None:
+            loss, metrics = cached_gradient(accelerator, task, model, batch, size, seed, 1 / accumulation, last)
+            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
+            logged.append(metrics)
+            continue
         if isinstance(model, CLIPMoEModel):
-            model.seed_router_noise(hash((*seed_and_step, micro_step)), accelerator.process_index)
+            model.seed_router_noise(seed, accelerator.process_index)
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):
-            loss, metrics = task(batch)
+            loss, metrics = task(send_to_device(batch, accelerator.device))
             _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
             accelerator.backward(loss / accumulation)
         logged.append(metrics)
@@ -244,9 +265,23 @@ def _take_step(
         clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
 
 
-def _gather_weights(accelerator: Accelerator, task: nn.Module, scale: nn.Parameter | None) -> dict[str, torch.Tensor]:
+def _weight_average(accelerator: Accelerator, task: nn.Module, settings: "StepsStage") -> WeightAverage | None:
+    if settings.ema_decay is None:
+        return None
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        raise ValueError(f"{settings.name}.ema_decay: DeepSpeed keeps weights to itself. Take DDP or FSDP2")
+    parameters = accelerator.unwrap_model(task).named_parameters()
+    return WeightAverage({plain_name(name): parameter for name, parameter in parameters}, settings.ema_decay)
+
+
+def _gather_weights(
+    accelerator: Accelerator, task: nn.Module, scale: nn.Parameter | None, average: WeightAverage | None
+) -> dict[str, torch.Tensor]:
     """The state dict of the model in a task, with `logit_scale` in the shape that it had before training."""
-    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+    with nullcontext() if average is None else average.in_place():
+        state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+        if average is not None:  # on one process these are the parameters themselves
+            state_dict = {name: value.clone() for name, value in state_dict.items()}
     state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)

@@ -232,8 +232,52 @@ def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, with gradient: the `reduce` of the router losses."""
+    """The sum over the global batch, with gradient: the `reduce` of the router losses. That is the sum over all
+    processes, and over all parts of a batch that is computed in parts."""
+    if SumsOfParts.active is not None:
+        return SumsOfParts.active.add(tensor)
     return tensor if _world_size() == 1 else distributed.all_reduce(tensor)
+
+
+class SumsOfParts:
+    """What `all_reduce_sum` does within `with` where a batch is computed in parts, all of them twice.
+
+    The first time it adds up what it is given. After `reduce`, it returns the sums over all parts and processes, whose
+    gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
+    """
+
+    active: "SumsOfParts | None" = None
+
+    def __init__(self):
+        self.totals: list[torch.Tensor] = []
+        self.reduced, self.calls = False, 0
+
+    def __enter__(self):
+        SumsOfParts.active = self
+
+    def __exit__(self, *_):
+        SumsOfParts.active = None
+
+    def end_of_part(self) -> None:
+        """The next call is the first one of another part."""
+        self.calls = 0
+
+    def reduce(self) -> None:
+        """All parts were there once."""
+        if _world_size() > 1:
+            for total in self.totals:
+                dist.all_reduce(total)
+        self.reduced = True
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        number, self.calls = self.calls, self.calls + 1
+        if not self.reduced:
+            if number == len(self.totals):
+                self.totals.append(torch.zeros_like(tensor))
+            self.totals[number] += tensor.detach()
+            return tensor
+        # As many times as there are processes, over which the gradient is averaged
+        return self.totals[number] + _world_size() * (tensor - tensor.detach())
 
 
 def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, mask: torch.Tensor | None):

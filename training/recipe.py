@@ -34,7 +34,8 @@ class Recipe:
     stages: list[SkipValidation[Stage]] = Field(min_length=1)
     # Of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
-    # None: what `accelerate launch` or its configuration says.
+    # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
+    # compute in it.
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     # Any of Accelerate's trackers: tensorboard, wandb, ...
     trackers: list[str] = Field(default_factory=list)

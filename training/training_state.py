@@ -1,7 +1,7 @@
 """Checkpoints of a training run: safetensors and JSON, which run no code when they are read.
 
-`step-N/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and for each process
-`random_states_RANK.json`. Accelerate's own checkpoints, and DeepSpeed's, are pickles.
+`step-N/` holds `model.safetensors`, `optimizer.safetensors`, with `ema_decay` `average.safetensors`, `state.json` and,
+for each process, `random_states_RANK.json`. Accelerate's own checkpoints, and DeepSpeed's, are pickles.
 """
 
 import hashlib
@@ -23,9 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-MODEL, OPTIMIZER, STATE, RANDOM_STATES = "model.safetensors", "optimizer.safetensors", "state.json", "random_states"
-# What AdamW keeps of a parameter: the last two have its shape
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+from training.optimizers import make_states
+from training.weight_average import WeightAverage
+
+MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+STATE, RANDOM_STATES = "state.json", "random_states"
 
 
 def require_support(accelerator: Accelerator) -> None:
@@ -49,11 +51,13 @@ def save_checkpoint(
     checkpoints: Path,
     step: int,
     limit: int,
+    average: WeightAverage | None = None,
 ) -> Path:
     """Write `step-N` whole or not at all, then delete all but the newest `limit`.
 
     Args:
         model, optimizer: as `accelerator.prepare` returned them.
+        average: of the weights, if the stage keeps one.
 
     Raises:
         FloatingPointError: a weight, or what the optimizer keeps of it, is not finite.
@@ -62,9 +66,10 @@ def save_checkpoint(
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
     parameters = _named_parameters(accelerator, model)
     tensors = {MODEL: dict(_whole(accelerator, parameters.items()))}
-    states = {name: optimizer.optimizer.state[p] for name, p in parameters.items() if optimizer.optimizer.state.get(p)}
-    kept = ((f"{name}.{key}", state[key]) for name, state in states.items() for key in MOMENTS)
-    tensors[OPTIMIZER] = dict(_whole(accelerator, kept))
+    states = _named_states(parameters, optimizer)
+    tensors[OPTIMIZER] = dict(_whole(accelerator, _flat(states).items()))
+    if average is not None:
+        tensors[AVERAGE] = dict(_whole(accelerator, average.averages.items()))
     for of_file in tensors.values():
         require_finite_weights(of_file, f"step {step}")
     if accelerator.is_main_process:
@@ -99,7 +104,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Path,
+    average: WeightAverage | None = None,
 ) -> None:
     """Put what `save_checkpoint` wrote into a prepared model and optimizer, and set the random states.
 
@@ -109,31 +118,22 @@ def load_checkpoint(
         ValueError: a file is missing or damaged, or is of another model.
     """
     parameters = _named_parameters(accelerator, model)
-    weights, kept, state = _read(checkpoint / MODEL), _read(checkpoint / OPTIMIZER), _read(checkpoint / STATE)
-    for name in (MODEL, OPTIMIZER):
-        if state["sha256"].get(name) != _digest(checkpoint / name):
-            raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
+    state = _read(checkpoint / STATE)
     trained = [name for name in state["trained"] if name in parameters]
-    unknown = sorted(set(weights) ^ set(parameters)) + sorted(set(state["trained"]) - set(trained), key=str)
+    unknown = sorted(set(state["trained"]) - set(trained), key=str)
     if unknown:
         raise _unfit(checkpoint, f"it is of another model: {', '.join(map(str, unknown[:3]))}")
-    if set(kept) != {f"{name}.{key}" for name in trained for key in MOMENTS}:
-        raise _unfit(checkpoint, f"{OPTIMIZER} does not hold {', '.join(MOMENTS)} of every trained parameter")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            weight = weights[name]
-            if (weight.shape, weight.dtype) != (parameter.shape, parameter.dtype):
-                found, wanted = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (weight, parameter))
-                raise _unfit(checkpoint, f"{name} is {found}, not {wanted}")
-            parameter.copy_(_like(weight, parameter))
-    for name in trained:
-        parameter = parameters[name]
-        for key in MOMENTS:
-            value = kept[f"{name}.{key}"]
-            if value.shape != (() if key == "step" else parameter.shape):
-                raise _unfit(checkpoint, f"{OPTIMIZER} has {key} of {name} of the shape {tuple(value.shape)}")
-            # AdamW counts its steps on the CPU
-            optimizer.optimizer.state[parameter][key] = value if key == "step" else _like(value, parameter)
+    make_states(optimizer.optimizer)
+    for name in parameters.keys() - set(trained):
+        optimizer.optimizer.state.pop(parameters[name], None)
+    files = {MODEL: parameters, OPTIMIZER: _flat(_named_states(parameters, optimizer))}
+    if average is not None:
+        files[AVERAGE] = average.averages
+    for name, there in files.items():
+        kept = _read(checkpoint / name)
+        if state["sha256"].get(name) != _digest(checkpoint / name):
+            raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
+        _fill(there, kept, checkpoint / name)
     if accelerator.scaler is not None:
         if state["scaler"] is None:
             raise _unfit(checkpoint, "it was written without the loss scale that fp16 needs")
@@ -146,6 +146,19 @@ def load_checkpoint(
             f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
             f"{accelerator.num_processes} now: dropout and the router's noise go on with other random numbers"
         )
+
+
+def _fill(there: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], path: Path) -> None:
+    """Put what a file of a checkpoint holds into the tensors of those names."""
+    unknown = sorted(kept.keys() ^ there.keys())
+    if unknown:
+        raise _unfit(path.parent, f"{path.name} is of another model or optimizer: {', '.join(unknown[:3])}")
+    with torch.no_grad():
+        for name, tensor in there.items():
+            if (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype):
+                found, wanted = (f"{tuple(value.shape)} of {value.dtype}" for value in (kept[name], tensor))
+                raise _unfit(path.parent, f"{path.name}: {name} is {found}, not {wanted}")
+            tensor.copy_(_like(kept[name], tensor))
 
 
 def finished_steps(checkpoint: Path, total_steps: int) -> int:
@@ -197,6 +210,21 @@ def _finished(checkpoints: Path) -> list[Path]:
 
 def _named_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in accelerator.unwrap_model(model).named_parameters()}
+
+
+def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """What the prepared optimizer keeps of each parameter that had a gradient."""
+    states = optimizer.optimizer.state
+    return {name: states[parameter] for name, parameter in parameters.items() if states.get(parameter)}
+
+
+def _flat(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Every tensor of the states by name. One of 8 bits, a class of torchao's, is its codes and scales."""
+    tensors = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    for name in [name for name, value in tensors.items() if hasattr(value, "codes")]:
+        value = tensors.pop(name)
+        tensors |= {f"{name}.codes": value.codes, f"{name}.scale": value.scale}
+    return tensors
 
 
 def plain_name(name: str) -> str:

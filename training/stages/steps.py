@@ -27,6 +27,7 @@ from training.expected import (
     trainable_parameters,
 )
 from training.manifests import flatten
+from training.optimizers import OptimizerName
 from training.samplers import Share
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, dump
@@ -71,6 +72,12 @@ class StepsStage(Stage):
     warmup_steps: float = Field(default=0, ge=0)
     # Longer gradients are scaled to this length; None: no gradient is.
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
+    # memory.
+    optimizer: OptimizerName = "adamw"
+    # The trained model is the exponential moving average of the weights, with this decay a step; None: it has the last
+    # weights.
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Of the order of the data; None: the recipe's. Models that differ in nothing else make an ensemble.

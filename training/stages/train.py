@@ -60,9 +60,15 @@ class TrainStage(StepsStage):
     max_logit_scale: float = Field(default=100.0, gt=0)
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    # Compile the towers with torch.compile: minutes at the start, for faster steps.
+    torch_compile: bool = False
+
     # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
     # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): memory is that of so many,
+    # loss and gradient are those of the whole batch, and a step computes 4/3 as much. None: all at once.
+    mini_batch_size: int | None = Field(default=None, gt=0)
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
     # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
@@ -162,6 +168,9 @@ class TrainStage(StepsStage):
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
             drop_activations(model, self.expert_dropout)
+        if self.torch_compile:
+            for tower in (model.text_model, model.vision_model):
+                tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -172,6 +181,7 @@ class TrainStage(StepsStage):
         self._require_shared(model)
         self._require_routers(model, "local_entropy_coef")
         self._require_routers(model, "global_entropy_coef")
+        self._require_groups(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
@@ -192,6 +202,9 @@ class TrainStage(StepsStage):
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs, num_processes)
+        share = self.global_batch_size // (num_processes * self.gradient_accumulation_steps)
+        if self.mini_batch_size is not None and share % self.mini_batch_size:
+            yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
             yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_names())
         with contextlib.suppress(Unknown):
@@ -207,6 +220,7 @@ class TrainStage(StepsStage):
                 ("balance_mean", lambda: self._require_shared(model)),
                 ("local_entropy_coef", lambda: self._require_routers(model, "local_entropy_coef")),
                 ("global_entropy_coef", lambda: self._require_routers(model, "global_entropy_coef")),
+                ("mini_batch_size", lambda: self._require_groups(model)),
                 ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
             ):
                 try:
@@ -282,6 +296,22 @@ class TrainStage(StepsStage):
                 raise ValueError(
                     f"{self.name}.global_entropy_min_experts.{tower} is {enough:g}, but there are {config.num_experts} "
                     "experts"
+                )
+
+    def _require_groups(self, model: PreTrainedModel) -> None:
+        """Where a batch is computed in parts, no capacity may be that of the whole batch."""
+        if self.mini_batch_size is None or not is_sparse(model.config):
+            return
+        for tower, captions in (("text", len(self.caption_weights or [1])), ("vision", 1)):
+            config = getattr(model.config, f"{tower}_config")
+            if not config.moe_layers or config.capacity_factor is None:
+                continue
+            group, sequences = config.capacity_group_size, self.mini_batch_size * captions
+            if group is None or sequences % group:
+                raise ValueError(
+                    f"{self.name}.mini_batch_size: {sequences} sequences of {tower} are computed at a time, but "
+                    f"capacity_group_size is {group}: set the {tower}_config.capacity_group_size of the stage that "
+                    "makes the model to a number that divides them"
                 )
 
     def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:

@@ -1,0 +1,164 @@
+"""Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
+
+import copy
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from tiny_clip_moe import EOS, gradients, inputs, tiny_model
+from transformers import CLIPModel
+
+from conversion.dense import dense_config
+from training.engine import ContrastiveTask, _compute_gradient
+from training.gradient_cache import cached_gradient, split_batch
+from training.stages.train import TrainStage
+
+BATCH = 12
+LIMIT = {"capacity_factor": 1.0, "capacity_group_size": 2}
+LIMOE = {
+    "local_entropy_coef": {"text": 0.3},
+    "global_entropy_coef": {"text": 0.5, "vision": 0.5},
+    "global_entropy_min_experts": {"text": 3.9, "vision": 3.9},
+}
+# Fields of the towers, settings of the stage
+CASES = {
+    "no capacity": ({}, {}),
+    "capacity": ({**LIMIT, "norm_topk_prob": True}, {"balance_mean": "layer", "balance_top_k": 1}),
+    "noise": ({**LIMIT, "router_jitter_noise": 0.2}, {"balance_mean": "token"}),
+    "fusion gates": ({"fusion_gate": True}, {"balance_mean": "tower_token", "text_router_weight": 0.5}),
+    "entropies": ({}, LIMOE),
+    "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
+    "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
+}
+
+
+def stage(**settings):
+    settings = {"global_batch_size": BATCH, "max_steps": 1, "learning_rate": 1e-3} | settings
+    return TrainStage(name="tuned", stage="train", model="x", data={"source": "glyphs", "num_samples": 1}, **settings)
+
+
+def whole_batch(settings):
+    """A batch of `BATCH` images, with captions that are missing where there are several."""
+    torch.manual_seed(1)
+    batch = inputs(BATCH)
+    if "caption_weights" in settings:
+        mask = torch.rand(BATCH, 3) < 0.7
+        mask[:, 1] = True
+        batch |= {name: inputs(int(mask.sum()))[name] for name in ("input_ids",)} | {"caption_mask": mask}
+        length = (batch["input_ids"] == EOS).int().argmax(dim=1)
+        batch["attention_mask"] = (torch.arange(10) <= length[:, None]).long()
+    return batch
+
+
+def sparse(fields):
+    torch.manual_seed(0)
+    model = tiny_model(**fields).train()
+    model.config.router_aux_loss_coef, model.config.router_z_loss_coef = 0.5, 0.1
+    return model
+
+
+def computed(model, settings, batch, accelerator):
+    """Loss, what is logged and the gradients of a step."""
+    task = accelerator.prepare(ContrastiveTask(model, settings))
+    share = split_batch(batch, BATCH // accelerator.num_processes)[accelerator.process_index]
+    metrics = _compute_gradient(accelerator, task, model, iter([share]), settings, (0, 0), "")
+    metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
+    return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
+
+
+def assert_same(found, expected):
+    (metrics, grads), (expected_metrics, expected_grads) = found, expected
+    assert max(gradient.abs().max() for gradient in expected_grads.values()) > 1e-3
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
+    expected_metrics, metrics = dict(expected_metrics), dict(metrics)
+    expected_metrics.pop("dropped_tokens", None), metrics.pop("dropped_tokens", None)  # of texts, a mean of parts
+    torch.testing.assert_close(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("size", [2, 6, 12])
+@pytest.mark.parametrize("case", CASES)
+def test_parts_have_the_gradient_of_the_whole(case, size):
+    fields, settings = CASES[case]
+    batch, accelerator = whole_batch(settings), Accelerator(cpu=True)
+    whole = computed(sparse(fields), stage(**settings), batch, accelerator)
+    parts = computed(sparse(fields), stage(**settings, mini_batch_size=size), batch, accelerator)
+    assert_same(parts, whole)
+
+
+def test_a_dense_model():
+    torch.manual_seed(0)
+    model = CLIPModel(dense_config(tiny_model().config)).train()
+    batch, accelerator = whole_batch({}), Accelerator(cpu=True)
+    whole = computed(copy.deepcopy(model), stage(), batch, accelerator)
+    assert_same(computed(model, stage(mini_batch_size=4), batch, accelerator), whole)
+
+
+def test_dropout_is_the_same_both_times():
+    """Were it not, the gradient would be none of the loss that was computed."""
+    model, batch, accelerator = sparse({"attention_dropout": 0.3}), whole_batch({}), Accelerator(cpu=True)
+    task = ContrastiveTask(model, stage(mini_batch_size=4))
+    seen = []
+    model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.image_embeds.detach()))
+    cached_gradient(accelerator, task, model, batch, 4, 0, 1.0, True)
+    first, second = seen[:3], seen[3:]
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    assert torch.rand(1) != first[0].flatten()[0]
+    images = [part["pixel_values"] for part in split_batch(batch, 4)]
+    assert not torch.equal(model.get_image_features(images[0]).pooler_output, first[0])
+
+
+def test_a_router_loss_of_a_part_alone_is_refused():
+    settings = stage(mini_batch_size=4)
+    settings.router_loss = lambda config, outputs, mask: (outputs.vision_router_logits[0].square().mean(), {})
+    model = sparse({})
+    task = ContrastiveTask(model, settings)
+    with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):
+        cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 0, 1.0, True)
+
+
+def worker(rank, folder, world_size):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results = {}
+    for case in ("capacity", "noise", "entropies"):
+        fields, settings = CASES[case]
+        settings_of_parts = stage(**settings, mini_batch_size=2)
+        results[case] = computed(sparse(fields), settings_of_parts, whole_batch(settings), Accelerator(cpu=True))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
+    mp.spawn(worker, (str(tmp_path), world_size), nprocs=world_size)
+    for case in ("capacity", "noise", "entropies"):
+        fields, settings = CASES[case]
+        whole = computed(sparse(fields), stage(**settings), whole_batch(settings), Accelerator(cpu=True))
+        for rank in range(world_size):
+            assert_same(torch.load(tmp_path / f"{rank}.pt")[case], whole)
+
+
+@pytest.mark.parametrize(
+    "fields, settings, message",
+    [
+        ({"capacity_factor": 1.0}, {}, "4 sequences of text are computed at a time, but capacity_group_size is None"),
+        (
+            {"capacity_factor": 1.0, "capacity_group_size": 3},
+            {},
+            "4 sequences of text are computed at a time, but capacity_group_size is 3",
+        ),
+    ],
+)
+def test_capacity_over_a_whole_batch_is_refused(fields, settings, message):
+    with pytest.raises(ValueError, match=re.escape(f"tuned.mini_batch_size: {message}")):
+        stage(mini_batch_size=4, **settings)._require_groups(sparse(fields))
+
+
+def test_parts_are_of_one_size():
+    problems = dict(stage(mini_batch_size=5).problems(SimpleNamespace(), 1))
+    assert problems["mini_batch_size"] == "5 does not divide a process's batch of 12 pairs"

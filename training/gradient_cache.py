@@ -1,0 +1,116 @@
+"""Gradient caching: batches whose activations do not fit into memory (GradCache, arXiv:2101.06983, section 3.2).
+
+The embeddings of all parts of a batch are computed without a graph. The gradient of the loss by them is kept, and the
+parts are computed again, one at a time, to carry it on into the weights.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import PreTrainedModel
+
+from modeling_clip_moe import CLIPMoEModel
+from training.losses import SumsOfParts
+
+TEXT_KEYS = ("input_ids", "attention_mask", "text_sparse_inputs")
+
+
+def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """A batch of a `PairLoader` in parts of `size` images, each with its captions.
+
+    Raises:
+        ValueError: the size does not divide the batch.
+    """
+    images = next(value for name, value in batch.items() if name not in TEXT_KEYS)
+    if len(images) % size:
+        raise ValueError(f"mini_batch_size {size} does not divide the {len(images)} images of a process's batch")
+    captions = batch.get("caption_mask", torch.ones(len(images), 1))
+    texts = [int(part.sum()) for part in captions.split(size)]  # of each part
+    split = {name: value.split(texts if name in TEXT_KEYS else size) for name, value in batch.items()}
+    return [dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)]
+
+
+def cached_gradient(
+    accelerator: Accelerator,
+    task: nn.Module,
+    model: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    size: int,
+    seed: int,
+    factor: float,
+    synchronize: bool,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Add the gradient of a batch's loss to that of the weights, computing `size` images at a time.
+
+    Args:
+        task: a `training.engine.ContrastiveTask`, as Accelerate prepared it.
+        batch: this process's, on the CPU: parts are sent to the device as they are computed.
+        seed: of the routers' noise, see `CLIPMoEModel.seed_router_noise`.
+        factor: what the gradient is multiplied by.
+        synchronize: whether the gradients are averaged over the processes at the end.
+
+    Returns:
+        The loss of the batch, and what is logged of it, as `ContrastiveTask.forward` returns them.
+
+    Raises:
+        ValueError: the size does not divide the batch, or a router loss differs from part to part.
+    """
+    parts, sums = split_batch(batch, size), SumsOfParts()
+
+    def sent(number: int) -> dict[str, torch.Tensor]:
+        if isinstance(model, CLIPMoEModel):
+            model.seed_router_noise(seed, accelerator.process_index * len(parts) + number)
+        return send_to_device(parts[number], accelerator.device)
+
+    embeds, states = [], []
+    with torch.no_grad(), sums:
+        for number in range(len(parts)):
+            states.append(_generators(accelerator.device))
+            embeds.append(task(sent(number), only_embed=True))
+            sums.end_of_part()
+    images, texts, scales = zip(*embeds, strict=True)
+    leaves = [torch.cat(images), torch.cat(texts), scales[0].clone()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    mask = send_to_device(batch.get("caption_mask"), accelerator.device)
+    contrastive = accelerator.unwrap_model(task).settings.contrastive_loss(*leaves, mask)
+    by_images, by_texts, by_scale = torch.autograd.grad(contrastive, leaves)
+
+    gradients = zip(by_images.split(size), by_texts.split([len(text) for text in texts]), strict=True)
+    sums.reduce()
+    auxiliaries, logged = [], []
+    after = _generators(accelerator.device)
+    for number, of_part in enumerate(gradients):
+        _set_generators(states[number], accelerator.device)
+        last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
+        with nullcontext() if last else accelerator.no_sync(task), sums:
+            surrogate, auxiliary, metrics = task(sent(number), gradients=(*of_part, by_scale / len(parts)))
+            sums.end_of_part()
+            accelerator.backward(surrogate * factor)
+        auxiliaries.append(auxiliary)
+        logged.append(metrics)
+    _set_generators(after, accelerator.device)
+    auxiliaries = torch.stack(auxiliaries)
+    if not torch.allclose(auxiliaries, auxiliaries[0], rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            "mini_batch_size: the router loss of this stage differs from part to part of a batch. It has to be a "
+            "function of sums that `training.losses.all_reduce_sum` makes"
+        )
+    metrics = {name: torch.stack([of_part[name] for of_part in logged]).mean(dim=0) for name in metrics}
+    loss = contrastive.detach() + auxiliaries[0]
+    return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss}
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that dropout and noise draw from."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
+
+
+def _set_generators(states: list[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1])

@@ -1,0 +1,51 @@
+"""The optimizers that a stage may take."""
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from training.freezing import parameter_groups
+
+if TYPE_CHECKING:
+    from training.stages.steps import StepsStage
+
+OptimizerName = Literal["adamw", "adamw_8bit"]
+# Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
+FUSED = ("cuda", "xpu")
+
+
+def make_optimizer(task: nn.Module, settings: "StepsStage", device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of what trains in a task.
+
+    Raises:
+        ValueError: torchao is asked for and not installed.
+    """
+    groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
+    options = {
+        "lr": settings.learning_rate,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
+    if settings.optimizer == "adamw_8bit":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ValueError(
+                f"{settings.name}.optimizer: adamw_8bit is torchao's: pip install torchao, or take adamw ({error})"
+            ) from error
+        return AdamW8bit(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the state of its first step, all zeros, without a step: the weights stay as they are."""
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
