@@ -3,11 +3,10 @@
 import copy
 import os
 import re
-from types import SimpleNamespace
+import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from tiny_clip_moe import EOS, gradients, inputs, tiny_model
@@ -121,21 +120,24 @@ def test_a_router_loss_of_a_part_alone_is_refused():
         cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 0, 1.0, True)
 
 
-def worker(rank, folder, world_size):
+def worker(rank, folder, world_size, port):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     results = {}
     for case in ("capacity", "noise", "entropies"):
         fields, settings = CASES[case]
         settings_of_parts = stage(**settings, mini_batch_size=2)
         results[case] = computed(sparse(fields), settings_of_parts, whole_batch(settings), Accelerator(cpu=True))
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    Accelerator().end_training()
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
-    mp.spawn(worker, (str(tmp_path), world_size), nprocs=world_size)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, (str(tmp_path), world_size, port), nprocs=world_size)
     for case in ("capacity", "noise", "entropies"):
         fields, settings = CASES[case]
         whole = computed(sparse(fields), stage(**settings), whole_batch(settings), Accelerator(cpu=True))
@@ -157,8 +159,3 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
 def test_capacity_over_a_whole_batch_is_refused(fields, settings, message):
     with pytest.raises(ValueError, match=re.escape(f"tuned.mini_batch_size: {message}")):
         stage(mini_batch_size=4, **settings)._require_groups(sparse(fields))
-
-
-def test_parts_are_of_one_size():
-    problems = dict(stage(mini_batch_size=5).problems(SimpleNamespace(), 1))
-    assert problems["mini_batch_size"] == "5 does not divide a process's batch of 12 pairs"

@@ -169,15 +169,16 @@ class StepsStage(Stage):
         return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
 
     def memory(self, inputs: SimpleNamespace) -> int:
-        """Bytes of the weights, of their gradients and of AdamW's two moments, all in float32. Raises Unknown."""
-        return 4 * parameters((self.output_config(inputs),))["total"] + 12 * self._trainable_parameters(inputs)
+        """Bytes of the weights, of their gradients, of AdamW's two moments and of averaged weights. Raises Unknown."""
+        kept = 4 + self._bytes_of_states()
+        return 4 * parameters((self.output_config(inputs),))["total"] + kept * self._trainable_parameters(inputs)
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """With checkpoints: one more than `save_total_limit` while the newest is written."""
         weights = size_of_weights(output.known_configs)
         if self.save_steps is None:
             return weights, weights
-        checkpoint = weights + 8 * self._trainable_parameters(inputs)
+        checkpoint = weights + self._bytes_of_states() * self._trainable_parameters(inputs)
         try:
             steps = self.steps(inputs)
         except Unknown:
@@ -185,6 +186,10 @@ class StepsStage(Stage):
         written = (steps - 1) // self.save_steps
         kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
         return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
+
+    def _bytes_of_states(self) -> int:
+        """Of a parameter that trains: two moments, and the average of its values."""
+        return (8 if self.optimizer == "adamw" else 2) + (0 if self.ema_decay is None else 4)
 
     def _trainable_parameters(self, inputs: SimpleNamespace) -> int:
         return trainable_parameters(self.output_config(inputs), self.trainable)
