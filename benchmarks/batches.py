@@ -121,8 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         size = options.pairs, options.dimensions
         plain, chunked, memory, seconds = ratios("loss", [*size, None], [*size, chunk_size], options.repeats)
         rows.append(
-            f"| loss of {options.pairs} x {options.dimensions}, chunks of {chunk_size} | {mib(plain)} | {mib(chunked)} | "
-            f"{memory:.3f} (1/{1 / memory:.1f}) | {seconds:.2f} |"
+            f"| loss of {options.pairs} x {options.dimensions}, chunks of {chunk_size} "
+            f"| {mib(plain)} | {mib(chunked)} | {memory:.3f} (1/{1 / memory:.1f}) | {seconds:.2f} |"
         )
     batch, part = options.batch, options.mini_batch_size
     plain, cached, memory, seconds = ratios("step", [batch, None], [batch, part], options.repeats)
