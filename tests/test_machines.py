@@ -1,0 +1,98 @@
+"""The commands of docs/machines.md for several machines, as two processes of this one that meet over the network."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_runs import DENSE, TUNED, run_stages, weights
+
+ROOT = Path(__file__).parents[1]
+SBATCH = ROOT / "training" / "slurm" / "upcycle.sbatch"
+BIN = Path(sys.executable).parent
+# What Slurm does there: names the machines, and runs the command once on each
+STAND_INS = {
+    "scontrol": "#!/bin/bash\necho 127.0.0.1\necho elsewhere\n",
+    "srun": """#!/bin/bash
+shift
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@"
+first=$?
+wait $! || exit 1
+exit $first
+""",
+}
+TRAINED = TUNED | {"data": {"source": "glyphs", "num_samples": 8, "in_memory": True}, "max_steps": 2, "model": "dense"}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe file, and what one process makes of it."""
+    (tmp_path / "one").mkdir()
+    run_stages(tmp_path / "one", [DENSE, TRAINED])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "two"), "stages": [DENSE, TRAINED]}))
+    return path
+
+
+def run(command, **variables):
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def assert_one(folder):
+    expected = weights(folder / "one" / "out" / "tuned")
+    torch.testing.assert_close(weights(folder / "two" / "tuned"), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_slurm(recipe, tmp_path):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    config = yaml.safe_load((ROOT / "training" / "accelerate" / "ddp.yaml").read_text())
+    config |= {"distributed_type": "MULTI_CPU", "use_cpu": True}
+    (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(config))
+    variables = {"CONFIG": str(tmp_path / "cpu.yaml"), "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
+    variables |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    variables |= {"SLURM_JOB_ID": str(os.getpid())}
+    assert "on 2 x cpu" in run(["bash", SBATCH, "--config", recipe], **variables)
+    assert_one(tmp_path)
+
+
+@pytest.mark.slow
+def test_torchrun(recipe, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [BIN / "torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", port]
+    arguments = ["training/upcycle.py", "--config", recipe]
+    second = subprocess.Popen(
+        [*command, "--node-rank", "1", *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert "on 2 x cpu" in run([*command, "--node-rank", "0", *arguments])
+        assert second.wait(60) == 0
+    finally:
+        second.kill()
+    assert_one(tmp_path)
+
+
+def test_the_batch_script_is_one():
+    subprocess.run(["bash", "-n", SBATCH], check=True)
+    lines = SBATCH.read_text().splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    first_command = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    assert all(line in lines[:first_command] for line in options)  # Slurm reads no further
+    names = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in options}
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "requeue"} <= names
+    config = re.search(r"CONFIG:-(\S+)}", SBATCH.read_text())[1]
+    assert (ROOT / config).is_file()
