@@ -14,160 +14,28 @@ models have their turn. In brackets: the ratio to the first model, or to --basel
 """
 
 import argparse
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPConfig, CLIPModel, PreTrainedModel
+from transformers import CLIPConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from conversion.files import one_line_errors
 from conversion.folders import has_file, load_config, loading
 from conversion.markdown import escape
 from conversion.messages import did_you_mean
-from conversion.presets import PRESETS
 from conversion.provenance import environment, weights_fingerprint
-from conversion.upcycle import sparse_config
+from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page_folder import require_free_page, write_page
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig
 
-# OpenAI's, at 224 pixels and 77 tokens: width, layers, heads and patch size of the vision tower; width, layers and
-# heads of the text tower; size of the embeddings
-SIZES = {
-    "ViT-B/32": (768, 12, 12, 32, 512, 12, 8, 512),
-    "ViT-B/16": (768, 12, 12, 16, 512, 12, 8, 512),
-    "ViT-L/14": (1024, 24, 16, 14, 768, 12, 12, 768),
-}
-# "Up-Cycling" in CLIP-FMoE's tables
-FIVE_EXPERTS = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=5, num_experts_per_tok=3, fusion_gate=False)
-ARCHITECTURES = {**PRESETS, "5_experts": FIVE_EXPERTS}
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-
-
-def paper_config(name: str) -> CLIPConfig | CLIPMoEConfig | None:
-    """The configuration at a paper's size that a name such as ViT-L/14:clip_moe stands for; None for other names.
-
-    Raises:
-        ValueError: there is no such architecture.
-    """
-    size, colon, architecture = name.partition(":")
-    if size not in SIZES:
-        return None
-    dense = _dense_config(*SIZES[size])
-    if not colon:
-        return dense
-    if architecture not in ARCHITECTURES:
-        hint = did_you_mean(architecture, ARCHITECTURES)
-        raise ValueError(f"{name}: there is no architecture {architecture!r}{hint}, only {', '.join(ARCHITECTURES)}")
-    return sparse_config(dense, ARCHITECTURES[architecture])
-
-
-def _dense_config(vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection) -> CLIPConfig:
-    def tower(width: int, layers: int, heads: int) -> dict[str, int]:
-        return {
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "projection_dim": projection,
-        }
-
-    return CLIPConfig(
-        text_config=tower(text, text_layers, text_heads),
-        vision_config=tower(vision, vision_layers, vision_heads) | {"patch_size": patch, "image_size": 224},
-        projection_dim=projection,
-    )
-
-
-def meta_model(config: CLIPConfig | CLIPMoEConfig) -> PreTrainedModel:
-    """A dense or sparse CLIP without storage, whose every matrix product can be counted."""
-    with torch.device("meta"):
-        if isinstance(config, CLIPConfig):
-            return CLIPModel._from_config(config, attn_implementation="eager").eval()
-        # One product for each token and chosen expert, so that counts do not depend on the data
-        return CLIPMoEModel._from_config(
-            config, attn_implementation="eager", experts_implementation="batched_mm"
-        ).eval()
-
-
-def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> dict[str, int]:
-    """Numbers of parameters.
-
-    Args:
-        trainable: a regular expression, see `training.freezing.set_trainable`.
-
-    Returns:
-        `total`; `activated`, those that one token meets: K of the E experts of each sparse layer; both also of each
-        tower with its projection (`text`, `text_activated`, `vision`, `vision_activated`), of which a shared encoder is
-        a part in both; those of one expert in all layers (`expert`, 0 if dense), and of all `routers` and fusion gates;
-        and with `trainable` the number of those
-        whose names it is found in, under that name.
-    """
-    named = list(model.named_parameters(remove_duplicate=False))  # a shared encoder is a part of both towers
-
-    def of(pattern: str) -> int:
-        return sum(parameter.numel() for parameter in {p for name, p in named if re.search(pattern, name)})
-
-    counts = {"total": of(""), "activated": of(""), "expert": 0}
-    shared, idle_of_tower = getattr(model.config, "shared_encoder", False), {}
-    for tower, prefixes in (("text", "text_(model|projection)"), ("vision", "(vision_model|visual_projection)")):
-        config = getattr(model.config, f"{tower}_config")
-        experts = of(rf"^{tower}_model\..*\.experts\.")
-        idle = experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts if experts else 0
-        counts[tower] = of(rf"^{prefixes}\.")
-        counts[f"{tower}_activated"] = counts[tower] - idle
-        idle_of_tower[tower] = idle
-        if not (shared and tower == "vision"):  # counted already
-            counts["expert"] += experts // config.num_experts if experts else 0
-    # Of a shared encoder, what the tokens of neither tower meet
-    counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
-    counts["routers"] = of(r"\.(router|fusion_gate)\.")
-    if trainable is not None:
-        counts["trainable"] = of(trainable)
-    return counts
-
-
-def count_multiply_adds(model: nn.Module) -> dict[str, int]:
-    """Multiply-adds of the forward pass of one image and one text of full length, as torch counts them.
-
-    Args:
-        model: of `meta_model`.
-
-    Returns:
-        Of a tower with its projection, `image` and `text`; and `attention_scores`, the part of both that multiplies
-        queries with keys and the result with values. A FLOP count is twice the sum of `image` and `text`.
-    """
-    text, vision = model.config.text_config, model.config.vision_config
-    pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size, device="meta")
-    tokens = torch.zeros(1, text.max_position_embeddings, dtype=torch.long, device="meta")
-    image, image_scores = _multiply_adds(lambda: model.get_image_features(pixel_values=pixels))
-    caption, caption_scores = _multiply_adds(lambda: model.get_text_features(input_ids=tokens))
-    return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
-
-
-def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:
-    """All of them, and those of attention scores."""
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        forward()
-    counts = counter.get_flop_counts()
-    scores = sum(
-        flops
-        for module, operations in counts.items()
-        if module.endswith(".self_attn")
-        for operation, flops in operations.items()
-        if operation == torch.ops.aten.bmm
-    )
-    return sum(counts["Global"].values()) // 2, scores // 2
 
 
 def compare_models(

@@ -24,17 +24,15 @@ from conversion.checkpoints import load_clip
 from conversion.presets import PRESETS, sparse_layers
 from conversion.upcycle import sparse_config
 from evaluation import speed
-from evaluation.efficiency import (
+from evaluation.costs import (
     ARCHITECTURES,
     SIZES,
-    _device_name,
-    _page,
     count_multiply_adds,
     count_parameters,
-    main,
     meta_model,
     paper_config,
 )
+from evaluation.efficiency import _device_name, _page, main
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 

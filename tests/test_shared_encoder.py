@@ -11,7 +11,7 @@ from transformers import AutoModel, CLIPConfig, CLIPModel
 from conversion.dense import extract
 from conversion.presets import PRESETS, changed_preset
 from conversion.upcycle import main, shared_config, sparse_config, upcycle
-from evaluation.efficiency import count_multiply_adds, count_parameters, meta_model
+from evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from modeling_clip_moe import (
     CLIPMoEConfig,
     CLIPMoEModel,

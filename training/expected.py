@@ -23,7 +23,7 @@ from conversion.checkpoints import load_config
 from conversion.local_names import is_hub_name
 from data.sources import DataArguments, is_here, is_saved, split_files
 from data.worlds import WORLDS
-from evaluation.efficiency import count_parameters, meta_model
+from evaluation.costs import count_parameters, meta_model
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig
 from training.freezing import set_trainable
 
