@@ -17,8 +17,9 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 APP := .venv-app
 MODEL ?= runs/demo/clip_moe
 BASELINE ?= training/symbol_clip
+RESULTS ?= runs/benchmarks
 
-.PHONY: app test-app demo test test-slow test-integrations test-transformers check style docs bench
+.PHONY: app test-app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -82,6 +83,19 @@ style: $(STAMP)  ## repair what can be repaired
 
 docs: $(STAMP)  ## docs/settings.md, from the comments of the settings
 	$(BIN)/python -m training.settings_page
+
+# Where a GPU is, with the python that has torch: nothing is installed
+GPU_PYTHON ?= python3
+
+test-gpu:  ## what needs a GPU
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
+bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
+	mkdir -p $(RESULTS)
+	$(GPU_PYTHON) -m benchmarks.experts --images 256 --dtype bfloat16 --output $(RESULTS)/experts_gpu.md
+	$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --output $(RESULTS)/towers_gpu.md
+	$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --compile --output $(RESULTS)/towers_compiled_gpu.md
+	$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
 
 bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.experts
