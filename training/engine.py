@@ -149,7 +149,7 @@ def train(
         accelerator.print(f"{settings.name}: goes on from step {step}")
     log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
-    weights = partial(_gather_weights, accelerator, task, scale, average)
+    weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
     if step == 0:
         _measure(scores, 0, total_steps, weights, log)
     bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
@@ -275,14 +275,25 @@ def _weight_average(accelerator: Accelerator, task: nn.Module, settings: "StepsS
 
 
 def _gather_weights(
-    accelerator: Accelerator, task: nn.Module, scale: nn.Parameter | None, average: WeightAverage | None
+    accelerator: Accelerator,
+    task: nn.Module,
+    model: PreTrainedModel,
+    settings: "StepsStage",
+    scale: nn.Parameter | None,
+    average: WeightAverage | None,
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model in a task, with `logit_scale` in the shape that it had before training."""
+    """The state dict of the model in a task, without adapters, and with `logit_scale` in the shape that it had before
+    training."""
     with nullcontext() if average is None else average.in_place():
         state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
         if average is not None:  # on one process these are the parameters themselves
             state_dict = {name: value.clone() for name, value in state_dict.items()}
     state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
+    lora = getattr(settings, "lora", None)
+    if lora is not None and state_dict:
+        from training.lora import merge_adapters  # which needs pydantic
+
+        state_dict = merge_adapters(model, lora, state_dict)
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
     return state_dict

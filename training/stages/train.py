@@ -33,6 +33,7 @@ from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
+from training.lora import LoraSettings, add_adapters
 from training.losses import contrastive_loss, entropy_losses, multi_positive_loss, router_losses
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
@@ -53,6 +54,8 @@ class TrainStage(StepsStage):
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
+    # Adapters train, in place of weights; the trained model has them added to its weights. None: weights train.
+    lora: LoraSettings | None = None
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
 
@@ -97,6 +100,10 @@ class TrainStage(StepsStage):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.lora is not None and self.trainable != ".":
+            raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
+        if self.lora is not None and self.hidden_states is not None:
+            raise ValueError("lora: hidden_states go with frozen layers, and adapters train in all of them")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
@@ -175,7 +182,7 @@ class TrainStage(StepsStage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
-        trainable, _ = set_trainable(model, self.trainable)
+        trainable = self._set_trainable(model, context.seed)
         self._require_choices(model)
         self._require_experts(model)
         self._require_shared(model)
@@ -210,9 +217,9 @@ class TrainStage(StepsStage):
         with contextlib.suppress(Unknown):
             model = described(inputs.model.clip)
             try:
-                trainable, _ = set_trainable(model, self.trainable)
+                trainable = self._set_trainable(copy.deepcopy(model) if self.lora else model)
             except ValueError as error:
-                yield "trainable", str(error)
+                yield "lora" if self.lora else "trainable", str(error)
                 return
             for setting, check in (
                 ("balance_top_k", lambda: self._require_choices(model)),
@@ -249,6 +256,20 @@ class TrainStage(StepsStage):
         weights, most = super().disk(inputs, output)
         models = 0 if self.evaluation is None else 1 if self.evaluation.keep_best is None else 2
         return weights, bound_as(most, most + models * weights)
+
+    def _set_trainable(self, model: PreTrainedModel, seed: int = 0) -> list[str]:
+        """The names of the parameters that train."""
+        if self.lora is None:
+            return set_trainable(model, self.trainable)[0]
+        add_adapters(model, self.lora, seed)
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def _trainable_parameters(self, inputs: SimpleNamespace) -> int:
+        if self.lora is None:
+            return super()._trainable_parameters(inputs)
+        model = copy.deepcopy(described(self.output_config(inputs)))
+        self._set_trainable(model)
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def _hidden_states(
         self, model: PreTrainedModel, trainable: list[str], rows: Rows, inputs: SimpleNamespace, context: Context

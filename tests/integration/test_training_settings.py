@@ -1,0 +1,90 @@
+"""Settings of training stages that need peft or torchao."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_runs import recipe, run_stages, same_weights, weights
+
+from training import engine
+from training.training_state import save_checkpoint
+
+LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
+
+
+class Stop(Exception):
+    pass
+
+
+def run(folder, stop=None, **settings):
+    """A recipe whose last stage has these settings, perhaps up to a checkpoint."""
+    changed = recipe(**settings)
+    # Half of the layers sparse, so that there are FFNs as well; wide enough for moments of 8 bits
+    changed["stages"][0]["text_config"] |= {"hidden_size": 32, "intermediate_size": 128}
+    folder.mkdir(exist_ok=True)
+    keys = {"defaults": changed["defaults"]}
+    if stop is None:
+        return run_stages(folder, changed["stages"], **keys)
+
+    def save(accelerator, model, optimizer, checkpoints, step, *others):
+        save_checkpoint(accelerator, model, optimizer, checkpoints, step, *others)
+        if step == stop:
+            raise Stop
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(engine, "save_checkpoint", save)
+        run_stages(folder, changed["stages"], **keys)
+    return folder / "out"
+
+
+def test_lora_changes_its_targets_alone(tmp_path):
+    output = run(tmp_path, lora=LORA)
+    before, after = weights(output / "sparse"), weights(output / "tuned")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    targets = ("q_proj.weight", "fc1.weight", "experts.up_proj", "router.weight")
+    assert changed == {name for name in before if name.endswith(targets)}
+    for name in changed:
+        if "router" not in name:
+            difference = (
+                (after[name] - before[name]).flatten(0, -3) if after[name].dim() == 3 else after[name] - before[name]
+            )
+            assert torch.linalg.matrix_rank(difference.float(), atol=1e-6).max() <= LORA["r"], name
+    AutoModel.from_pretrained(output / "tuned")
+
+
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {"optimizer": "adamw_8bit"}], ids=str)
+def test_resumed_is_the_same_to_the_bit(tmp_path, settings):
+    run(tmp_path / "resumed", stop=4, **settings)
+    resumed, whole = run(tmp_path / "resumed", **settings), run(tmp_path / "whole", **settings)
+    assert same_weights(resumed / "tuned", whole / "tuned")
+
+
+def test_moments_of_8_bits_train_nearly_as_others(tmp_path):
+    plain, small = run(tmp_path / "plain") / "tuned", run(tmp_path / "small", optimizer="adamw_8bit") / "tuned"
+    assert not same_weights(plain, small)
+    first, last = (
+        [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+        for folder in (plain, small)
+    )
+    torch.testing.assert_close(first, last, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "lora, message",
+    [
+        ({"r": 2, "target_modules": ["no_proj"]}, "lora: the model has no no_proj"),
+        ({"r": 0}, "lora"),
+        ({"r": 2, "trainable": "nothing"}, "is found in no parameter's name"),
+    ],
+)
+def test_wrong_adapters_are_refused(tmp_path, lora, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, lora=lora)
+    assert not (tmp_path / "out" / "dense").exists()

@@ -1,0 +1,89 @@
+"""LoRA (arXiv:2106.09685): small adapters train instead of the weights, and are added to them at the end. By peft."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
+from transformers import PreTrainedModel
+
+from evaluation.costs import meta_model
+from training.freezing import set_trainable
+from training.settings import STRICT
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LoraSettings:
+    """Which weights get adapters, and how large these are. The names are those of peft's LoraConfig."""
+
+    # Rank of an adapter.
+    r: int = Field(gt=0)
+    # The product of an adapter's two matrices is multiplied by lora_alpha / r.
+    lora_alpha: float = Field(default=16.0, gt=0)
+    # Share of an adapter's input that is 0 in each step.
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # Ends of the names of linear layers.
+    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=lambda: ["q_proj", "v_proj"])
+    # Ends of the names of other parameters, such as experts.up_proj: those of all experts of a layer.
+    target_parameters: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    # Regular expression, matched anywhere in a parameter's name: what trains besides, whole; None: nothing.
+    trainable: str | None = None
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
+    """Give a model adapters, which start as 0, and freeze all but these and `trainable`.
+
+    Args:
+        seed: of the adapters.
+
+    Raises:
+        ValueError: peft is not installed, or the model has none of the targets, or one encoder for both towers.
+    """
+    if getattr(model.config, "shared_encoder", False):
+        raise ValueError("lora: an encoder that both towers have would get two adapters")
+    whole = set(set_trainable(model, settings.trainable)[0]) if settings.trainable is not None else set()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        _peft_model(model, settings)
+    plain = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
+    for name in whole:
+        plain[name].requires_grad_(True)
+
+
+def merge_adapters(
+    model: PreTrainedModel, settings: LoraSettings, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights of an ordinary model, with the adapters added to them.
+
+    Args:
+        model: whose configuration counts.
+        state_dict: of a model with adapters.
+    """
+    adapted = _peft_model(meta_model(model.config), settings)
+    adapted.base_model.model.load_state_dict(state_dict, assign=True)
+    return adapted.merge_and_unload().state_dict()
+
+
+def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
+    """Adapters are put into the model itself."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"lora is peft's: pip install peft ({error})") from error
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=settings.target_modules,
+        target_parameters=settings.target_parameters or None,
+    )
+    missing = [
+        target
+        for target in settings.target_modules + settings.target_parameters
+        if not any(name.endswith(f".{target}") or f".{target}." in name for name, _ in model.named_parameters())
+    ]
+    if missing:
+        raise ValueError(f"lora: the model has no {', '.join(missing)}")
+    return get_peft_model(model, config)
