@@ -23,6 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
+from data.shards import MEMBER
 from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
 
@@ -61,7 +62,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
     for batch in files.select_columns(["image", "caption"]).iter(AT_ONCE):
         images = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch["image"]]
         paths = [os.path.join(image_root or "", image["path"]) for image in images if image["bytes"] is None]
-        in_files = in_files or bool(paths)
+        in_files = in_files or any(MEMBER.fullmatch(path) is None for path in paths)
         contents = iter(content_digests(paths))
         for image, caption in zip(images, batch["caption"], strict=True):
             path, content = image["path"], image["bytes"]
@@ -139,7 +140,8 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
 
 
 def content_digests(paths: Iterable[str]) -> list[str]:
-    """The hashes of files by size and content, in hexadecimal digits.
+    """The hashes of files by size and content, in hexadecimal digits. Of one within a shard, its place counts and the
+    hash of the shard.
 
     Of a file above 16 MiB 16 blocks of 1 MiB count: it would take a change in place, of the same size and between them,
     to go unnoticed.
@@ -147,6 +149,16 @@ def content_digests(paths: Iterable[str]) -> list[str]:
     Raises:
         OSError: a file is gone.
     """
+    paths = list(paths)
+    members = [MEMBER.fullmatch(path) for path in paths]
+    digests = _file_digests([member[1] if member else path for member, path in zip(members, paths, strict=True)])
+    return [
+        hashlib.sha256(f"{digest} {member[2]} {member[3]}".encode()).hexdigest() if member else digest
+        for member, digest in zip(members, digests, strict=True)
+    ]
+
+
+def _file_digests(paths: list[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
     kept, digests = _Kept(), {}
     for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5):
@@ -181,6 +193,8 @@ def _named_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""
     column = arguments.image_column
+    if arguments.indexed:
+        return []
     if arguments.source.endswith(".json"):  # conversations may be without an image
         with reading(arguments):
             entries = read_entries(arguments)[arguments.taken_rows]

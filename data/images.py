@@ -8,6 +8,8 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from data.shards import MEMBER, read_member
+
 PIL.Image.init()
 # What Pillow decodes itself and pictures are kept in. Of the others, EPS would start Ghostscript. TGA comes last: its
 # files have no mark that tells them.
@@ -56,6 +58,8 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
         value = {"path": value}
     if isinstance(value, dict) and value.get("bytes") is not None:
         return io.BytesIO(value["bytes"])
+    if isinstance(value, dict) and value.get("path") and MEMBER.fullmatch(value["path"]):
+        return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
         return os.path.join(image_root or "", value["path"])
     raise OSError("there is no image")

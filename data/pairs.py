@@ -26,7 +26,8 @@ def load_pairs(arguments: DataArguments) -> Rows:
     """The pairs of a dataset, as columns `image` and `caption`.
 
     Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
-    pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come.
+    pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come. Of
+    indexed shards those are left that have an image and a caption: `training.loader` replaces the unreadable.
 
     Raises:
         FileNotFoundError: a local source is not there.
@@ -37,7 +38,7 @@ def load_pairs(arguments: DataArguments) -> Rows:
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows
-    return readable_pairs(rows, arguments)[0]
+    return (complete_pairs if arguments.indexed else readable_pairs)(rows, arguments)[0]
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -208,6 +209,28 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
     if len(rows) == 0:
         raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
     return rows, len(bad)
+
+
+def complete_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
+    """The rows of `select_columns` that have an image and a caption, and how many have not. Decodes no image.
+
+    Raises:
+        ValueError: they are more than `max_unreadable` of all, or nothing is left.
+    """
+    there = [
+        image is not None and bool(present_captions(caption))
+        for batch in rows.select_columns(["image", "caption"]).iter(1000)
+        for image, caption in zip(batch["image"], batch["caption"], strict=True)
+    ]
+    complete = np.flatnonzero(there)
+    bad = len(rows) - len(complete)
+    if bad:
+        first = there.index(False)
+        missing = "it has no image" if rows[first]["image"] is None else "its caption is empty"
+        judge(bad, len(rows), f"pair {first} ({_where(rows[first])}): {missing}", arguments)
+    if len(complete) == 0:
+        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+    return rows.select(complete), bad
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:

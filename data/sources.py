@@ -22,6 +22,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from data.shards import open_shards
 from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
+    # Of webdataset shards: read at random where they lie, by an index of their headers. Nothing is copied, and no image
+    # is looked at before it is used: one that cannot be read is replaced by the pair after it, and counted.
+    indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
     skip: int | None = Field(default=None, gt=0)
     # Only the first so many pairs; of a built-in world, how many are drawn.
@@ -96,6 +100,8 @@ class DataArguments:
         sets = list(dict.fromkeys(name for world in worlds for name in WORLDS[world].KIND_SETS))
         if self.kinds not in sets:
             raise ValueError(f"{' and '.join(worlds)} have no set of kinds {self.kinds!r}, only {', '.join(sets)}")
+        if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
+            raise ValueError("indexed goes with shards alone, neither with streaming nor with in_memory or image_root")
         if self.skip is not None and (is_drawn or self.streaming):
             raise ValueError("skip goes neither with a built-in world nor with streaming")
         return self
@@ -205,9 +211,15 @@ def _open(arguments: DataArguments) -> Rows:
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
     if builder == "webdataset":
         options["description"] += " whole"  # older versions kept rows of damaged shards
-        if streaming or not os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir):
+        kept = not arguments.indexed and os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
+        if streaming or not kept:
             for file in files:
                 _require_whole(file, streaming)
+    if arguments.indexed:
+        if builder != "webdataset" or by_split.keys() != {split}:
+            raise ValueError(f"indexed goes with whole splits of .tar shards, not with {builder} files, split {split}")
+        columns = arguments.image_column, arguments.caption_column
+        return open_shards(files, *columns, list(map(file_stamp, files)))
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
 
 

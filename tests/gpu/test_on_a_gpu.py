@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_config, tiny_model
 
 from modeling_clip_moe import CLIPMoEModel
@@ -42,7 +43,8 @@ SETTINGS = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def exact():
-    """float32 products in float32."""
+    """float32 products in float32, and no precision of a test before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield

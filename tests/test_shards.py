@@ -1,0 +1,124 @@
+"""Shards that are read by an index, beside the same shards loaded whole."""
+
+import io
+import tarfile
+
+import pytest
+from tiny_sources import images_and_texts, png, write_shard
+
+from data import images
+from data.identity import data_fingerprint
+from data.pairs import load_pairs
+from data.shards import read_member
+from data.sources import DataArguments, open_rows
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards of three and two pairs, whose pictures differ."""
+    captions = [f"picture {number}" for number in range(5)]
+    write_shard(tmp_path / "0.tar", images_and_texts(range(3), captions))
+    write_shard(tmp_path / "1.tar", images_and_texts(range(3, 5), captions))
+    return str(tmp_path / "*.tar")
+
+
+def arguments(source, **settings):
+    return DataArguments(**{"source": source, "image_column": "png", "caption_column": "txt"} | settings)
+
+
+def test_the_pairs_are_those_of_the_loaded_shards(shards):
+    loaded, indexed = load_pairs(arguments(shards)), load_pairs(arguments(shards, indexed=True))
+    assert list(indexed["caption"]) == list(loaded["caption"]) == [f"picture {number}" for number in range(5)]
+    for ours, theirs in zip(indexed["image"], loaded["image"], strict=True):
+        assert images.decode_image(ours).tobytes() == images.decode_image(theirs).tobytes()
+
+
+def test_no_image_is_looked_at_before_it_is_used(shards, monkeypatch):
+    monkeypatch.setattr(images, "read_image", lambda *_: pytest.fail("looked at"))
+    assert len(load_pairs(arguments(shards, indexed=True))) == 5
+
+
+def test_some_of_them(shards):
+    rows = load_pairs(arguments(shards, indexed=True, skip=1, num_samples=3))
+    assert list(rows["caption"]) == ["picture 1", "picture 2", "picture 3"]
+
+
+def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_path):
+    before = load_pairs(arguments(shards, indexed=True))
+    first = data_fingerprint(before)
+    assert data_fingerprint(load_pairs(arguments(shards, indexed=True))) == first
+    write_shard(tmp_path / "1.tar", images_and_texts(range(2, 4), ["another"] * 5))
+    after = load_pairs(arguments(shards, indexed=True))
+    assert list(after["caption"])[3:] == ["another", "another"]
+    assert data_fingerprint(after) != first
+
+
+def test_an_image_that_was_changed_alone_is_other_data(shards, tmp_path):
+    first = data_fingerprint(load_pairs(arguments(shards, indexed=True)))
+    content = bytearray((tmp_path / "0.tar").read_bytes())
+    content[600] ^= 1
+    (tmp_path / "0.tar").write_bytes(bytes(content))
+    assert data_fingerprint(load_pairs(arguments(shards, indexed=True))) != first
+
+
+def test_a_shard_that_was_cut_since(shards, tmp_path):
+    rows = load_pairs(arguments(shards, indexed=True))
+    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:600])
+    with pytest.raises(OSError, match="0.tar ends before byte .*: was it changed since it was indexed"):
+        images.decode_image(rows[0]["image"])
+
+
+@pytest.mark.parametrize(
+    "members, message",
+    [
+        ([("0.jpg", b"x"), ("0.txt", b"a")], "the shards have no column png; in .*0.tar are jpg, txt"),
+        ([("0.png", b"x"), ("0.json", b"{}")], "the shards have no column txt; in .*0.tar are json, png"),
+        ([("0.png", b"x"), ("0.png", b"y"), ("0.txt", b"a")], "has two files 0.png one after the other"),
+        ([("0.png", b"x"), ("0.txt", b"\xff")], "0.txt is no text in UTF-8"),
+    ],
+)
+def test_wrong_shards(tmp_path, members, message):
+    write_shard(tmp_path / "0.tar", members)
+    with pytest.raises(ValueError, match=message):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+
+
+def test_a_compressed_shard(tmp_path):
+    with tarfile.open(tmp_path / "0.tar", "w:gz") as tar:
+        member = tarfile.TarInfo("0.png")
+        member.size = len(png())
+        tar.addfile(member, io.BytesIO(png()))
+    with pytest.raises(ValueError, match="0.tar is compressed or no tar: such files can only be streamed"):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+
+
+def test_names_with_dots_and_folders_are_keys_up_to_the_first_dot(tmp_path):
+    members = [("a.b/0.png", png(1)), ("a.b/0.txt", b"first"), ("a.b/1.txt", b"second"), ("a.b/1.PNG", png(2))]
+    write_shard(tmp_path / "0.tar", members)
+    rows = open_rows(arguments(str(tmp_path / "0.tar"), indexed=True))
+    assert list(rows["__key__"]) == ["a.b/0", "a.b/1"]
+    assert [read_member(image) for image in rows["png"]] == [png(1), png(2)]
+
+
+@pytest.mark.parametrize("settings", [{"streaming": True}, {"in_memory": True}, {"image_root": "/"}])
+def test_settings_that_do_not_go_with_it(settings):
+    with pytest.raises(ValueError, match="indexed goes with shards alone"):
+        arguments("shards/*.tar", indexed=True, **settings)
+
+
+def test_other_files(tmp_path):
+    (tmp_path / "0.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="indexed goes with whole splits of .tar shards, not with parquet files"):
+        open_rows(arguments(str(tmp_path / "0.parquet"), indexed=True))
+
+
+def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
+    members = [*images_and_texts(range(3), ["a", "b", "c"]), ("3.txt", b"no image"), ("4.png", png(4)), ("5.txt", b" ")]
+    write_shard(tmp_path / "0.tar", members)
+    rows = load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, max_unreadable=0.6))
+    assert list(rows["caption"]) == ["a", "b", "c"]
+    assert (
+        "3 of 6 pairs of" in caplog.text and "the first is pair 3 " in caplog.text and "it has no image" in caplog.text
+    )
+    with pytest.raises(ValueError, match="More than max_unreadable = 1% is an error"):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
