@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,8 @@ SIZES = {
     },
 }
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+# forward and backward, of which only the input has a gradient, or also the weights
+MODES = ("forward", "frozen", "trained")
 
 
 def measure(function: Callable[[], object], device: torch.device) -> float:
@@ -56,49 +58,68 @@ def run(modules: list[torch.nn.Module], arguments: list[torch.Tensor], backward:
         module.zero_grad()
 
 
-def benchmark(size: str, options: argparse.Namespace) -> list[str]:
-    """Rows of the table for one model size: medians of alternating runs, as ratios over the dense FFNs."""
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    top_k = options.num_experts_per_tok
-    config = CLIPMoEVisionConfig(**SIZES[size], num_experts=options.num_experts, num_experts_per_tok=top_k)
-    num_tokens = options.images * ((config.image_size // config.patch_size) ** 2 + 1)
-
+def ratios(
+    size: str,
+    images: int,
+    num_experts: int,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("cpu"),
+    repeats: int = 5,
+    implementations: Sequence[str] = IMPLEMENTATIONS,
+) -> dict[tuple[str, str], float]:
+    """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs."""
+    config = CLIPMoEVisionConfig(**SIZES[size], num_experts=num_experts, num_experts_per_tok=top_k)
+    num_tokens = images * ((config.image_size // config.patch_size) ** 2 + 1)
     torch.manual_seed(0)
     hidden_states = torch.randn(num_tokens, config.hidden_size, device=device, dtype=dtype)
-    weights, ids = torch.rand(num_tokens, config.num_experts, device=device).softmax(dim=-1).topk(top_k)
+    weights, ids = torch.rand(num_tokens, num_experts, device=device).softmax(dim=-1).topk(top_k)
     experts = CLIPMoEExperts(config).to(device, dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     dense = [CLIPMLP(config).to(device, dtype) for _ in range(top_k)]
 
-    # batched_mm copies the weights of an expert for every choice
-    copies = num_tokens * top_k * config.hidden_size * config.intermediate_size * dtype.itemsize / 2**30
-    candidates = [name for name in IMPLEMENTATIONS if name != "batched_mm" or copies <= options.max_copies]
-
-    def call(name: str, backward: bool) -> float:
-        inputs = hidden_states.clone().requires_grad_(backward)
+    def call(name: str, mode: str) -> float:
+        inputs = hidden_states.clone().requires_grad_(mode != "forward")
         if name == "dense":
-            return measure(lambda: run(dense, [inputs], backward), device)
+            return measure(lambda: run(dense, [inputs], mode != "forward"), device)
         config._experts_implementation = name
-        return measure(lambda: run([experts], [inputs, ids, weights], backward), device)
+        return measure(lambda: run([experts], [inputs, ids, weights], mode != "forward"), device)
 
-    ratios = {}
-    for backward in (False, True):
-        times = {name: [] for name in ("dense", *candidates)}
-        for repeat in range(options.repeats + 1):
+    found = {}
+    for mode in MODES:
+        for module in (experts, *dense):
+            module.requires_grad_(mode != "frozen")
+        times = {name: [] for name in ("dense", *implementations)}
+        for repeat in range(repeats + 1):
             for name in times:
-                seconds = call(name, backward)
+                seconds = call(name, mode)
                 if repeat > 0:  # the first round warms up
                     times[name].append(seconds)
-        for name in candidates:
-            ratios[name, backward] = statistics.median(
-                sparse / dense_time for sparse, dense_time in zip(times[name], times["dense"], strict=True)
-            )
+        for name in implementations:
+            pairs = zip(times[name], times["dense"], strict=True)
+            found[name, mode] = statistics.median(sparse / dense_time for sparse, dense_time in pairs)
+    return found
 
+
+def benchmark(size: str, options: argparse.Namespace) -> list[str]:
+    """Rows of the table for one model size."""
+    config, top_k = CLIPMoEVisionConfig(**SIZES[size]), options.num_experts_per_tok
+    dtype = getattr(torch, options.dtype)
+    # batched_mm copies the weights of an expert for every choice
+    num_tokens = options.images * ((config.image_size // config.patch_size) ** 2 + 1)
+    copies = num_tokens * top_k * config.hidden_size * config.intermediate_size * dtype.itemsize / 2**30
+    candidates = [name for name in IMPLEMENTATIONS if name != "batched_mm" or copies <= options.max_copies]
+    device = torch.device(options.device)
+    arguments = (options.images, options.num_experts, top_k, dtype, device, options.repeats, candidates)
+    found = ratios(size, *arguments)
     title = f"{size.upper()[0]}/{size[1:]}, {options.images} images"
-    rows = [f"| {title} | {name} | {ratios[name, False]:.2f} | {ratios[name, True]:.2f} |" for name in candidates]
+    rows = [
+        f"| {title} | {name} | " + " | ".join(f"{found[name, mode]:.2f}" for mode in MODES) + " |"
+        for name in candidates
+    ]
     if "batched_mm" not in candidates:
-        rows.append(f"| {title} | batched_mm | copies {copies:.0f} GiB of weights | |")
+        rows.append(f"| {title} | batched_mm | copies {copies:.0f} GiB of weights | | |")
     return rows
 
 
@@ -134,8 +155,8 @@ def main(argv: list[str] | None = None):
                 f"{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
                 f"transformers {transformers.__version__}.",
                 "",
-                "| layer | implementation | forward | forward and backward |",
-                "|---|---|---|---|",
+                "| layer | implementation | forward | forward and backward, frozen | forward and backward |",
+                "|---|---|---|---|---|",
                 *rows,
             ]
         )
