@@ -64,11 +64,12 @@ def ratios(
     num_experts: int,
     top_k: int = 2,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device | str = "cpu",
     repeats: int = 5,
     implementations: Sequence[str] = IMPLEMENTATIONS,
 ) -> dict[tuple[str, str], float]:
     """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs."""
+    device = torch.device(device)
     config = CLIPMoEVisionConfig(**SIZES[size], num_experts=num_experts, num_experts_per_tok=top_k)
     num_tokens = images * ((config.image_size // config.patch_size) ** 2 + 1)
     torch.manual_seed(0)
