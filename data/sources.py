@@ -200,6 +200,8 @@ def _open(arguments: DataArguments) -> Rows:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = split_files(arguments)
     files = [file for files in by_split.values() for file in files]
+    if arguments.indexed and (builder != "webdataset" or by_split.keys() != {split}):
+        raise ValueError(f"indexed goes with whole splits of .tar shards, not with {builder} files, split {split}")
     if builder == "parquet":
         _require_same_columns(files)
     for file in files:
@@ -216,8 +218,6 @@ def _open(arguments: DataArguments) -> Rows:
             for file in files:
                 _require_whole(file, streaming)
     if arguments.indexed:
-        if builder != "webdataset" or by_split.keys() != {split}:
-            raise ValueError(f"indexed goes with whole splits of .tar shards, not with {builder} files, split {split}")
         columns = arguments.image_column, arguments.caption_column
         return open_shards(files, *columns, list(map(file_stamp, files)))
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
