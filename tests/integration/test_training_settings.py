@@ -21,6 +21,13 @@ class Stop(Exception):
     pass
 
 
+@pytest.fixture(autouse=True)
+def eager():
+    """torchao compiles its optimizer anew for each shape, which takes minutes here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def run(folder, stop=None, **settings):
     """A recipe whose last stage has these settings, perhaps up to a checkpoint."""
     changed = recipe(**settings)
