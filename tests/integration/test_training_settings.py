@@ -1,16 +1,10 @@
 """Settings of training stages that need peft or torchao."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tiny_clip_moe import inputs, tiny_model
 from tiny_runs import losses, recipe, run_stages, same_weights, weights
+from transformers import AutoModel
 
 from modeling_clip_moe import CLIPMoEModel
 from training import engine
@@ -66,7 +60,6 @@ def test_lora_changes_its_targets_alone(tmp_path):
     AutoModel.from_pretrained(output / "tuned")
 
 
-@pytest.mark.parametrize("settings", [{"lora": LORA}, {"optimizer": "adamw_8bit"}], ids=str)
 def test_merging_leaves_the_model_that_trains_as_it_is():
     """Scores while it trains are those of a merged model."""
     model, batch = tiny_model(norm_topk_prob=True), inputs()
@@ -83,6 +76,7 @@ def test_merging_leaves_the_model_that_trains_as_it_is():
     assert model.config.to_dict() == config
 
 
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {"optimizer": "adamw_8bit"}], ids=str)
 def test_resumed_is_the_same_to_the_bit(tmp_path, settings):
     run(tmp_path / "resumed", stop=4, **settings)
     resumed, whole = run(tmp_path / "resumed", **settings), run(tmp_path / "whole", **settings)
