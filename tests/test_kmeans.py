@@ -97,6 +97,11 @@ def test_millions_start_once_and_by_faiss():
     assert choose_method(MANY, "faiss", 3) == Method("faiss", 3)
 
 
+def test_samples_grow_with_the_clusters():
+    assert [BY_FAISS.samples(number) for number in (4, 256, 1024)] == [65_536, 65_536, 262_144]
+    assert Method("faiss", num_samples=5).samples(1024) == 5
+
+
 def test_faiss_holds_a_sample_and_a_chunk(by_faiss, monkeypatch):
     """The labels do not depend on the chunks, and every feature goes to the nearest center, also out of the sample."""
     features, method = noise(), Method("faiss", 1, num_samples=400)

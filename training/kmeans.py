@@ -14,8 +14,8 @@ from threadpoolctl import threadpool_limits
 Library = Literal["scikit-learn", "faiss"]
 # More features than these are many: faiss computes, and starts once
 MANY = 100_000
-# Features that faiss learns centers from: 1,024 for each of 256, in 0.8 GB at a width of 768
-NUM_SAMPLES = 262_144
+# Features that faiss learns centers from: of each cluster as many as faiss by itself takes, but more of few clusters
+SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
 # Features that are looked at together
 CHUNK = 65_536
 INSTALL_FAISS = "faiss is not installed: pip install faiss-cpu (or clip-moe[faiss])"
@@ -27,29 +27,31 @@ class Method:
 
     Args:
         n_init: starts, of which the best counts.
-        num_samples: of faiss, features that the centers are learned from.
+        num_samples: of faiss, features that the centers are learned from; None: see `samples`.
     """
 
     library: Library = "scikit-learn"
     n_init: int = 10
-    num_samples: int = NUM_SAMPLES
+    num_samples: int | None = None
+
+    def samples(self, num_clusters: int) -> int:
+        """The most features that faiss learns centers from."""
+        return self.num_samples or max(FEWEST_SAMPLES, SAMPLES_PER_CLUSTER * num_clusters)
 
     def __str__(self) -> str:
         if self.library == "scikit-learn":
             return f"scikit-learn, n_init {self.n_init}"
         faiss = import_faiss()
+        samples = self.num_samples or f"{SAMPLES_PER_CLUSTER} a cluster and at least {FEWEST_SAMPLES}"
         threads = faiss.omp_get_max_threads()
-        return (
-            f"faiss {faiss.__version__}, n_init {self.n_init}, at most {self.num_samples} samples, "
-            f"{threads} thread{'s' if threads > 1 else ''}"
-        )
+        return f"faiss {faiss.__version__}, n_init {self.n_init}, num_samples {samples}, threads {threads}"
 
 
 TEN_STARTS = Method()
 
 
 def choose_method(
-    num_features: int, library: Library | None = None, n_init: int | None = None, num_samples: int = NUM_SAMPLES
+    num_features: int, library: Library | None = None, n_init: int | None = None, num_samples: int | None = None
 ) -> Method:
     """What is not given, by the number of features: ten starts of scikit-learn's up to `MANY`, else one of faiss's."""
     many = num_features > MANY
@@ -105,7 +107,7 @@ def _by_faiss(
 ) -> np.ndarray:
     faiss = import_faiss()
     rng = np.random.default_rng(seed)
-    chosen = np.sort(rng.choice(len(rows), min(method.num_samples, len(rows)), replace=False))
+    chosen = np.sort(rng.choice(len(rows), min(method.samples(num_clusters), len(rows)), replace=False))
     sample = features[rows[chosen]].astype(np.float32, copy=False)
     _require_finite(sample, what)
     # faiss would split a cluster of equal features in two, and tell them apart by rounding

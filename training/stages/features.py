@@ -41,7 +41,7 @@ from training.hidden_states import (
     no_sparse_layer,
     size_on_disk,
 )
-from training.kmeans import INSTALL_FAISS, NUM_SAMPLES, Library, Method, choose_method, has_faiss
+from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
@@ -224,7 +224,8 @@ class ClusterStage(Stage):
     # Starts of K-means, of which the best counts. None: 10 up to 100,000 features, 1 above.
     n_init: int | None = Field(default=None, gt=0)
     # Of faiss: features that the centers of each K-means are learned from, drawn at random. They are in memory at once.
-    num_samples: int = Field(default=NUM_SAMPLES, gt=0)
+    # None: 256 for each cluster, and at least 65,536.
+    num_samples: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _check(self):
@@ -233,7 +234,7 @@ class ClusterStage(Stage):
         if self.within and self.previous is None:
             raise ValueError("within needs the clusters of a previous stage")
         most = max(self.num_image_clusters, self.num_text_clusters)
-        if self.num_samples < most:
+        if self.num_samples is not None and self.num_samples < most:
             raise ValueError(f"num_samples: {self.num_samples} samples cannot make {most} clusters")
         return self
 
@@ -279,7 +280,8 @@ class ClusterStage(Stage):
             return 0
         size = inputs.features.clip.projection_dim * 4
         if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
-            return AtMost(self.num_samples * size)
+            most = max(self.num_image_clusters, self.num_text_clusters)
+            return AtMost(Method(num_samples=self.num_samples).samples(most) * size)
         pairs = inputs.features.known_pairs
         return bound_as(pairs, 2 * pairs * size)  # scikit-learn centers a copy
 
