@@ -102,5 +102,6 @@ bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.training_time
 	$(BIN)/python -m benchmarks.assign
 	$(BIN)/python -m benchmarks.balanced_kmeans
+	$(BIN)/python -m benchmarks.clustering
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.retrieval

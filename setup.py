@@ -24,8 +24,11 @@ training = [
     "threadpoolctl>=3.5",
     "tqdm>=4.66",
 ]
+# K-means of more than 100,000 features
+faiss = ["faiss-cpu>=1.12"]
 test = [
     *training,
+    *faiss,
     "hypothesis>=6.100",
     "import-linter>=2.3",
     "pytest>=8.3",
@@ -65,5 +68,5 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
     ],
-    extras_require={"training": training, "test": test, "integrations": integrations, "app": app},
+    extras_require={"training": training, "faiss": faiss, "test": test, "integrations": integrations, "app": app},
 )

@@ -7,14 +7,16 @@ from safetensors.numpy import save_file
 
 from data import glyphs
 from data.identity import data_fingerprint
+from training import feature_clusters
 from training.feature_clusters import (
     FEATURE_CLUSTERS,
     accumulate,
-    kmeans,
+    combine,
     load_feature_clusters,
     save_feature_clusters,
     split,
 )
+from training.kmeans import kmeans
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 
@@ -23,28 +25,6 @@ def blobs(per_cluster=20):
     truth = np.repeat(np.arange(3), per_cluster)
     noise = np.random.default_rng(0).normal(0, 0.05, (len(truth), 2))
     return (CORNERS[truth] + noise).astype(np.float32), truth
-
-
-def test_kmeans_finds_what_is_there():
-    features, truth = blobs()
-    labels = kmeans(features, 3, seed=0)
-    assert len({(a, b) for a, b in zip(labels, truth, strict=True)}) == 3  # the same up to names
-    assert (labels == kmeans(features, 3, seed=0)).all()
-
-
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        (CORNERS[:2], "2 samples cannot make 3 clusters of image features"),
-        (np.ones((10, 2), np.float32), "only 1 of 3 clusters of image features have samples"),
-        (CORNERS[[0, 1, 1, 0]], "only 2 of 3 clusters"),
-        (np.full((10, 2), np.nan, np.float32), "the image features are not finite"),
-    ],
-    ids=["too few", "all equal", "an empty cluster", "nan"],
-)
-def test_what_cannot_be_clustered(features, message):
-    with pytest.raises(ValueError, match=message):
-        kmeans(features, 3, 0, "image features")
 
 
 def test_split_by_modality_and_within_groups():
@@ -68,19 +48,37 @@ def test_split_by_modality_and_within_groups():
 
 def test_labels_accumulate_over_stages():
     features = np.arange(12, dtype=np.float64).reshape(6, 2)
-    first = accumulate(np.array([1, 1, 0, 0, 1, 0]), features)
+    first = accumulate(np.array([1, 1, 0, 0, 1, 0]), [features])
     assert first.tuples.tolist() == [[0], [1]]
-    second = accumulate(np.array([5, 7, 5, 5, 5, 7]), features, first)
+    second = accumulate(np.array([5, 7, 5, 5, 5, 7]), [features], first)
     assert second.tuples[second.labels].tolist() == [[1, 5], [1, 7], [0, 5], [0, 5], [1, 5], [0, 7]]
     assert len(second.tuples) == 4  # the fifth combination does not occur
     np.testing.assert_array_equal(second.centers[second.labels[0]], features[[0, 4]].mean(axis=0))
     with pytest.raises(ValueError, match="5 samples, but the previous clusters have 6"):
-        accumulate(np.zeros(5, int), features[:5], first)
+        accumulate(np.zeros(5, int), [features[:5]], first)
+
+
+def test_centers_are_means(monkeypatch):
+    """To the bit of plain means where the features are one chunk, and to rounding where they are many."""
+    rng = np.random.default_rng(0)
+    image, text = (rng.normal(size=(500, size)).astype(np.float32) for size in (5, 3))
+    labels = rng.integers(7, size=500)
+    both = np.concatenate([image, text], axis=1)
+    expected = np.stack([both[labels == label].mean(axis=0) for label in range(7)])
+    found = accumulate(labels, [image, text]).centers
+    assert found.dtype == np.float32 and np.array_equal(found, expected)
+    monkeypatch.setattr(feature_clusters, "CHUNK", 64)
+    np.testing.assert_allclose(accumulate(labels, [image, text]).centers, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_combinations_are_named():
+    labels, names = combine({"image": np.array([10, 2, 2, 10]), "text": np.array([0, 1, 0, 0])})
+    assert names[labels].tolist() == ["image 10, text 0", "image 2, text 1", "image 2, text 0", "image 10, text 0"]
 
 
 def test_labels_know_their_data(tmp_path):
     rows = glyphs.load("train", "detailed", 30)
-    clusters = accumulate(np.arange(30) % 4, np.random.default_rng(0).normal(size=(30, 3)))
+    clusters = accumulate(np.arange(30) % 4, [np.random.default_rng(0).normal(size=(30, 3))])
     save_feature_clusters(tmp_path, clusters, data_fingerprint(rows))
     loaded = load_feature_clusters(tmp_path, data_fingerprint(glyphs.load("train", "detailed", 30)))
     assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()

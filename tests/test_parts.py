@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from accelerate import Accelerator
 from safetensors.numpy import load_file
 
-from training.arrays import open_arrays, save_arrays
+from training.arrays import join_rows, open_arrays, save_arrays
 from training.parts import PARTS, part_file, read_parts, require_parts, sample_rows, write_parts
 
 TABLE = np.arange(250)[:, None] * np.ones(3)
@@ -182,3 +182,23 @@ def test_arrays_are_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileNotFoundError, match="other is not there: .* is not the folder of this test"):
         with open_arrays(tmp_path / "other", "this test"):
             pass
+
+
+def test_rows_that_are_joined_make_the_file_of_whole_arrays(folder, tmp_path):
+    whole = {"image": TABLE.astype(np.float32), "text": np.ones((250, 2), np.float32)}
+    parts = {name: iter(np.array_split(array, 4)) for name, array in whole.items()}
+    metadata = {"data": '{"source": "é"}'}
+    join_rows(tmp_path / "joined.safetensors", parts, 250, metadata)
+    save_arrays(tmp_path / "whole.safetensors", whole, metadata)
+    assert (tmp_path / "joined.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def test_arrays_are_mapped_where_they_are_large(tmp_path):
+    path = tmp_path / "arrays.safetensors"
+    save_arrays(path, {"rows": TABLE})
+    with open_arrays(path, "this test", framework="pt") as file:
+        rows = file.get_tensor("rows").numpy()
+    assert np.array_equal(rows, TABLE)
+    (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+    assert start <= rows.ctypes.data < stop

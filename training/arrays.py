@@ -1,6 +1,8 @@
 """Files of named arrays (safetensors), written whole or not at all; a damaged one is said in one line."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +29,39 @@ def save_arrays(
             raise OSError(f"cannot write {path}: {error}") from error
 
 
+def join_rows(path: Path, parts: Mapping[str, Iterable[np.ndarray]], num_rows: int, metadata: dict[str, str]) -> None:
+    """What `save_arrays` would write of arrays in float32 whose parts are one below the other, of which one is held at
+    a time: safetensors itself writes whole arrays (https://huggingface.co/docs/safetensors, "Format").
+
+    Args:
+        num_rows: of all parts of an array together.
+
+    Raises:
+        OSError: see `save_arrays`.
+    """
+    header, end = {"__metadata__": metadata}, 0
+    iterators = {name: iter(of_name) for name, of_name in parts.items()}
+    firsts = {name: next(iterator) for name, iterator in iterators.items()}
+    for name, first in firsts.items():
+        start, end = end, end + num_rows * first[0].nbytes
+        header[name] = {"dtype": "F32", "shape": [num_rows, *first.shape[1:]], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path) as partial, partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, first in firsts.items():
+            for part in itertools.chain([first], iterators[name]):
+                file.write(np.ascontiguousarray(part, "<f4"))
+
+
 @contextmanager
-def open_arrays(path: Path, maker: str, stage: Path | None = None) -> Iterator[safe_open]:
+def open_arrays(path: Path, maker: str, stage: Path | None = None, framework: str = "numpy") -> Iterator[safe_open]:
     """Open a file of arrays, which become numpy's.
 
     Args:
         maker: what writes such files, for the error.
         stage: the folder to delete where the file is damaged; None: the one it is in.
+        framework: "pt" maps tensors into memory, where "numpy" reads whole arrays.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -42,7 +70,7 @@ def open_arrays(path: Path, maker: str, stage: Path | None = None) -> Iterator[s
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: {path.parent} is not the folder of {maker}")
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(path, framework) as file:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged; delete {stage or path.parent} to have it made anew: {error}") from error

@@ -15,13 +15,20 @@ WIDTH, HEIGHT, SIDE, MARGIN = 2.0, 2.5, 1.7, 1.5
 
 
 def contact_sheet(
-    path: Path, rows: datasets.Dataset, labels: np.ndarray, image_root: str | None, seed: int, columns: int = 8
+    path: Path,
+    rows: datasets.Dataset,
+    labels: np.ndarray,
+    image_root: str | None,
+    seed: int,
+    columns: int = 8,
+    names: np.ndarray | None = None,
 ) -> None:
     """Draw some images of each cluster with their captions, a cluster a line, for a person to judge.
 
     Args:
         rows: with the columns `image` and `caption`.
         labels: (samples,), the cluster of each row. Of more than `MAX_LINES` clusters, the largest are drawn.
+        names: by the numbers of clusters, if labels are these; lines are in the order of names.
     """
     import matplotlib
 
@@ -29,18 +36,21 @@ def contact_sheet(
     from matplotlib import pyplot as plt
 
     clusters, sizes = np.unique(labels, return_counts=True)
+    names = clusters if names is None else names[clusters]
+    order = np.argsort(names, kind="stable")
+    clusters, sizes, names = clusters[order], sizes[order], names[order]
     if len(clusters) > MAX_LINES:
         drawn = np.sort(np.argsort(-sizes, kind="stable")[:MAX_LINES])
-        clusters, sizes = clusters[drawn], sizes[drawn]
+        clusters, sizes, names = clusters[drawn], sizes[drawn], names[drawn]
     rng = np.random.default_rng(seed)
     size = MARGIN + WIDTH * columns, HEIGHT * len(clusters)
     figure = plt.figure(figsize=size)
     # One for all images, in inches: axes of their own would take most of the time
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
-    for line, (cluster, number) in enumerate(zip(clusters, sizes, strict=True)):
+    for line, (cluster, number, name) in enumerate(zip(clusters, sizes, names, strict=True)):
         bottom = HEIGHT * (len(clusters) - 1 - line)
-        axes.text(MARGIN - 0.1, bottom + SIDE / 2, f"{cluster}\n{number} samples", ha="right", va="center")
+        axes.text(MARGIN - 0.1, bottom + SIDE / 2, f"{name}\n{number} samples", ha="right", va="center")
         chosen = rng.permutation(np.flatnonzero(labels == cluster))[:columns]
         for column, index in enumerate(chosen):
             row, left = rows[int(index)], MARGIN + WIDTH * column

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from data.sources import DataArguments
-from training.arrays import open_arrays, save_arrays
+from training.arrays import join_rows, open_arrays
 from training.loader import PairLoader
 from training.parts import PARTS, read_parts, write_parts
 from training.settings import dump
@@ -87,21 +87,21 @@ def join_parts(directory: Path, num_pairs: int, data: DataArguments, dataset_fin
         ValueError: a part is damaged or not there.
     """
     parts = {name: read_parts(directory / PARTS, name, num_pairs) for name in ("image", "text")}
-    arrays = {name: np.concatenate([array for _, array in of_name]) for name, of_name in parts.items()}
+    arrays = {name: (array for _, array in of_name) for name, of_name in parts.items()}
     metadata = {"data": json.dumps(dump(data)), "dataset_fingerprint": dataset_fingerprint}
-    save_arrays(directory / FEATURES, arrays, metadata)
+    join_rows(directory / FEATURES, arrays, num_pairs, metadata)
     shutil.rmtree(directory / PARTS)
 
 
 def load_features(directory: Path) -> dict[str, np.ndarray]:
-    """The features of an embed stage: `image` and `text` (samples, D), normalized.
+    """The features of an embed stage: `image` and `text` (samples, D), normalized. They are mapped, not read.
 
     Raises:
         FileNotFoundError: the folder has no features.
         ValueError: the file is damaged.
     """
-    with open_arrays(directory / FEATURES, "an embed stage") as file:
-        return {name: file.get_tensor(name) for name in ("image", "text")}
+    with open_arrays(directory / FEATURES, "an embed stage", framework="pt") as file:
+        return {name: file.get_tensor(name).numpy() for name in ("image", "text")}
 
 
 def embedded_data(directory: Path) -> tuple[DataArguments, str]:

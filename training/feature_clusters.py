@@ -1,17 +1,15 @@
 """Clusters of the features of images and captions, by which the experts of CLIP-MoE and CLIP-FMoE are told apart."""
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
-from threadpoolctl import threadpool_limits
+from scipy.sparse import csr_array
 
 from data.identity import OTHER_DATA
 from training.arrays import open_arrays, save_arrays
+from training.kmeans import CHUNK, TEN_STARTS, Method, kmeans
 
 FEATURE_CLUSTERS = "clusters.safetensors"
 
@@ -31,48 +29,18 @@ class FeatureClusters:
     centers: np.ndarray
 
 
-def kmeans(features: np.ndarray, num_clusters: int, seed: int, what: str = "features", n_init: int = 10) -> np.ndarray:
-    """K-means (scikit-learn's) on one thread, which makes it repeatable to the bit.
-
-    Args:
-        features: (samples, D).
-        what: they are, for error messages.
-        n_init: starts, of which the best counts.
-
-    Returns:
-        (samples,) labels from 0 to `num_clusters` - 1. None is empty.
-
-    Raises:
-        ValueError: fewer samples than clusters, features that are not finite, or fewer different ones than clusters.
-    """
-    if len(features) < num_clusters:
-        raise ValueError(f"{len(features)} samples cannot make {num_clusters} clusters of {what}")
-    if not np.isfinite(features).all():
-        raise ValueError(f"the {what} are not finite")
-    with warnings.catch_warnings(), threadpool_limits(1):
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: see below
-        labels = KMeans(num_clusters, n_init=n_init, random_state=seed).fit_predict(features)
-    found = len(np.unique(labels))
-    if found < num_clusters:
-        raise ValueError(
-            f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {len(features)} {what} "
-            "differ. Ask for fewer clusters, or look at the model they come from"
-        )
-    return labels
-
-
 def split(
     features: Mapping[str, np.ndarray],
     num_clusters: Mapping[str, int],
     seed: int,
     groups: np.ndarray | None = None,
-    n_init: int = 10,
+    method: Method = TEN_STARTS,
     stage: int = 0,
 ) -> dict[str, np.ndarray]:
     """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
 
     Args:
-        features: modality -> (samples, D), normalized.
+        features: modality -> (samples, D), normalized; they may be mapped from a file.
         num_clusters: modality -> number of K-means clusters, 1 for none; "random" cuts a permutation into that many
             equal parts instead (CLIP-FMoE appendix D).
         groups: (samples,), to cluster the samples of each group by themselves (CLIP-FMoE section 4.2, level 2).
@@ -100,36 +68,64 @@ def split(
                 )
             else:
                 labels[name][members] = kmeans(
-                    features[name][members], number, seed, f"{name} features{of_group}", n_init
+                    features[name], number, seed, f"{name} features{of_group}", method, members
                 )
     return labels
 
 
-def accumulate(labels: np.ndarray, features: np.ndarray, previous: FeatureClusters | None = None) -> FeatureClusters:
+def accumulate(
+    labels: np.ndarray, features: Sequence[np.ndarray], previous: FeatureClusters | None = None
+) -> FeatureClusters:
     """The clusters of samples that agree in this stage's label and in those of all stages before (CLIP-MoE section 3).
 
     Args:
         labels: (samples,), of this stage.
-        features: (samples, D), of which the centers are means.
+        features: each (samples, D), of which the centers are means, one beside the other.
         previous: of the stages before.
 
     Raises:
         ValueError: `previous` is of another number of samples.
     """
-    columns = labels[:, None]
-    if previous is not None:
+    if previous is None:
+        found, accumulated = np.unique(labels, return_inverse=True)
+        tuples = found[:, None]
+    else:
         if len(previous.labels) != len(labels):
             raise ValueError(f"{len(labels)} samples, but the previous clusters have {len(previous.labels)}")
-        columns = np.concatenate([previous.tuples[previous.labels], columns], axis=1)
-    tuples, accumulated = np.unique(columns, axis=0, return_inverse=True)
-    accumulated = accumulated.reshape(-1)
-    centers = np.stack([features[accumulated == cluster].mean(axis=0) for cluster in range(len(tuples))])
+        number = labels.max() + 1
+        found, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
+        tuples = np.concatenate([previous.tuples[found // number], found[:, None] % number], axis=1)
+    centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
     return FeatureClusters(accumulated, tuples, centers)
 
 
-def save_feature_clusters(directory: Path, clusters: FeatureClusters, dataset_fingerprint: str) -> None:
-    """Keep clusters and what samples they are of, see `load_feature_clusters`."""
-    save_arrays(directory / FEATURE_CLUSTERS, asdict(clusters), {"dataset_fingerprint": dataset_fingerprint})
+def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Labels (samples,) of the combinations of labels (samples,) that occur, and by their numbers what to call them:
+    `image 2, text 0`."""
+    shape = [labels.max() + 1 for labels in columns.values()]
+    found, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
+    by_number = zip(*np.unravel_index(found, shape), strict=True)
+    names = [", ".join(f"{name} {label}" for name, label in zip(columns, labels, strict=True)) for labels in by_number]
+    return combined, np.array(names)
+
+
+def _means(features: np.ndarray, labels: np.ndarray, number: int) -> np.ndarray:
+    """(number, D) of the features (samples, D) of each label, of which a chunk is in memory at a time."""
+    sums = np.zeros((number, features.shape[1]))
+    for start in range(0, len(features), CHUNK):
+        chunk = features[start : start + CHUNK]
+        columns = np.arange(len(chunk)), labels[start : start + CHUNK]
+        members = csr_array((np.ones(len(chunk), chunk.dtype), columns[::-1]), shape=(number, len(chunk)))
+        sums += members @ chunk
+    return (sums / np.bincount(labels)[:, None]).astype(features.dtype)
+
+
+def save_feature_clusters(
+    directory: Path, clusters: FeatureClusters, dataset_fingerprint: str, method: str = ""
+) -> None:
+    """Keep clusters, what samples they are of, see `load_feature_clusters`, and how they were computed."""
+    metadata = {"dataset_fingerprint": dataset_fingerprint, "method": method}
+    save_arrays(directory / FEATURE_CLUSTERS, asdict(clusters), metadata)
 
 
 def load_feature_clusters(directory: Path, dataset_fingerprint: str) -> FeatureClusters:

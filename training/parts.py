@@ -88,12 +88,15 @@ def read_parts(folder: Path, name: str, stop: int, start: int = 0) -> Iterator[t
 
 
 def sample_rows(parts: Iterable[tuple[int, np.ndarray]], num_rows: int, num_samples: int, seed: int) -> np.ndarray:
-    """(num_samples, d) rows of all parts, drawn uniformly; of the parts one is held at a time."""
+    """(num_samples, d) float32 rows of all parts, drawn uniformly; beside them, one part is held at a time."""
     chosen = np.sort(np.random.default_rng(seed).choice(num_rows, min(num_samples, num_rows), replace=False))
-    rows = []
+    rows = None
     for start, part in parts:
-        rows.append(part[chosen[(chosen >= start) & (chosen < start + len(part))] - start])
-    return np.concatenate(rows)
+        if rows is None:
+            rows = np.empty((len(chosen), part.shape[1]), np.float32)
+        first, stop = np.searchsorted(chosen, (start, start + len(part)))
+        rows[first:stop] = part[chosen[first:stop] - start]
+    return rows
 
 
 @contextmanager

@@ -118,6 +118,7 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             *notes,
             "",
             "memory: of a process, for weights, gradients and AdamW's two moments in float32, without activations",
+            "memory of a cluster stage: for the features that K-means holds",
             "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
         ]
     )

@@ -1,7 +1,7 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -24,7 +24,14 @@ from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.expected import AtMost, Expected, Unknown, bound_as
-from training.feature_clusters import FeatureClusters, accumulate, load_feature_clusters, save_feature_clusters, split
+from training.feature_clusters import (
+    FeatureClusters,
+    accumulate,
+    combine,
+    load_feature_clusters,
+    save_feature_clusters,
+    split,
+)
 from training.hidden_states import (
     INDEX,
     announce_size,
@@ -34,6 +41,7 @@ from training.hidden_states import (
     no_sparse_layer,
     size_on_disk,
 )
+from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
@@ -210,8 +218,14 @@ class ClusterStage(Stage):
     num_text_clusters: int = Field(default=1, gt=0)
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
-    # Starts of K-means, of which the best counts; each takes about two minutes for a million features and 3 clusters.
-    n_init: int = Field(default=10, gt=0)
+    # What computes K-means. faiss (pip install faiss-cpu) learns centers from num_samples features and assigns all in
+    # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, faiss above.
+    method: Library | None = None
+    # Starts of K-means, of which the best counts. None: 10 up to 100,000 features, 1 above.
+    n_init: int | None = Field(default=None, gt=0)
+    # Of faiss: features that the centers of each K-means are learned from, drawn at random. They are in memory at once.
+    # None: 256 for each cluster, and at least 65,536.
+    num_samples: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _check(self):
@@ -219,6 +233,9 @@ class ClusterStage(Stage):
             raise ValueError("num_image_clusters, num_text_clusters and num_random_clusters are all 1: nothing to do")
         if self.within and self.previous is None:
             raise ValueError("within needs the clusters of a previous stage")
+        most = max(self.num_image_clusters, self.num_text_clusters)
+        if self.num_samples is not None and self.num_samples < most:
+            raise ValueError(f"num_samples: {self.num_samples} samples cannot make {most} clusters")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -230,28 +247,57 @@ class ClusterStage(Stage):
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
         previous = None if inputs.previous is None else load_feature_clusters(Path(inputs.previous), fingerprint)
-        columns, clusters = self._cluster(load_features(source), previous, context.seed)
-        save_feature_clusters(directory, clusters, fingerprint)
+        features = load_features(source)
+        method = self._method(len(rows))
+        told = f"K-means by {method}" if self._has_kmeans else "random parts"
+        print(f"{self.name}: {told}")
+        columns, clusters = self._cluster(features, previous, context.seed, method)
+        save_feature_clusters(directory, clusters, fingerprint, told)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
-        names = [[f"{name} {label}" for label in of_samples] for name, of_samples in columns.items()]
-        titles = [", ".join(name) for name in zip(*names, strict=True)]
-        contact_sheet(directory / "clusters.png", rows, np.array(titles), data.image_root, context.seed)
+        labels, names = combine(columns)
+        contact_sheet(directory / "clusters.png", rows, labels, data.image_root, context.seed, names=names)
         if previous is not None and not self.within:
-            combined = np.array([f"cluster {label}" for label in clusters.labels])
-            contact_sheet(directory / "accumulated_clusters.png", rows, combined, data.image_root, context.seed)
+            labels, names = combine({"cluster": clusters.labels})
+            path = directory / "accumulated_clusters.png"
+            contact_sheet(path, rows, labels, data.image_root, context.seed, names=names)
         sizes = np.bincount(clusters.labels)
         print(
             f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
 
+    def data_problems(self) -> Iterator[tuple[str, str]]:
+        if self.method == "faiss" and not has_faiss():
+            yield "method", INSTALL_FAISS
+
+    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        return {"memory": lambda: self.memory(inputs)}
+
+    def memory(self, inputs: SimpleNamespace) -> int:
+        """Bytes of the features that K-means holds. Raises Unknown."""
+        if not self._has_kmeans:
+            return 0
+        size = inputs.features.clip.projection_dim * 4
+        if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
+            most = max(self.num_image_clusters, self.num_text_clusters)
+            return AtMost(Method(num_samples=self.num_samples).samples(most) * size)
+        pairs = inputs.features.known_pairs
+        return bound_as(pairs, 2 * pairs * size)  # scikit-learn centers a copy
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """An int64 a pair."""
         return (bound_as(output.known_pairs, 8 * output.known_pairs),) * 2
 
+    @property
+    def _has_kmeans(self) -> bool:
+        return self.num_image_clusters * self.num_text_clusters > 1
+
+    def _method(self, num_features: int) -> Method:
+        return choose_method(num_features, self.method, self.n_init, self.num_samples)
+
     def _cluster(
-        self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int
+        self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int, method: Method
     ) -> tuple[dict[str, np.ndarray], FeatureClusters]:
         """The labels by each modality, and the clusters that they make together with the previous ones."""
         numbers = {
@@ -262,7 +308,6 @@ class ClusterStage(Stage):
         groups, stage = None, 0 if previous is None else previous.tuples.shape[1]
         if self.within:
             groups, stage = previous.labels, 0
-        columns = split(features, numbers, seed, groups, self.n_init, stage)
+        columns = split(features, numbers, seed, groups, method, stage)
         labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
-        both = np.concatenate([features["image"], features["text"]], axis=1)
-        return columns, accumulate(labels, both, previous)
+        return columns, accumulate(labels, [features["image"], features["text"]], previous)
