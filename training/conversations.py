@@ -15,7 +15,7 @@ from transformers import LlavaConfig, LlavaProcessor
 from data.conversations import IMAGE
 from data.images import decode_image
 from data.sources import DataArguments
-from data.workers import errors_of_workers
+from data.workers import errors_of_workers, worker_options
 from training.samplers import GlobalBatchSampler, Share
 
 logger = logging.getLogger(__name__)
@@ -91,18 +91,14 @@ class ConversationLoader(torch.utils.data.Dataset):
 
     def _batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """The same, without `answer_tokens`."""
-        epoch, start_batch = divmod(start, len(self.sampler))
-        # Not the global one, of which dropout draws: see `training.loader.PairLoader`
-        generator = torch.Generator().manual_seed(self.seed)
-        options = {"num_workers": self.arguments.num_workers, "generator": generator, "collate_fn": self._collate}
-        while True:
-            self.sampler.set_epoch(epoch, start_batch)
-            with errors_of_workers():
-                yield from DataLoader(self, batch_sampler=self.sampler, **options)
-            epoch, start_batch = epoch + 1, 0
+        options = worker_options(self.arguments, self.seed)
+        with errors_of_workers():
+            yield from DataLoader(
+                self, batch_sampler=self.sampler.from_batch(start), collate_fn=self._collate, **options
+            )
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
+    def __getitem__(self, epoch_and_index: tuple[int, int]) -> dict[str, Any]:
+        row = self.rows[epoch_and_index[1]]
         tokens, is_answer = self.encode(row["turns"])
         image = row["image"]
         if image is not None:

@@ -205,7 +205,7 @@ def _compute_gradient(
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
     for micro_step in range(accumulation):
-        batch = send_to_device(next(stream), accelerator.device)
+        batch = send_to_device(next(stream), accelerator.device, non_blocking=True)
         # DeepSpeed takes its step within `backward`, when this is set
         last = accelerator.sync_gradients = micro_step == accumulation - 1
         if isinstance(model, CLIPMoEModel):

@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -11,12 +12,12 @@ import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, get_worker_info
-from transformers import CLIPProcessor
+from transformers import CLIPProcessor, PreTrainedTokenizerBase
 
 from data.images import decode_image
 from data.pairs import StreamReport, first_caption, present_captions, read_pair
 from data.sources import DataArguments, Rows, reading
-from data.workers import errors_of_workers
+from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
+        self.hidden_states, self._in_order = hidden_states, None
         if not arguments.streaming:
-            self.hidden_states = hidden_states
             self.pairs = _Pairs(rows, processor, arguments, seed, self.all_captions, hidden_states is None)
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
@@ -87,29 +88,27 @@ class PairLoader:
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
             raise ValueError(f"{self.arguments.source} has no pairs in split {self.arguments.split}")
-        epoch, start_batch = divmod(start, len(self.sampler))
-        while True:
-            self.sampler.set_epoch(epoch, start_batch)
-            self.pairs.epoch = epoch
-            with errors_of_workers():
-                yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
-            epoch, start_batch = epoch + 1, 0
+        # One for the whole run: workers that would end with an epoch would have to start again and read nothing ahead
+        with errors_of_workers():
+            yield from DataLoader(self.pairs, batch_sampler=self.sampler.from_batch(start), **self._options)
 
     def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller; of several
         captions, with the first."""
-        self.pairs.epoch = None
         starts = range(start, stop, self.batch_size)
-        batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
+        batches = [range(first, min(first + self.batch_size, stop)) for first in starts]
+        if self._in_order is None:  # its workers stay for the next part
+            options = self._options | {"persistent_workers": self.arguments.num_workers > 0}
+            self._in_order = DataLoader(self.pairs, batch_sampler=[], **options)
+        self._in_order.batch_sampler[:] = [[(None, index) for index in batch] for batch in batches]
         with errors_of_workers():
-            yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
+            yield from self._in_order
 
     def text_lengths(self) -> list[int]:
         """Tokens of every caption that `in_order` gives, padding left out."""
-        self.pairs.epoch = None
         lengths = []
         for start in range(0, len(self.pairs), 1000):
-            captions = [self.pairs.caption(index) for index in range(start, min(start + 1000, len(self.pairs)))]
+            captions = [self.pairs.caption(None, index) for index in range(start, min(start + 1000, len(self.pairs)))]
             captions = [caption for of_image in captions for caption in present_captions(of_image)]
             lengths += map(len, self.processor.tokenizer(captions, truncation=True)["input_ids"])
         return lengths
@@ -148,15 +147,22 @@ class PairLoader:
 
     @property
     def _options(self) -> dict[str, Any]:
-        # Without a generator, every DataLoader that begins draws from the global one, of which dropout and the router's
-        # noise draw: what a resumed run draws would depend on where it was interrupted
-        generator = torch.Generator().manual_seed(self.seed)
-        return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers, "generator": generator}
+        collate = _Collate(self.processor.tokenizer, self.all_captions, self.hidden_states)
+        return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
-    def _collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+
+@dataclass(frozen=True)
+class _Collate:
+    """Makes a batch of processed pairs; without images, of what stands for them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    all_captions: bool
+    hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
+
+    def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
         texts = [caption for of_image in captions for caption in present_captions(of_image)]
-        text = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        text = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
             batch["pixel_values"] = torch.stack([torch.as_tensor(pair["pixel_values"]) for pair in pairs])
@@ -213,8 +219,8 @@ class _Stream(torch.utils.data.IterableDataset):
 
 
 class _Pairs(torch.utils.data.Dataset):
-    """Processed pairs by number, with all captions, or with the one of several that `epoch` draws: without an epoch,
-    the first."""
+    """Processed pairs by epoch and number, with all captions, or with the one of several that the epoch draws: without
+    an epoch, the first."""
 
     def __init__(
         self,
@@ -226,7 +232,7 @@ class _Pairs(torch.utils.data.Dataset):
         with_images: bool,
     ):
         self.images, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.processor, self.arguments, self.seed, self.epoch = processor, arguments, seed, 0
+        self.processor, self.arguments, self.seed = processor, arguments, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
         if arguments.in_memory and with_images:
             parts = [_pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)]
@@ -237,22 +243,23 @@ class _Pairs(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        pair = {"index": index, "caption": self.caption(index)}
+    def __getitem__(self, epoch_and_index: tuple[int | None, int]) -> dict[str, Any]:
+        epoch, index = epoch_and_index
+        pair = {"index": index, "caption": self.caption(epoch, index)}
         if self.pixel_values is not None:
             pair["pixel_values"] = self.pixel_values[index]
         elif self.with_images:
             pair["pixel_values"] = _pixel_values([self.images[index]["image"]], self.processor, self.arguments)[0]
         return pair
 
-    def caption(self, index: int) -> str | list[str]:
+    def caption(self, epoch: int | None, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
         captions = self.captions[index]["caption"]
         if self.all_captions and not isinstance(captions, str):
             return [caption or "" for caption in captions]
-        if self.epoch is None:
+        if epoch is None:
             return first_caption(captions)
-        return _draw(captions, np.random.default_rng([self.seed, self.epoch, index]))
+        return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
 
 
 def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str:
