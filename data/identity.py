@@ -38,7 +38,7 @@ AT_ONCE = 1000
 SECONDS_UNTIL_KEPT = 2
 
 
-def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> str:
+def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, images: bool = True) -> str:
     """The hash of all captions and images in their order, by which labels know their dataset.
 
     Of an image in a file of its own the name without folders and the content count, of others the bytes and the name
@@ -47,10 +47,13 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
     Args:
         rows: columns `image` and `caption`.
         image_root: what relative paths of images start from.
+        images: whether they are used. If not, only the captions count, and no image is read.
 
     Raises:
         OSError: a file is gone.
     """
+    if not images:
+        return _captions_fingerprint(rows)
     kept = _Kept()
     key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
     if rows.cache_files and key in (found := kept.get({key: stamp})):
@@ -69,6 +72,13 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
             digest.update(bytes.fromhex(next(contents)) if content is None else hashlib.sha256(content).digest())
     if rows.cache_files and not in_files:
         kept.put({key: (stamp, digest.hexdigest())})
+    return digest.hexdigest()
+
+
+def _captions_fingerprint(rows: datasets.Dataset) -> str:
+    digest = hashlib.sha256()
+    for batch in rows.select_columns("caption").iter(AT_ONCE):
+        digest.update("".join(json.dumps(caption) + "\n" for caption in batch["caption"]).encode())
     return digest.hexdigest()
 
 

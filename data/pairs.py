@@ -22,11 +22,14 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 
 
-def load_pairs(arguments: DataArguments) -> Rows:
+def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """The pairs of a dataset, as columns `image` and `caption`.
 
     Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
     pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come.
+
+    Args:
+        images: whether they are used. If not, none is looked at, and all pairs with a caption are left.
 
     Raises:
         FileNotFoundError: a local source is not there.
@@ -37,7 +40,7 @@ def load_pairs(arguments: DataArguments) -> Rows:
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows
-    return readable_pairs(rows, arguments)[0]
+    return readable_pairs(rows, arguments, images)[0]
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -164,20 +167,31 @@ def _split_lines(rows: Rows) -> Rows:
 
 
 def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
-    """What keeps a pair from being used, or nothing; its image; and whether that has more frames."""
+    """What keeps a pair from being used, or nothing; its image; and whether that has more frames.
+
+    Args:
+        row: without an `image`, only the caption counts.
+    """
     try:
         if not present_texts(row["caption"]):
             return "its caption is empty", None, False
     except ValueError as error:
         return str(error), None, False
+    if "image" not in row:
+        return "", None, False
     try:
         return "", *read_image(row["image"], arguments.image_root)
     except OSError as error:
         return f"its image cannot be read: {error}", None, False
 
 
-def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` without the unreadable ones, and how many those were. Decodes every image.
+def readable_pairs(
+    rows: datasets.Dataset, arguments: DataArguments, images: bool = True
+) -> tuple[datasets.Dataset, int]:
+    """The rows of `select_columns` without the unreadable ones, and how many those were.
+
+    Args:
+        images: see `load_pairs`. Every image is decoded, or none.
 
     Raises:
         ValueError: they are more than `max_unreadable` of all, or nothing is left.
@@ -188,14 +202,15 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         return {"problem": problem, "more_frames": more_frames}
 
     with reading(arguments):
-        files = _named_files(rows, arguments)
-        looks = rows.map(
+        files = _named_files(rows, arguments) if images else ""
+        looked_at = rows if images else rows.select_columns("caption")
+        looks = looked_at.map(
             look,
             fn_kwargs={"files": files},  # part of what the result is cached under
-            cache_file_name=None if rows.cache_files else _cache_file(rows, arguments, files),
-            remove_columns=rows.column_names,
+            cache_file_name=None if rows.cache_files else _cache_file(looked_at, arguments, files),
+            remove_columns=looked_at.column_names,
             num_proc=arguments.num_workers or None,
-            desc="reading all images",
+            desc="reading all images" if images else "reading all captions",
         )
     problems = list(looks["problem"])
     frames = np.flatnonzero(looks["more_frames"])

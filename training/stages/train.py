@@ -104,6 +104,10 @@ class TrainStage(StepsStage):
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         return self
 
+    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs to train on, whose images can be read."""
+        return self.choose_pairs(context.pairs(inputs.data), inputs, context)
+
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
         """The pairs to train on, of all that the data have: here all."""
         return rows
@@ -174,7 +178,7 @@ class TrainStage(StepsStage):
         self._require_routers(model, "global_entropy_coef")
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
-        rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
+        rows = self.load_pairs(inputs, context)
         loader = PairLoader(
             rows,
             processor,
