@@ -14,6 +14,7 @@ from transformers import LlavaConfig, LlavaProcessor
 
 from data.conversations import IMAGE
 from data.images import decode_image
+from data.preparation import Preparation
 from data.sources import DataArguments
 from data.workers import errors_of_workers, worker_options
 from training.samplers import GlobalBatchSampler, Share
@@ -59,6 +60,7 @@ class ConversationLoader(torch.utils.data.Dataset):
         accumulation: int = 1,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.prepare = Preparation(processor.image_processor)
         self.image_tokens, self.prompt, self.max_length = config.image_seq_length, prompt, max_length
         self.accumulation, self.seed = accumulation, share.seed
         self.template = PLAIN if prompt == "plain" else processor.chat_template
@@ -103,7 +105,7 @@ class ConversationLoader(torch.utils.data.Dataset):
         image = row["image"]
         if image is not None:
             image = decode_image(image, self.arguments.image_root)
-            image = self.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
+            image = self.prepare(image)
         return {"tokens": tokens, "is_answer": is_answer, "image": image}
 
     def encode(self, turns: Sequence[str]) -> tuple[list[int], list[bool]]:

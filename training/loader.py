@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, get_worker_info
@@ -16,6 +15,7 @@ from transformers import CLIPProcessor, PreTrainedTokenizerBase
 
 from data.images import decode_image
 from data.pairs import StreamReport, first_caption, present_captions, read_pair
+from data.preparation import Preparation
 from data.sources import DataArguments, Rows, reading
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -165,7 +165,7 @@ class _Collate:
         text = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
-            batch["pixel_values"] = torch.stack([torch.as_tensor(pair["pixel_values"]) for pair in pairs])
+            batch["pixel_values"] = torch.stack([pair["pixel_values"] for pair in pairs])
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:
@@ -193,7 +193,7 @@ class _Stream(torch.utils.data.IterableDataset):
         share: tuple[int, int],
         readers: int,
     ):
-        self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.rows, self.prepare, self.arguments = rows, Preparation(processor.image_processor), arguments
         self.seed, self.share, self.readers = seed, share, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -209,10 +209,7 @@ class _Stream(torch.utils.data.IterableDataset):
                 if problem:
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
-                yield {
-                    "pixel_values": _processed([image], self.processor)[0],
-                    "caption": _draw(row["caption"], rng),
-                }
+                yield {"pixel_values": self.prepare(image), "caption": _draw(row["caption"], rng)}
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -232,11 +229,10 @@ class _Pairs(torch.utils.data.Dataset):
         with_images: bool,
     ):
         self.images, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.processor, self.arguments, self.seed = processor, arguments, seed
+        self.prepare, self.arguments, self.seed = Preparation(processor.image_processor), arguments, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
         if arguments.in_memory and with_images:
-            parts = [_pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)]
-            self.pixel_values = torch.cat(parts)
+            self.pixel_values = torch.stack([self._prepared(index) for index in range(len(rows))])
         if arguments.in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
@@ -249,8 +245,11 @@ class _Pairs(torch.utils.data.Dataset):
         if self.pixel_values is not None:
             pair["pixel_values"] = self.pixel_values[index]
         elif self.with_images:
-            pair["pixel_values"] = _pixel_values([self.images[index]["image"]], self.processor, self.arguments)[0]
+            pair["pixel_values"] = self._prepared(index)
         return pair
+
+    def _prepared(self, index: int) -> torch.Tensor:
+        return self.prepare(decode_image(self.images[index]["image"], self.arguments.image_root))
 
     def caption(self, epoch: int | None, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
@@ -291,11 +290,3 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
             "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
             source, len(rows), ", ".join(map(str, missing)),
         )  # fmt: skip
-
-
-def _pixel_values(images: list[Any], processor: CLIPProcessor, arguments: DataArguments) -> torch.Tensor:
-    return _processed([decode_image(image, arguments.image_root) for image in images], processor)
-
-
-def _processed(images: list[PIL.Image.Image], processor: CLIPProcessor) -> torch.Tensor:
-    return processor.image_processor(images, return_tensors="pt")["pixel_values"]
