@@ -166,11 +166,14 @@ def _split_lines(rows: Rows) -> Rows:
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
-def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
+def read_pair(
+    row: dict[str, Any], arguments: DataArguments, draft: int | None = None
+) -> tuple[str, PIL.Image.Image | None, bool]:
     """What keeps a pair from being used, or nothing; its image; and whether that has more frames.
 
     Args:
         row: without an `image`, only the caption counts.
+        draft: see `read_image`.
     """
     try:
         if not present_texts(row["caption"]):
@@ -180,7 +183,7 @@ def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.I
     if "image" not in row:
         return "", None, False
     try:
-        return "", *read_image(row["image"], arguments.image_root)
+        return "", *read_image(row["image"], arguments.image_root, draft)
     except OSError as error:
         return f"its image cannot be read: {error}", None, False
 
@@ -201,6 +204,9 @@ def readable_pairs(
         problem, _, more_frames = read_pair(row, arguments)
         return {"problem": problem, "more_frames": more_frames}
 
+    nothing = f"{arguments.source} has no pairs in split {arguments.split}"
+    if len(rows) == 0:
+        raise ValueError(nothing)
     with reading(arguments):
         files = _named_files(rows, arguments) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
@@ -221,7 +227,7 @@ def readable_pairs(
         judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
         rows = rows.select([index for index, problem in enumerate(problems) if not problem])
     if len(rows) == 0:
-        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+        raise ValueError(nothing)
     return rows, len(bad)
 
 

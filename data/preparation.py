@@ -61,6 +61,13 @@ class Preparation:
         return np.array_equal(self._by_table(image), self._by_processor(image))
 
 
+def crop_size(processor: BaseImageProcessor) -> tuple[int, int]:
+    """The width and height of the images that a processor makes. Raises as `resized_size`."""
+    if not processor.do_center_crop:
+        return resized_size(processor, (1, 1))
+    return processor.crop_size["width"], processor.crop_size["height"]
+
+
 def resized_size(processor: BaseImageProcessor, size: tuple[int, int]) -> tuple[int, int]:
     """The width and height that a processor resizes an image of this width and height to.
 

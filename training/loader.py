@@ -8,14 +8,16 @@ from typing import Any
 
 import datasets
 import numpy as np
+import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, get_worker_info
-from transformers import CLIPProcessor, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
 
-from data.images import decode_image
+from data.augmentation import Augmentation
+from data.images import read_image
 from data.pairs import StreamReport, first_caption, present_captions, read_pair
-from data.preparation import Preparation
+from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -36,6 +38,7 @@ class PairLoader:
         sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
+        augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
 
     Raises:
         ValueError: the dataset is smaller than a global batch, or images do not have L captions, one of which has a
@@ -54,6 +57,7 @@ class PairLoader:
         sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
         caption_weights: Sequence[float] | None = None,
         hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
+        augmentation: Augmentation | None = None,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed = batch_size, seed
@@ -68,8 +72,9 @@ class PairLoader:
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         self.hidden_states, self._in_order = hidden_states, None
+        self.images = _Images(processor.image_processor, arguments.image_root, augmentation)
         if not arguments.streaming:
-            self.pairs = _Pairs(rows, processor, arguments, seed, self.all_captions, hidden_states is None)
+            self.pairs = _Pairs(rows, self.images, arguments.in_memory, seed, self.all_captions, hidden_states is None)
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
@@ -138,7 +143,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.processor, self.arguments, self.seed, share, readers)
+        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -173,6 +178,34 @@ class _Collate:
         return batch
 
 
+class _Images:
+    """How images become those of a model.
+
+    Args:
+        augmentation: of training.
+
+    Raises:
+        ValueError: it needs the size of the model's images, but the processor does not settle it.
+    """
+
+    def __init__(self, processor: BaseImageProcessor, image_root: str | None, augmentation: Augmentation | None):
+        self.prepare, self.image_root, self.augmentation = Preparation(processor), image_root, augmentation
+        self.size = self.draft = None
+        if augmentation is not None:
+            self.size = crop_size(processor)
+            self.draft = augmentation.draft(min(resized_size(processor, (1, 1))))
+
+    def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
+        """As `pixel_values`, of what an image column holds."""
+        return self.pixel_values(read_image(value, self.image_root, self.draft)[0], rng)
+
+    def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
+        """(C, H, W) in float32, changed at random if there is a generator for it."""
+        if self.augmentation is None or rng is None:
+            return self.prepare(image)
+        return self.prepare(*self.augmentation(image, self.size, rng))
+
+
 class _Stream(torch.utils.data.IterableDataset):
     """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own.
 
@@ -187,13 +220,13 @@ class _Stream(torch.utils.data.IterableDataset):
     def __init__(
         self,
         rows: datasets.IterableDataset,
-        processor: CLIPProcessor,
+        images: _Images,
         arguments: DataArguments,
         seed: int,
         share: tuple[int, int],
         readers: int,
     ):
-        self.rows, self.prepare, self.arguments = rows, Preparation(processor.image_processor), arguments
+        self.rows, self.images, self.arguments = rows, images, arguments
         self.seed, self.share, self.readers = seed, share, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -204,12 +237,13 @@ class _Stream(torch.utils.data.IterableDataset):
             generator = np.random.default_rng([self.seed, epoch])
             rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, *self.share):
-                problem, image, more_frames = read_pair(row, self.arguments)
+                problem, image, more_frames = read_pair(row, self.arguments, self.images.draft)
                 report.add(row, problem, more_frames)
                 if problem:
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
-                yield {"pixel_values": self.prepare(image), "caption": _draw(row["caption"], rng)}
+                caption = _draw(row["caption"], rng)
+                yield {"pixel_values": self.images.pixel_values(image, rng), "caption": caption}
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -222,22 +256,22 @@ class _Pairs(torch.utils.data.Dataset):
     def __init__(
         self,
         rows: datasets.Dataset,
-        processor: CLIPProcessor,
-        arguments: DataArguments,
+        images: _Images,
+        in_memory: bool,
         seed: int,
         all_captions: bool,
         with_images: bool,
     ):
-        self.images, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.prepare, self.arguments, self.seed = Preparation(processor.image_processor), arguments, seed
+        self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
+        self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
-        if arguments.in_memory and with_images:
-            self.pixel_values = torch.stack([self._prepared(index) for index in range(len(rows))])
-        if arguments.in_memory:
+        if in_memory and with_images:
+            self.pixel_values = torch.stack([images.read(row["image"], None) for row in self.rows])
+        if in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.rows)
 
     def __getitem__(self, epoch_and_index: tuple[int | None, int]) -> dict[str, Any]:
         epoch, index = epoch_and_index
@@ -245,11 +279,10 @@ class _Pairs(torch.utils.data.Dataset):
         if self.pixel_values is not None:
             pair["pixel_values"] = self.pixel_values[index]
         elif self.with_images:
-            pair["pixel_values"] = self._prepared(index)
+            # Other numbers than those that draw the caption
+            rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
+            pair["pixel_values"] = self.images.read(self.rows[index]["image"], rng)
         return pair
-
-    def _prepared(self, index: int) -> torch.Tensor:
-        return self.prepare(decode_image(self.images[index]["image"], self.arguments.image_root))
 
     def caption(self, epoch: int | None, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
