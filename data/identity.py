@@ -23,6 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
+from data.annotations import holds_list
 from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
 
@@ -191,7 +192,7 @@ def _named_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""
     column = arguments.image_column
-    if arguments.source.endswith(".json"):  # conversations may be without an image
+    if arguments.source.endswith(".json") and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):
             entries = read_entries(arguments)[arguments.taken_rows]
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
