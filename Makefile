@@ -90,3 +90,4 @@ bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.balanced_kmeans
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.retrieval
+	$(BIN)/python -m benchmarks.loader
