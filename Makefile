@@ -105,3 +105,4 @@ bench: $(STAMP)  ## speed, as ratios
 	$(BIN)/python -m benchmarks.clustering
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.retrieval
+	$(BIN)/python -m benchmarks.loader

@@ -23,6 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
+from data.annotations import holds_list
 from data.shards import MEMBER
 from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
@@ -39,7 +40,7 @@ AT_ONCE = 1000
 SECONDS_UNTIL_KEPT = 2
 
 
-def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> str:
+def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, images: bool = True) -> str:
     """The hash of all captions and images in their order, by which labels know their dataset.
 
     Of an image in a file of its own the name without folders and the content count, of others the bytes and the name
@@ -48,10 +49,13 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
     Args:
         rows: columns `image` and `caption`.
         image_root: what relative paths of images start from.
+        images: whether they are used. If not, only the captions count, and no image is read.
 
     Raises:
         OSError: a file is gone.
     """
+    if not images:
+        return _captions_fingerprint(rows)
     kept = _Kept()
     key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
     if rows.cache_files and key in (found := kept.get({key: stamp})):
@@ -70,6 +74,13 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None) -> s
             digest.update(bytes.fromhex(next(contents)) if content is None else hashlib.sha256(content).digest())
     if rows.cache_files and not in_files:
         kept.put({key: (stamp, digest.hexdigest())})
+    return digest.hexdigest()
+
+
+def _captions_fingerprint(rows: datasets.Dataset) -> str:
+    digest = hashlib.sha256()
+    for batch in rows.select_columns("caption").iter(AT_ONCE):
+        digest.update("".join(json.dumps(caption) + "\n" for caption in batch["caption"]).encode())
     return digest.hexdigest()
 
 
@@ -195,7 +206,7 @@ def _named_images(arguments: DataArguments) -> list[str]:
     column = arguments.image_column
     if arguments.indexed:
         return []
-    if arguments.source.endswith(".json"):  # conversations may be without an image
+    if arguments.source.endswith(".json") and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):
             entries = read_entries(arguments)[arguments.taken_rows]
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]

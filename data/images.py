@@ -38,13 +38,17 @@ def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
     return read_image(value, image_root)[0]
 
 
-def read_image(value: Any, image_root: str | None = None) -> tuple[PIL.Image.Image, bool]:
-    """As `decode_image`, and whether there are more frames than the one that is given."""
+def read_image(value: Any, image_root: str | None = None, draft: int | None = None) -> tuple[PIL.Image.Image, bool]:
+    """As `decode_image`, and whether there are more frames than the one that is given.
+
+    Args:
+        draft: JPEGs are decoded at 1/2, 1/4 or 1/8 of their size, if their shorter side has so many pixels then.
+    """
     try:
         if isinstance(value, PIL.Image.Image):
             return _upright_rgb(value), _has_more_frames(value)
         with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
-            return _upright_rgb(image), _has_more_frames(image)
+            return _upright_rgb(image, draft), _has_more_frames(image)
     except PIL.UnidentifiedImageError as error:
         raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
     except OSError:
@@ -65,12 +69,14 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
     raise OSError("there is no image")
 
 
-def _upright_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+def _upright_rgb(image: PIL.Image.Image, draft: int | None = None) -> PIL.Image.Image:
     width, height = image.size  # of the header: nothing is decoded yet
     if width * height > MAX_PIXELS:
         raise OSError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
         raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
+    if draft is not None:
+        image.draft(None, (draft, draft))  # does nothing to other formats
     image = PIL.ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):
         image = _eight_bits(image)

@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 
 
-def load_pairs(arguments: DataArguments) -> Rows:
+def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """The pairs of a dataset, as columns `image` and `caption`.
 
     Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
     pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come. Of
     indexed shards those are left that have an image and a caption: `training.loader` replaces the unreadable.
+
+    Args:
+        images: whether they are used. If not, none is looked at, and all pairs with a caption are left.
 
     Raises:
         FileNotFoundError: a local source is not there.
@@ -38,7 +41,7 @@ def load_pairs(arguments: DataArguments) -> Rows:
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows
-    return (complete_pairs if arguments.indexed else readable_pairs)(rows, arguments)[0]
+    return usable_pairs(rows, arguments) if images else readable_pairs(rows, arguments, images=False)[0]
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -164,21 +167,41 @@ def _split_lines(rows: Rows) -> Rows:
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
-def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None, bool]:
-    """What keeps a pair from being used, or nothing; its image; and whether that has more frames."""
+def read_pair(
+    row: dict[str, Any], arguments: DataArguments, draft: int | None = None
+) -> tuple[str, PIL.Image.Image | None, bool]:
+    """What keeps a pair from being used, or nothing; its image; and whether that has more frames.
+
+    Args:
+        row: without an `image`, only the caption counts.
+        draft: see `read_image`.
+    """
     try:
         if not present_texts(row["caption"]):
             return "its caption is empty", None, False
     except ValueError as error:
         return str(error), None, False
+    if "image" not in row:
+        return "", None, False
     try:
-        return "", *read_image(row["image"], arguments.image_root)
+        return "", *read_image(row["image"], arguments.image_root, draft)
     except OSError as error:
         return f"its image cannot be read: {error}", None, False
 
 
-def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` without the unreadable ones, and how many those were. Decodes every image.
+def usable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
+    """The rows of `select_columns` whose images can be read; of indexed shards, which are not looked at before they are
+    used, those that have an image and a caption. Raises as `readable_pairs`."""
+    return (complete_pairs if arguments.indexed else readable_pairs)(rows, arguments)[0]
+
+
+def readable_pairs(
+    rows: datasets.Dataset, arguments: DataArguments, images: bool = True
+) -> tuple[datasets.Dataset, int]:
+    """The rows of `select_columns` without the unreadable ones, and how many those were.
+
+    Args:
+        images: see `load_pairs`. Every image is decoded, or none.
 
     Raises:
         ValueError: they are more than `max_unreadable` of all, or nothing is left.
@@ -188,15 +211,19 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         problem, _, more_frames = read_pair(row, arguments)
         return {"problem": problem, "more_frames": more_frames}
 
+    nothing = f"{arguments.source} has no pairs in split {arguments.split}"
+    if len(rows) == 0:
+        raise ValueError(nothing)
     with reading(arguments):
-        files = _named_files(rows, arguments)
-        looks = rows.map(
+        files = _named_files(rows, arguments) if images else ""
+        looked_at = rows if images else rows.select_columns("caption")
+        looks = looked_at.map(
             look,
             fn_kwargs={"files": files},  # part of what the result is cached under
-            cache_file_name=None if rows.cache_files else _cache_file(rows, arguments, files),
-            remove_columns=rows.column_names,
+            cache_file_name=None if rows.cache_files else _cache_file(looked_at, arguments, files),
+            remove_columns=looked_at.column_names,
             num_proc=arguments.num_workers or None,
-            desc="reading all images",
+            desc="reading all images" if images else "reading all captions",
         )
     problems = list(looks["problem"])
     frames = np.flatnonzero(looks["more_frames"])
@@ -207,7 +234,7 @@ def readable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
         rows = rows.select([index for index, problem in enumerate(problems) if not problem])
     if len(rows) == 0:
-        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+        raise ValueError(nothing)
     return rows, len(bad)
 
 

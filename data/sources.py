@@ -22,6 +22,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from data.annotations import TABLES, holds_list, read_annotations, read_json, read_tables
 from data.shards import open_shards
 from data.worlds import WORLDS
 
@@ -42,13 +43,13 @@ class DataArguments:
     """Where the pairs are and how they are read."""
 
     # "glyphs" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or metadata.jsonl, of
-    # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow or .tar
-    # files; a ShareGPT4V-style .json.
+    # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar,
+    # .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a Karpathy split.
     source: str
     # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
     # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
     # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
-    # not known; a .json has "train".
+    # not known; a .json has "train", a Karpathy split those it names, also several: "train+restval".
     split: str = "train"
     # Images, or paths of images.
     image_column: str = "image"
@@ -56,7 +57,7 @@ class DataArguments:
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
-    # What relative paths in the image column (and in a ShareGPT4V .json) start from.
+    # What relative paths in the image column (and in a .json) start from.
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
@@ -71,6 +72,8 @@ class DataArguments:
     in_memory: bool = False
     # Processes that read; 0: the one that trains.
     num_workers: int = Field(default=0, ge=0)
+    # Batches that each of them reads ahead, also beyond the end of an epoch.
+    prefetch_factor: int = Field(default=2, gt=0)
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
@@ -136,7 +139,9 @@ def open_rows(arguments: DataArguments) -> Rows:
 
 def is_here(source: str) -> bool:
     """Whether a source of data lies on this machine, or a pattern that matches something."""
-    return os.path.exists(source) or (Path(source).suffix in BUILDERS and bool(glob.glob(source, recursive=True)))
+    return os.path.exists(source) or (
+        Path(source).suffix in {*BUILDERS, *TABLES} and bool(glob.glob(source, recursive=True))
+    )
 
 
 def is_saved(source: str) -> bool:
@@ -193,7 +198,9 @@ def _bad_file(arguments: DataArguments) -> str | None:
 def _open(arguments: DataArguments) -> Rows:
     source, split, streaming = arguments.source, arguments.split, arguments.streaming
     if source.endswith(".json"):
-        return _open_sharegpt4v(Path(source), arguments)
+        return _open_json(Path(source), arguments)
+    if Path(source).suffix in TABLES and not os.path.isdir(source):
+        return _open_tables(arguments)
     if is_saved(source):
         return _open_saved(arguments)
     if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
@@ -221,6 +228,16 @@ def _open(arguments: DataArguments) -> Rows:
         columns = arguments.image_column, arguments.caption_column
         return open_shards(files, *columns, list(map(file_stamp, files)))
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
+
+
+def _open_tables(arguments: DataArguments) -> Rows:
+    """The csv or tsv files of a pattern, all of them, whatever the split is called."""
+    source = arguments.source
+    files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
+    if not files:
+        raise FileNotFoundError(f"no file matches {source}")
+    rows = datasets.Dataset.from_dict(read_tables(files))
+    return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
 def file_stamp(path: str) -> str:
@@ -398,19 +415,24 @@ def _open_saved(arguments: DataArguments) -> Rows:
 def read_entries(arguments: DataArguments) -> list[Any]:
     """The entries of a .json, from before `skip` and `num_samples`: ShareGPT4V's and LLaVA's are dictionaries."""
     path = Path(arguments.source)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    if arguments.split != "train":
-        raise ValueError(_no_split(arguments, ["train"]))
-    with path.open(encoding="utf-8") as file:
-        entries = json.load(file)
+    entries = read_json(path)
     if not isinstance(entries, list):
         raise ValueError(f"{path} holds no list of entries, as ShareGPT4V's format is")
+    if arguments.split != "train":
+        raise ValueError(_no_split(arguments, ["train"]))
     return entries
 
 
-def _open_sharegpt4v(path: Path, arguments: DataArguments) -> Rows:
-    """ShareGPT4V's format: a list of {"image": path, "conversations": [..., {"from": "gpt", "value": caption}]}."""
+def _open_json(path: Path, arguments: DataArguments) -> Rows:
+    """COCO's or a Karpathy split's captions, or ShareGPT4V's format: a list of {"image": path, "conversations": [...,
+    {"from": "gpt", "value": caption}]}."""
+    if path.is_file() and not holds_list(path):
+        images, captions = read_annotations(path, arguments.split)
+        features = {"image": datasets.Value("string"), "caption": datasets.List(datasets.Value("string"))}
+        names = arguments.image_column, arguments.caption_column
+        features = datasets.Features(dict(zip(names, features.values(), strict=True)))
+        rows = datasets.Dataset.from_dict(dict(zip(names, (images, captions), strict=True)), features)
+        return rows.to_iterable_dataset() if arguments.streaming else rows
     rows = {arguments.image_column: [], arguments.caption_column: []}
     for number, entry in enumerate(read_entries(arguments)):
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from datasets import ReadInstruction
 
+from data.annotations import TABLES
 from data.sources import BUILDERS, DataArguments, open_rows
 
 
@@ -17,7 +18,7 @@ def common_rows(arguments: DataArguments, other_split: str) -> int:
     source, splits = Path(arguments.source), (arguments.split, other_split)
     if (source / "state.json").is_file():
         return len(open_rows(arguments))
-    is_file = source.suffix in BUILDERS and not source.is_dir()
+    is_file = source.suffix in {*BUILDERS, *TABLES} and not source.is_dir()
     names, other_names = ({part.partition("[")[0].strip() for part in split.split("+")} for split in splits)
     if not is_file and names.isdisjoint(other_names):
         return 0

@@ -2,6 +2,28 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from data.sources import DataArguments
+
+
+def worker_options(arguments: DataArguments, seed: int) -> dict[str, Any]:
+    """Options of a `DataLoader` that reads ahead as the settings say, into pinned memory where there is an accelerator:
+    its transfers then wait for nothing.
+
+    Args:
+        seed: of the workers. Nothing that we draw depends on it.
+    """
+    return {
+        "num_workers": arguments.num_workers,
+        "prefetch_factor": arguments.prefetch_factor if arguments.num_workers else None,
+        "pin_memory": torch.accelerator.is_available(),
+        # Without a generator, every DataLoader that begins draws from the global one, of which dropout and the router's
+        # noise draw: what a resumed run draws would depend on where it was interrupted
+        "generator": torch.Generator().manual_seed(seed),
+    }
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.contact_sheet import contact_sheet
-from training.loader import PairLoader
+from training.loader import _Collate
 from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.stages import data_experts
@@ -77,18 +77,18 @@ def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
 def test_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
     fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
     clusters, metadata = load_caption_clusters(out / "coarse")
-    labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows))
+    labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows, images=False))
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
-    random = load_expert_of_pair(out / "random", data_fingerprint(rows))
+    random = load_expert_of_pair(out / "random", data_fingerprint(rows, images=False))
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
     contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), None, seed=0)
     assert (out / "coarse" / "clusters.png").read_bytes() == (tmp_path / "sheet.png").read_bytes()
 
 
 def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
-    labels = load_expert_of_pair(out / "selected", data_fingerprint(rows))
+    labels = load_expert_of_pair(out / "selected", data_fingerprint(rows, images=False))
     encoder = load_encoder(out / "captions" / "encoder")
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     metadata = encoder.encode(["heart", "star"])
@@ -101,16 +101,16 @@ def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
 def test_an_expert_sees_its_own_pairs_alone(run, out, rows, monkeypatch):
     """Captions of the other cluster do not change an expert: it equals one that is trained on its own pairs alone."""
     seen = []
-    collate = PairLoader._collate
+    collate = _Collate.__call__
 
     def record(self, pairs):
         seen.extend(pair["caption"] for pair in pairs)
         return collate(self, pairs)
 
-    monkeypatch.setattr(PairLoader, "_collate", record)
+    monkeypatch.setattr(_Collate, "__call__", record)
     target = copy(out, "alone", "dense", "coarse", "assigned", "fine", "captions")
     run("alone", only=["expert_2"])
-    mine = load_expert_of_pair(out / "coarse", data_fingerprint(rows)) == 1
+    mine = load_expert_of_pair(out / "coarse", data_fingerprint(rows, images=False)) == 1
     captions = np.array(rows["caption"])
     assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
     assert len(seen) == mine.sum() // 8 * 8
@@ -301,7 +301,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     labels = np.concatenate([part for _, part in read_parts(target / "assigned" / PARTS, "labels", 300)])
     assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
-    assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows))) == 300
+    assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows, images=False))) == 300
     with pytest.raises(ValueError, match="belong to another dataset"):
         run("others", {"assigned.data": more}, only=["expert_1"])
 

@@ -25,7 +25,7 @@ from evaluation.sentence_encoders import load_encoder
 from evaluation.tasks import Task
 from modeling_clip_moe import CLIPMoDEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
-from training.loader import PairLoader
+from training.loader import _Collate
 from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(run):
     """The captions that each expert was trained on, one after the other, by the name of its stage."""
-    seen, collate = {}, PairLoader._collate
+    seen, collate = {}, _Collate.__call__
     with pytest.MonkeyPatch.context() as patch:
         for stage in ("expert_1", "expert_2", None):
             captions = seen.setdefault(stage, [])
@@ -48,7 +48,7 @@ def seen(run):
                 captions.extend(pair["caption"] for pair in pairs)
                 return collate(self, pairs)
 
-            patch.setattr(PairLoader, "_collate", record)
+            patch.setattr(_Collate, "__call__", record)
             before = ["dense", "images", "fine", "assigned", "coarse"]
             run(only=None if stage is None else [*before, stage])
     return seen

@@ -1,16 +1,24 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
 import io
+import itertools
 import tarfile
+from pathlib import Path
 
 import pytest
+import torch
+from tiny_runs import DENSE, TUNED, run_stages, same_weights
 from tiny_sources import images_and_texts, png, write_shard
 
+from conversion.processors import load_processor
 from data import images
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.shards import read_member
 from data.sources import DataArguments, open_rows
+from training.loader import PairLoader
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -122,3 +130,54 @@ def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
     )
     with pytest.raises(ValueError, match="More than max_unreadable = 1% is an error"):
         load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+
+
+def batches(processor, source, start=0, number=4, **settings):
+    loader = PairLoader(load_pairs(arguments(source, **settings)), processor, arguments(source, **settings), 2, seed=3)
+    return list(itertools.islice(loader.batches(start), number))
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load_processor(ROOT / "training" / "glyph_clip")
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}])
+def test_batches_are_those_of_the_loaded_shards(shards, processor, settings):
+    expected = batches(processor, shards)
+    found = batches(processor, shards, indexed=True, **settings)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    resumed = batches(processor, shards, start=3, number=1, indexed=True, **settings)
+    torch.testing.assert_close(resumed, expected[3:], rtol=0, atol=0)
+
+
+def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path, processor, caplog):
+    members = images_and_texts(range(4), ["zero", "one", "two", "three"])
+    members[2] = ("1.png", b"no image")
+    write_shard(tmp_path / "0.tar", members)
+    source = str(tmp_path / "0.tar")
+    (first, second) = batches(processor, source, number=2, indexed=True, max_unreadable=0.3)
+    ids = [*first["input_ids"], *second["input_ids"]]
+    assert sorted(processor.batch_decode(ids, skip_special_tokens=True)) == ["three", "two", "two", "zero"]
+    assert f"1 of 4 pairs of {source} cannot be read so far, now 1: it is no image" in caplog.text
+    with pytest.raises(ValueError, match="1 of 4 pairs of .*More than max_unreadable = 1% is an error"):
+        batches(processor, source, number=2, indexed=True)
+
+
+def test_clusters_are_trained_from_shards(tmp_path):
+    """Embedded, clustered and trained as from loaded shards, to the bit."""
+    captions = ["a red circle", "a blue square"] * 8
+    write_shard(tmp_path / "0.tar", images_and_texts(range(9), captions))
+    write_shard(tmp_path / "1.tar", images_and_texts(range(9, 16), captions))
+    made = []
+    for indexed in (False, True):
+        data = {"source": str(tmp_path / "*.tar"), "image_column": "png", "caption_column": "txt", "indexed": indexed}
+        stages = [
+            DENSE,
+            {"name": "features", "stage": "embed", "model": "dense", "data": data},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {**TUNED, "name": "expert", "stage": "train_experts", "expert": 1, "clusters": "clusters", "data": data},
+        ]
+        (tmp_path / str(indexed)).mkdir()
+        made.append(run_stages(tmp_path / str(indexed), stages) / "expert")
+    assert same_weights(*made)

@@ -17,6 +17,8 @@ from training.arrays import open_arrays, save_arrays
 from training.balanced_kmeans import balanced_kmeans
 from training.parts import INDEX
 
+# Which pairs of the data have labels: those with a readable image, as in folders of older versions, or with a caption
+READABLE, CAPTIONED = "readable", "captioned"
 CENTERS, LABELS = "centers.safetensors", "labels.safetensors"
 # Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses
 BATCHES_PER_PART = 128
@@ -113,7 +115,8 @@ def save_caption_clusters(
 
 
 def load_caption_clusters(directory: Path) -> tuple[CaptionClusters, dict[str, str]]:
-    """The clusters of a cluster_coarse or select stage, and what they were made of: `encoder`, `dataset_fingerprint`.
+    """The clusters of a cluster_coarse or select stage, and what they were made of: `encoder`,
+    `dataset_fingerprint`, and which of its `pairs` have labels.
 
     Raises:
         FileNotFoundError: the folder has none.

@@ -13,6 +13,7 @@ from conversion.files import read_record
 from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
+from data.annotations import TABLES, holds_list
 from data.sources import BUILDERS, DataArguments, is_here, is_saved
 from data.worlds import WORLDS
 from training.expected import Expected, Unknown, count_pairs, is_cached, model_configs
@@ -239,11 +240,11 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
     if root is not None and not Path(root).is_dir():
         yield f".image_root: there is no folder {root}"
     if not is_here(source):
-        if Path(source).suffix in (*BUILDERS, ".json") or not is_hub_name(source):
+        if Path(source).suffix in (*BUILDERS, *TABLES, ".json") or not is_hub_name(source):
             yield f".source: there is no file or folder {source}"
         return
     try:
-        if source.endswith(".json"):
+        if source.endswith(".json") and holds_list(source):
             if arguments.split != "train":
                 yield f".split: {source} has no split {arguments.split!r}, only train"
         else:

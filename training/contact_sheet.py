@@ -5,6 +5,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import PIL.Image
 
 from data.images import decode_image
 from data.pairs import first_caption
@@ -12,6 +13,8 @@ from data.pairs import first_caption
 MAX_LINES = 32
 # In inches: of an image with its caption, of the image alone, and of what stands left of a line
 WIDTH, HEIGHT, SIDE, MARGIN = 2.0, 2.5, 1.7, 1.5
+# A red square stands for an image that cannot be read
+UNREADABLE = PIL.Image.new("RGB", (8, 8), "red")
 
 
 def contact_sheet(
@@ -54,7 +57,10 @@ def contact_sheet(
         chosen = rng.permutation(np.flatnonzero(labels == cluster))[:columns]
         for column, index in enumerate(chosen):
             row, left = rows[int(index)], MARGIN + WIDTH * column
-            image = decode_image(row["image"], image_root)
+            try:
+                image = decode_image(row["image"], image_root)
+            except OSError:  # nobody has looked at images of which only the captions were clustered
+                image = UNREADABLE
             width, height = (SIDE * side / max(image.size) for side in image.size)
             axes.imshow(image, extent=(left, left + width, bottom, bottom + height))
             caption = row["caption"] if isinstance(row["caption"], str) else first_caption(row["caption"])

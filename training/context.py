@@ -18,8 +18,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from conversion.provenance import LOGS, MANIFEST
 from data.conversations import load_conversations
 from data.identity import data_fingerprint, identity
-from data.pairs import load_pairs
+from data.pairs import load_pairs, usable_pairs
 from data.sources import DataArguments
+from data.worlds import WORLDS
 from training.settings import dump
 
 
@@ -63,25 +64,33 @@ class Context:
         """With the folder as the source where that is a captions stage."""
         return dataclasses.replace(arguments, source=self.folder(arguments.source))
 
-    def pairs(self, arguments: DataArguments) -> datasets.Dataset | datasets.IterableDataset:
+    def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
         """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
         arguments = self.resolve(arguments)
-        key = json.dumps([dump(arguments), self.identity(arguments)])
+        key = json.dumps([dump(arguments), self.identity(arguments), images])
         if key not in self._pairs:
             self._pairs.clear()
             with self._main_process_first():  # which fills the cache that the others read
-                self._pairs[key] = load_pairs(arguments)
+                self._pairs[key] = load_pairs(arguments, images)
         return self._pairs[key]
+
+    def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
+        """Those of some pairs, which were loaded without their images, whose images can be read. Every process has to
+        ask."""
+        if arguments.source in WORLDS:
+            return rows
+        with self._main_process_first():
+            return usable_pairs(rows, arguments)
 
     def conversations(self, arguments: DataArguments) -> datasets.Dataset:
         """See `data.conversations.load_conversations`. Every process has to ask."""
         with self._main_process_first():
             return load_conversations(self.resolve(arguments))
 
-    def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments) -> str:
+    def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
         with self._main_process_first():
-            return data_fingerprint(rows, arguments.image_root)
+            return data_fingerprint(rows, arguments.image_root, images)
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""

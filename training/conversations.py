@@ -14,8 +14,9 @@ from transformers import LlavaConfig, LlavaProcessor
 
 from data.conversations import IMAGE
 from data.images import decode_image
+from data.preparation import Preparation
 from data.sources import DataArguments
-from data.workers import errors_of_workers
+from data.workers import errors_of_workers, worker_options
 from training.samplers import GlobalBatchSampler, Share
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class ConversationLoader(torch.utils.data.Dataset):
         accumulation: int = 1,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.prepare = Preparation(processor.image_processor)
         self.image_tokens, self.prompt, self.max_length = config.image_seq_length, prompt, max_length
         self.accumulation, self.seed = accumulation, share.seed
         self.template = PLAIN if prompt == "plain" else processor.chat_template
@@ -91,23 +93,19 @@ class ConversationLoader(torch.utils.data.Dataset):
 
     def _batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """The same, without `answer_tokens`."""
-        epoch, start_batch = divmod(start, len(self.sampler))
-        # Not the global one, of which dropout draws: see `training.loader.PairLoader`
-        generator = torch.Generator().manual_seed(self.seed)
-        options = {"num_workers": self.arguments.num_workers, "generator": generator, "collate_fn": self._collate}
-        while True:
-            self.sampler.set_epoch(epoch, start_batch)
-            with errors_of_workers():
-                yield from DataLoader(self, batch_sampler=self.sampler, **options)
-            epoch, start_batch = epoch + 1, 0
+        options = worker_options(self.arguments, self.seed)
+        with errors_of_workers():
+            yield from DataLoader(
+                self, batch_sampler=self.sampler.from_batch(start), collate_fn=self._collate, **options
+            )
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
+    def __getitem__(self, epoch_and_index: tuple[int, int]) -> dict[str, Any]:
+        row = self.rows[epoch_and_index[1]]
         tokens, is_answer = self.encode(row["turns"])
         image = row["image"]
         if image is not None:
             image = decode_image(image, self.arguments.image_root)
-            image = self.processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
+            image = self.prepare(image)
         return {"tokens": tokens, "is_answer": is_answer, "image": image}
 
     def encode(self, turns: Sequence[str]) -> tuple[list[int], list[bool]]:

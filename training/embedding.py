@@ -48,7 +48,7 @@ def embed_pairs(
         for batch in loader.in_order(start, stop):
             caption_mask = batch.pop("caption_mask", None)
             with torch.no_grad(), accelerator.autocast():
-                outputs = model(**send_to_device(batch, accelerator.device))
+                outputs = model(**send_to_device(batch, accelerator.device, non_blocking=True))
             texts = outputs.text_embeds.float().cpu()
             features["image"].append(outputs.image_embeds.float().cpu())
             features["text"].append(

@@ -233,7 +233,7 @@ def _compute_gradient(
             model.seed_router_noise(seed, accelerator.process_index)
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):
-            loss, metrics = task(send_to_device(batch, accelerator.device))
+            loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
             _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
             accelerator.backward(loss / accumulation)
         logged.append(metrics)

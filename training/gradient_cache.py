@@ -63,7 +63,7 @@ def cached_gradient(
     def sent(number: int) -> dict[str, torch.Tensor]:
         if isinstance(model, CLIPMoEModel):
             model.seed_router_noise(seed, accelerator.process_index * len(parts) + number)
-        return send_to_device(parts[number], accelerator.device)
+        return send_to_device(parts[number], accelerator.device, non_blocking=True)
 
     embeds, states = [], []
     with torch.no_grad(), sums:

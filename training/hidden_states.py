@@ -115,7 +115,9 @@ def keep_hidden_states(
         for batch in loader.in_order(start, stop):
             mask = batch.pop("caption_mask", None)
             with torch.no_grad(), accelerator.autocast():
-                outputs = model(**send_to_device(batch, accelerator.device), output_hidden_states=True)
+                outputs = model(
+                    **send_to_device(batch, accelerator.device, non_blocking=True), output_hidden_states=True
+                )
             images.append(outputs.vision_model_output.hidden_states[first["vision_model"]].to(dtype).cpu())
             states = outputs.text_model_output.hidden_states[first["text_model"]].to(dtype).cpu()
             of_texts = batch["attention_mask"].sum(dim=1)

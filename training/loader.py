@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -11,12 +12,14 @@ import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, get_worker_info
-from transformers import CLIPProcessor
+from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
 
-from data.images import decode_image
+from data.augmentation import Augmentation
+from data.images import read_image
 from data.pairs import StreamReport, first_caption, present_captions, read_pair
+from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
-from data.workers import errors_of_workers
+from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class PairLoader:
         sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
+        augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
 
     Raises:
         ValueError: the dataset is smaller than a global batch, or images do not have L captions, one of which has a
@@ -53,6 +57,7 @@ class PairLoader:
         sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
         caption_weights: Sequence[float] | None = None,
         hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
+        augmentation: Augmentation | None = None,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed = batch_size, seed
@@ -66,9 +71,10 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
+        self.hidden_states, self._in_order = hidden_states, None
+        self.images = _Images(processor.image_processor, arguments.image_root, augmentation)
         if not arguments.streaming:
-            self.hidden_states = hidden_states
-            self.pairs = _Pairs(rows, processor, arguments, seed, self.all_captions, hidden_states is None)
+            self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions, hidden_states is None)
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
@@ -87,29 +93,27 @@ class PairLoader:
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
             raise ValueError(f"{self.arguments.source} has no pairs in split {self.arguments.split}")
-        epoch, start_batch = divmod(start, len(self.sampler))
-        while True:
-            self.sampler.set_epoch(epoch, start_batch)
-            self.pairs.epoch = epoch
-            with errors_of_workers():
-                yield from DataLoader(self.pairs, batch_sampler=self.sampler, **self._options)
-            epoch, start_batch = epoch + 1, 0
+        # One for the whole run: workers that would end with an epoch would have to start again and read nothing ahead
+        with errors_of_workers():
+            yield from DataLoader(self.pairs, batch_sampler=self.sampler.from_batch(start), **self._options)
 
     def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller; of several
         captions, with the first."""
-        self.pairs.epoch = None
         starts = range(start, stop, self.batch_size)
-        batches = [list(range(first, min(first + self.batch_size, stop))) for first in starts]
+        batches = [range(first, min(first + self.batch_size, stop)) for first in starts]
+        if self._in_order is None:  # its workers stay for the next part
+            options = self._options | {"persistent_workers": self.arguments.num_workers > 0}
+            self._in_order = DataLoader(self.pairs, batch_sampler=[], **options)
+        self._in_order.batch_sampler[:] = [[(None, index) for index in batch] for batch in batches]
         with errors_of_workers():
-            yield from DataLoader(self.pairs, batch_sampler=batches, **self._options)
+            yield from self._in_order
 
     def text_lengths(self) -> list[int]:
         """Tokens of every caption that `in_order` gives, padding left out."""
-        self.pairs.epoch = None
         lengths = []
         for start in range(0, len(self.pairs), 1000):
-            captions = [self.pairs.caption(index) for index in range(start, min(start + 1000, len(self.pairs)))]
+            captions = [self.pairs.caption(None, index) for index in range(start, min(start + 1000, len(self.pairs)))]
             captions = [caption for of_image in captions for caption in present_captions(of_image)]
             lengths += map(len, self.processor.tokenizer(captions, truncation=True)["input_ids"])
         return lengths
@@ -139,7 +143,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.processor, self.arguments, self.seed, share, readers)
+        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -148,23 +152,58 @@ class PairLoader:
 
     @property
     def _options(self) -> dict[str, Any]:
-        # Without a generator, every DataLoader that begins draws from the global one, of which dropout and the router's
-        # noise draw: what a resumed run draws would depend on where it was interrupted
-        generator = torch.Generator().manual_seed(self.seed)
-        return {"collate_fn": self._collate, "num_workers": self.arguments.num_workers, "generator": generator}
+        collate = _Collate(self.processor.tokenizer, self.all_captions, self.hidden_states)
+        return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
-    def _collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+
+@dataclass(frozen=True)
+class _Collate:
+    """Makes a batch of processed pairs; without images, of what stands for them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    all_captions: bool
+    hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
+
+    def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
         texts = [caption for of_image in captions for caption in present_captions(of_image)]
-        text = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        text = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
-            batch["pixel_values"] = torch.stack([torch.as_tensor(pair["pixel_values"]) for pair in pairs])
+            batch["pixel_values"] = torch.stack([pair["pixel_values"] for pair in pairs])
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
         return batch
+
+
+class _Images:
+    """How images become those of a model.
+
+    Args:
+        augmentation: of training.
+
+    Raises:
+        ValueError: it needs the size of the model's images, but the processor does not settle it.
+    """
+
+    def __init__(self, processor: BaseImageProcessor, image_root: str | None, augmentation: Augmentation | None):
+        self.prepare, self.image_root, self.augmentation = Preparation(processor), image_root, augmentation
+        self.size = self.draft = None
+        if augmentation is not None:
+            self.size = crop_size(processor)
+            self.draft = augmentation.draft(min(resized_size(processor, (1, 1))))
+
+    def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
+        """As `pixel_values`, of what an image column holds."""
+        return self.pixel_values(read_image(value, self.image_root, self.draft)[0], rng)
+
+    def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
+        """(C, H, W) in float32, changed at random if there is a generator for it."""
+        if self.augmentation is None or rng is None:
+            return self.prepare(image)
+        return self.prepare(*self.augmentation(image, self.size, rng))
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -181,13 +220,13 @@ class _Stream(torch.utils.data.IterableDataset):
     def __init__(
         self,
         rows: datasets.IterableDataset,
-        processor: CLIPProcessor,
+        images: _Images,
         arguments: DataArguments,
         seed: int,
         share: tuple[int, int],
         readers: int,
     ):
-        self.rows, self.processor, self.arguments = rows, processor, arguments
+        self.rows, self.images, self.arguments = rows, images, arguments
         self.seed, self.share, self.readers = seed, share, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -198,61 +237,88 @@ class _Stream(torch.utils.data.IterableDataset):
             generator = np.random.default_rng([self.seed, epoch])
             rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, *self.share):
-                problem, image, more_frames = read_pair(row, self.arguments)
+                problem, image, more_frames = read_pair(row, self.arguments, self.images.draft)
                 report.add(row, problem, more_frames)
                 if problem:
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
-                yield {
-                    "pixel_values": _processed([image], self.processor)[0],
-                    "caption": _draw(row["caption"], rng),
-                }
+                caption = _draw(row["caption"], rng)
+                yield {"pixel_values": self.images.pixel_values(image, rng), "caption": caption}
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
 
 
 class _Pairs(torch.utils.data.Dataset):
-    """Processed pairs by number, with all captions, or with the one of several that `epoch` draws: without an epoch,
-    the first."""
+    """Processed pairs by epoch and number, with all captions, or with the one of several that the epoch draws: without
+    an epoch, the first."""
 
     def __init__(
         self,
         rows: datasets.Dataset,
-        processor: CLIPProcessor,
+        images: _Images,
         arguments: DataArguments,
         seed: int,
         all_captions: bool,
         with_images: bool,
     ):
-        self.images, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.processor, self.arguments, self.seed, self.epoch = processor, arguments, seed, 0
+        self.arguments, self.unreadable = arguments, set()
+        self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
+        self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
         if arguments.in_memory and with_images:
-            parts = [_pixel_values(rows[i : i + 64]["image"], processor, arguments) for i in range(0, len(rows), 64)]
-            self.pixel_values = torch.cat(parts)
+            self.pixel_values = torch.stack([images.read(row["image"], None) for row in self.rows])
         if arguments.in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        pair = {"index": index, "caption": self.caption(index)}
+    def __getitem__(self, epoch_and_index: tuple[int | None, int]) -> dict[str, Any]:
+        epoch, index = epoch_and_index
+        while True:
+            try:
+                return self._pair(epoch, index)
+            except OSError as error:
+                index = self._substitute(index, error)
+
+    def _substitute(self, index: int, error: OSError) -> int:
+        """The pair that takes the place of one whose image cannot be read, of shards that nobody looked through.
+
+        Raises:
+            ValueError: they are more than `max_unreadable` of all.
+        """
+        if not self.arguments.indexed:
+            raise error
+        source, share = self.arguments.source, self.arguments.max_unreadable
+        if index not in self.unreadable:
+            self.unreadable.add(index)
+            message = (
+                f"{len(self.unreadable)} of {len(self)} pairs of {source} cannot be read so far, now {index}: {error}"
+            )
+            if len(self.unreadable) > share * len(self):
+                raise ValueError(f"{message}. More than max_unreadable = {share:.0%} is an error") from error
+            logger.warning("%s. The pair after it takes its place", message)
+        return (index + 1) % len(self)
+
+    def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
+        pair = {"index": index, "caption": self.caption(epoch, index)}
         if self.pixel_values is not None:
             pair["pixel_values"] = self.pixel_values[index]
         elif self.with_images:
-            pair["pixel_values"] = _pixel_values([self.images[index]["image"]], self.processor, self.arguments)[0]
+            # Other numbers than those that draw the caption
+            rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
+            pair["pixel_values"] = self.images.read(self.rows[index]["image"], rng)
         return pair
 
-    def caption(self, index: int) -> str | list[str]:
+    def caption(self, epoch: int | None, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
         captions = self.captions[index]["caption"]
         if self.all_captions and not isinstance(captions, str):
             return [caption or "" for caption in captions]
-        if self.epoch is None:
+        if epoch is None:
             return first_caption(captions)
-        return _draw(captions, np.random.default_rng([self.seed, self.epoch, index]))
+        return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
 
 
 def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str:
@@ -284,11 +350,3 @@ def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> No
             "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
             source, len(rows), ", ".join(map(str, missing)),
         )  # fmt: skip
-
-
-def _pixel_values(images: list[Any], processor: CLIPProcessor, arguments: DataArguments) -> torch.Tensor:
-    return _processed([decode_image(image, arguments.image_root) for image in images], processor)
-
-
-def _processed(images: list[PIL.Image.Image], processor: CLIPProcessor) -> torch.Tensor:
-    return processor.image_processor(images, return_tensors="pt")["pixel_values"]

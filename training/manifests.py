@@ -9,8 +9,8 @@ from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_finge
 from data.identity import newest_file
 from data.sources import DataArguments
 
-# How often something is logged or saved, and by how many workers data is read, does not change what is computed.
-NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers"}
+# How often something is logged or saved, and how data is read ahead, does not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor"}
 
 
 def stage_fingerprint(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Which samples make up each batch, for any number of processes."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,16 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Choose the epoch, and the batch of it to begin with: that is how a run resumes."""
         self.epoch, self.start_batch = epoch, start_batch
+
+    def from_batch(self, start: int) -> Iterator[list[tuple[int, int]]]:
+        """This process's batches of a run from number `start` on, epoch after epoch, for ever: of each sample its epoch
+        and its number."""
+        first, start_batch = divmod(start, len(self))
+        for epoch in itertools.count(first):
+            self.set_epoch(epoch, start_batch)
+            for batch in self:
+                yield [(epoch, number) for number in batch]
+            start_batch = 0
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from data.augmentation import Augmentation
 from data.captions import CaptionPolicy
 from data.sources import DataArguments
 from evaluation.own_data import OwnTask
@@ -24,6 +25,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
 OTHERS = {
     DataArguments: "data",
+    Augmentation: "Augmentation",
     CaptionPolicy: "Caption policies",
     OwnTask: "Tasks on own data",
     Evaluation: "Evaluation while training",

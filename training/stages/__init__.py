@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from training.stages import data_experts, evaluate, features, llava, long_clip, models, train
+from training.stages import data_experts, evaluate, features, llava, long_clip, models, train, train_data_expert
 from training.stages.base import Stage
 
 AnyStage = (
@@ -22,7 +22,7 @@ AnyStage = (
     | train.TrainStage
     | long_clip.TrainLongCLIPStage
     | train.TrainExpertsStage
-    | data_experts.TrainDataExpertStage
+    | train_data_expert.TrainDataExpertStage
     | data_experts.AssembleStage
     | models.AverageStage
     | models.DenseStage

@@ -15,19 +15,27 @@ from transformers import PreTrainedConfig
 from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
-from data.sources import DataArguments, Rows
-from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from data.sources import DataArguments
+from evaluation.sentence_encoders import (
+    ImageEncoder,
+    SentenceEncoder,
+    TfidfEncoder,
+    encode_metadata,
+    load_encoder,
+    open_encoder,
+)
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
+    CAPTIONED,
+    READABLE,
     CaptionClusters,
     captions_of,
     embed_rows,
     group_centers,
     load_caption_clusters,
     load_centers,
-    load_expert_of_pair,
     load_index,
     save_caption_clusters,
     save_centers,
@@ -35,11 +43,10 @@ from training.caption_clusters import (
 )
 from training.contact_sheet import contact_sheet
 from training.context import Context
-from training.expected import Expected, Unknown, bound_as, size_of_weights
+from training.expected import Expected, bound_as, size_of_weights
 from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Data, Model, Stage
-from training.stages.train import TrainStage
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
@@ -82,7 +89,9 @@ class EmbedCaptionsStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        accelerator, rows, folder = context.accelerator, context.pairs(inputs.data), directory / ENCODER
+        accelerator, folder = context.accelerator, directory / ENCODER
+        images = self.modality == "image"
+        rows = context.pairs(inputs.data, images)
         if accelerator.is_main_process and not folder.is_dir():
             self._keep_encoder(inputs.encoder, rows, context.seed, folder)
         accelerator.wait_for_everyone()
@@ -94,10 +103,11 @@ class EmbedCaptionsStage(Stage):
             embeddings = embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
             return {"embeddings": embeddings.astype(self.dtype)}
 
-        index = _index(rows, self, encoder.name)
+        index = _index(rows, self, encoder)
         write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
         if accelerator.is_main_process:
-            save_index(directory, {**index, "dataset_fingerprint": data_fingerprint(rows, self.data.image_root)})
+            fingerprint = data_fingerprint(rows, self.data.image_root, images)
+            save_index(directory, {**index, "dataset_fingerprint": fingerprint})
 
     def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         """That of the encoder."""
@@ -195,9 +205,11 @@ class AssignStage(Stage):
                 return next(read_parts(captions / PARTS, "embeddings", stop, start))[1]
 
         else:
-            rows, encoder = context.pairs(inputs.data), load_encoder(captions / ENCODER, accelerator.device)
-            index = _index(rows, self, encoder.name)
-            index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data)
+            encoder = load_encoder(captions / ENCODER, accelerator.device)
+            images = encoder.modality == "image"
+            rows = context.pairs(inputs.data, images)
+            index = _index(rows, self, encoder)
+            index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data, images)
 
             def features(start: int, stop: int) -> np.ndarray:
                 return embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
@@ -289,50 +301,6 @@ class SelectStage(Stage):
 
 
 @dataclass(config=STRICT, kw_only=True)
-class TrainDataExpertStage(TrainStage):
-    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
-
-    kind: ClassVar[str] = "train_data_expert"
-
-    # The number by which --experts chooses it.
-    expert: int = Field(gt=0)
-    # A cluster_coarse or select stage, and which of its clusters.
-    clusters: Annotated[str, Reads("cluster_coarse", "select")]
-    # The number of the cluster.
-    cluster: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _check_data(self):
-        if self.data.streaming or self.hidden_states is not None:
-            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
-        return self
-
-    def steps(self, inputs: SimpleNamespace) -> int:
-        if self.num_epochs is not None:
-            raise Unknown(f"how many pairs each of its clusters has, {self.clusters} tells when it is done")
-        return super().steps(inputs)
-
-    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
-        """The pairs of one cluster.
-
-        Raises:
-            ValueError: there is no such cluster, or it has fewer pairs than a batch.
-        """
-        folder = Path(inputs.clusters)
-        known = len(load_caption_clusters(folder)[0].coarse_centers)
-        if self.cluster >= known:
-            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
-        chosen = np.flatnonzero(load_expert_of_pair(folder, context.data_fingerprint(rows, self.data)) == self.cluster)
-        if len(chosen) < self.global_batch_size:
-            raise ValueError(
-                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
-                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
-            )
-        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
-        return rows.select(chosen)
-
-
-@dataclass(config=STRICT, kw_only=True)
 class AssembleStage(Stage):
     """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
 
@@ -398,13 +366,16 @@ def _size_of_labels(output: Expected) -> tuple[int, int]:
     return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
 
 
-def _index(rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: str) -> dict[str, Any]:
+def _index(
+    rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: SentenceEncoder | ImageEncoder
+) -> dict[str, Any]:
     """What the parts of a stage belong to."""
     return {
         "num_rows": len(rows),
         "part_size": stage.batch_size * BATCHES_PER_PART,
-        "encoder": encoder,
+        "encoder": encoder.name,
         "data": dump(stage.data),
+        "pairs": READABLE if encoder.modality == "image" else CAPTIONED,
     }
 
 
@@ -426,8 +397,9 @@ def _save_experts(
         ValueError: the pairs are not those that were assigned, or none belongs to an expert.
     """
     index = load_index(assignment, "an assign stage")
-    rows, root = context.pairs(DataArguments(**index["data"])), index["data"]["image_root"]
-    if data_fingerprint(rows, root) != index["dataset_fingerprint"]:
+    pairs, root = index.get("pairs", READABLE), index["data"]["image_root"]
+    rows = context.pairs(DataArguments(**index["data"]), images=pairs == READABLE)
+    if data_fingerprint(rows, root, pairs == READABLE) != index["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
     parts = read_parts(assignment / PARTS, "labels", index["num_rows"])
     labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
@@ -435,9 +407,8 @@ def _save_experts(
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():
         raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
-    save_caption_clusters(
-        directory, clusters, labels, {name: index[name] for name in ("encoder", "dataset_fingerprint")}
-    )
+    metadata = {"encoder": index["encoder"], "dataset_fingerprint": index["dataset_fingerprint"], "pairs": pairs}
+    save_caption_clusters(directory, clusters, labels, metadata)
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
     drawn = np.sort(drawn)
     titles = np.array([f"expert {label}" for label in labels[drawn]])

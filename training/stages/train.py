@@ -22,6 +22,7 @@ from transformers import CLIPConfig, PreTrainedModel
 from conversion.checkpoints import is_sparse, load_clip
 from conversion.messages import cut
 from conversion.processors import load_processor
+from data.augmentation import Augmentation
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
@@ -58,6 +59,9 @@ class TrainStage(StepsStage):
     lora: LoraSettings | None = None
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
+
+    # Random crops and mirrored images; None: images are resized and cropped in their center.
+    augmentation: Augmentation | None = None
 
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, gt=0)
@@ -115,7 +119,14 @@ class TrainStage(StepsStage):
             )
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
+        if self.augmentation is not None and (self.data.in_memory or self.hidden_states is not None):
+            kept = "data.in_memory" if self.data.in_memory else "hidden_states"
+            raise ValueError(f"augmentation changes images in every epoch, but {kept} keeps what they were: drop one")
         return self
+
+    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs to train on, whose images can be read."""
+        return self.choose_pairs(context.pairs(inputs.data), inputs, context)
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
         """The pairs to train on, of all that the data have: here all."""
@@ -191,7 +202,7 @@ class TrainStage(StepsStage):
         self._require_groups(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
-        rows = self.choose_pairs(context.pairs(inputs.data), inputs, context)
+        rows = self.load_pairs(inputs, context)
         loader = PairLoader(
             rows,
             processor,
@@ -200,6 +211,7 @@ class TrainStage(StepsStage):
             self.batch_sampler(rows, share, inputs, context),
             self.caption_weights,
             self._hidden_states(model, trainable, rows, inputs, context),
+            self.augmentation,
         )
         if accelerator.is_main_process:
             with reading(self.data):

@@ -1,0 +1,143 @@
+"""Images a second of the loader that trains, beside Pillow's decode and resize in a loop on one core.
+
+    python -m benchmarks.loader [--images 400 --rounds 3]
+
+The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder with
+metadata; streams from a folder and from four webdataset shards. Every way is measured once in each round, the loop at
+its start and its end; the medians count. Batches are of 32 pairs, and the first of every way are not timed: workers
+start while they are made.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import platform
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+import transformers
+from transformers import CLIPProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from data.augmentation import Augmentation
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from data.worlds import build_processor
+from evaluation.report import markdown_table
+from training.loader import PairLoader
+
+BATCH, SHARDS, EDGE = 32, 4, 224
+OPEN_CLIP = Augmentation(random_resized_crop=[0.9, 1.0])
+DRAFT = Augmentation(jpeg_draft=True)
+
+
+def photo(seed: int) -> bytes:
+    """A JPEG with soft and fine structures, of about 90 kB as photos of this size have."""
+    rng = np.random.default_rng(seed)
+    small = PIL.Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+    image = np.asarray(small.resize((640, 480), PIL.Image.BICUBIC)) + rng.normal(0, 12, (480, 640, 3))
+    file = io.BytesIO()
+    PIL.Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def write_images(folder: Path, number: int) -> None:
+    """A folder of images with metadata, and shards of the same pairs."""
+    (folder / "images").mkdir()
+    (folder / "shards").mkdir()
+    lines = []
+    with (folder / "images" / "metadata.jsonl").open("w") as metadata:
+        for index in range(number):
+            content, name = photo(index), f"{index:05d}"
+            (folder / "images" / f"{name}.jpg").write_bytes(content)
+            lines.append({"file_name": f"{name}.jpg", "caption": f"picture number {index}"})
+            with tarfile.open(folder / "shards" / f"{index % SHARDS}.tar", "a") as shard:
+                for suffix, part in (("jpg", content), ("txt", lines[-1]["caption"].encode())):
+                    member = tarfile.TarInfo(f"{name}.{suffix}")
+                    member.size = len(part)
+                    shard.addfile(member, io.BytesIO(part))
+        metadata.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def pillow_loop(folder: Path, number: int) -> float:
+    """Images a second of decoding and resizing, and nothing else."""
+    paths, started = sorted((folder / "images").glob("*.jpg"))[:number], time.perf_counter()
+    for path in paths:
+        with PIL.Image.open(path) as image:
+            image.convert("RGB").resize((EDGE * 640 // 480, EDGE), PIL.Image.BICUBIC)
+    return number / (time.perf_counter() - started)
+
+
+def rate(loader: PairLoader, number: int) -> float:
+    """Images a second of `number` images, after what is read ahead."""
+    batches = loader.batches(0)
+    ahead = 1 + loader.arguments.num_workers * loader.arguments.prefetch_factor
+    for batch in itertools.islice(batches, ahead):
+        assert batch["pixel_values"].shape == (BATCH, 3, EDGE, EDGE)
+    started = time.perf_counter()
+    for _ in range(number // BATCH):
+        next(batches)
+    return number // BATCH * BATCH / (time.perf_counter() - started)
+
+
+def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoader]]:
+    """What is measured, and the loader that does it."""
+    images = {"source": str(folder / "images")}
+    shards = {"source": str(folder / "shards"), "image_column": "jpg", "caption_column": "txt", "streaming": True}
+    for num_workers in (0, 2):
+        for name, source, augmentation in (
+            ("loaded", images, None),
+            ("loaded, by the image processor itself", images, None),
+            ("loaded, random crops of [0.9, 1]", images, OPEN_CLIP),
+            ("loaded, jpeg_draft", images, DRAFT),
+            ("streamed from a folder", images | {"streaming": True}, None),
+            (f"streamed from {SHARDS} shards", shards, None),
+        ):
+            arguments = DataArguments(**source, num_workers=num_workers)
+            loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
+            if "itself" in name:
+                loader.images.prepare.table = None
+            yield f"{name}, {num_workers} workers", loader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loader", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    processor = build_processor("symbols", EDGE, 64)
+    processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_images(folder, args.images)
+        rates: dict[str, list[float]] = {}
+        loop = "Pillow's decode and resize in a loop"
+        loaders = list(ways(folder, processor))
+        for _ in range(args.rounds):
+            rates.setdefault(loop, []).append(pillow_loop(folder, args.images))
+            for name, loader in loaders:
+                rates.setdefault(name, []).append(rate(loader, args.images))
+            rates[loop].append(pillow_loop(folder, args.images))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    table = [[name, f"{found:,.0f}", f"{found / medians[loop]:.2f}"] for name, found in medians.items()]
+    print(f"# Reading {args.images} JPEGs of 640 x 480 pixels for a model of {EDGE}\n")
+    print(markdown_table(["", "images/s", "relative"], table))
+    print(
+        f"\n{platform.machine()}, {os.cpu_count()} cores, Pillow {PIL.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}."
+    )
+
+
+if __name__ == "__main__":
+    main()

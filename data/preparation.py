@@ -1,0 +1,95 @@
+"""Images as a model takes them, one at a time: what an image processor makes, in less time."""
+
+import numpy as np
+import PIL.Image
+import torch
+from transformers import BaseImageProcessor
+
+# Sides of images that are prepared both ways, to see that the results are equal: upright, lying, small and square
+PROBES = ((50, 83), (331, 240), (17, 16), (64, 64))
+
+
+class Preparation:
+    """Prepares images as an image processor does, to the bit.
+
+    A processor that resizes, crops and normalizes by Pillow and NumPy, as CLIP's without torchvision, makes several
+    copies in 64 bits. Here Pillow resizes and crops, and a table has what the processor makes of each of the 256 values
+    of a channel. Any other processor, such as one of torchvision's, is called itself.
+
+    Args:
+        processor: of images.
+    """
+
+    def __init__(self, processor: BaseImageProcessor):
+        self.processor, self.table = processor, None
+        if _resizes_and_crops(processor):
+            ramp = PIL.Image.fromarray(np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2))
+            self.table = self._by_processor(ramp, do_resize=False, do_center_crop=False)[:, 0]  # (3, 256)
+            if not all(self._is_equal(size) for size in PROBES):
+                self.table = None
+
+    def __call__(self, image: PIL.Image.Image, is_resized: bool = False) -> torch.Tensor:
+        """(C, H, W) in float32.
+
+        Args:
+            image: RGB.
+            is_resized: whether it has the model's size already.
+        """
+        if self.table is None:
+            return torch.as_tensor(self._by_processor(image, **({"do_resize": False} if is_resized else {})))
+        return torch.from_numpy(self._by_table(image, is_resized))
+
+    def _by_processor(self, image: PIL.Image.Image, **options) -> np.ndarray:
+        return np.asarray(self.processor([image], return_tensors="np", **options)["pixel_values"][0])
+
+    def _by_table(self, image: PIL.Image.Image, is_resized: bool = False) -> np.ndarray:
+        if not is_resized:
+            image = image.resize(resized_size(self.processor, image.size), resample=int(self.processor.resample))
+        values = np.asarray(image)
+        if self.processor.do_center_crop:
+            crop = self.processor.crop_size["height"], self.processor.crop_size["width"]
+            top, left = ((side - of_crop) // 2 for side, of_crop in zip(values.shape[:2], crop, strict=True))
+            values = values[top : top + crop[0], left : left + crop[1]]
+        pixels = np.empty((3, *values.shape[:2]), np.float32)
+        for channel in range(3):
+            np.take(self.table[channel], values[..., channel], out=pixels[channel], mode="clip")
+        return pixels
+
+    def _is_equal(self, size: tuple[int, int]) -> bool:
+        values = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        image = PIL.Image.fromarray(values)
+        return np.array_equal(self._by_table(image), self._by_processor(image))
+
+
+def crop_size(processor: BaseImageProcessor) -> tuple[int, int]:
+    """The width and height of the images that a processor makes. Raises as `resized_size`."""
+    if not processor.do_center_crop:
+        return resized_size(processor, (1, 1))
+    return processor.crop_size["width"], processor.crop_size["height"]
+
+
+def resized_size(processor: BaseImageProcessor, size: tuple[int, int]) -> tuple[int, int]:
+    """The width and height that a processor resizes an image of this width and height to.
+
+    Raises:
+        ValueError: it settles neither the shorter side nor both.
+    """
+    edge = processor.size.get("shortest_edge")
+    if edge:
+        return tuple(edge if side == min(size) else int(edge * side / min(size)) for side in size)
+    if not (processor.size.get("width") and processor.size.get("height")):
+        raise ValueError(f"the image processor resizes to {processor.size}, not to a shorter side or width and height")
+    return processor.size["width"], processor.size["height"]
+
+
+def _resizes_and_crops(processor: BaseImageProcessor) -> bool:
+    """Whether a processor says that it resizes by Pillow, and crops no more than it then has."""
+    steps = ("do_resize", "do_rescale", "do_normalize")
+    if getattr(processor, "backend", None) != "pil" or not all(getattr(processor, step, False) for step in steps):
+        return False
+    try:
+        width, height = resized_size(processor, (1, 1))
+    except ValueError:
+        return False
+    crop = processor.crop_size if processor.do_center_crop else {"height": 1, "width": 1}
+    return bool(crop.get("height") and crop["height"] <= height and crop.get("width") and crop["width"] <= width)

@@ -1,0 +1,164 @@
+"""Pairs in csv and tsv tables and in JSONs of COCO and Karpathy: what is read, and what is refused."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from tiny_sources import CAPTIONS, picture, rows, write_pictures
+
+from data.identity import identity
+from data.images import decode_image
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from data.splits import common_rows
+
+
+def table(tmp_path, name="pairs.csv"):
+    """As open_clip reads it."""
+    separator = "\t" if name.endswith("tsv") else ","
+    names = write_pictures(tmp_path / "images")
+    lines = [f'{image}{separator}"{text}{separator} ""said""\nNA"' for image, text in zip(names, CAPTIONS, strict=True)]
+    (tmp_path / name).write_text("\n".join([f"filepath{separator}title", *lines, ""]))
+    columns = {"image_column": "filepath", "caption_column": "title"}
+    return {"source": str(tmp_path / name), "image_root": str(tmp_path / "images"), **columns}
+
+
+def coco(tmp_path):
+    names = write_pictures(tmp_path / "images")
+    images = [{"id": 100 - number, "file_name": name} for number, name in enumerate(names)]
+    annotations = [{"image_id": 100 - n % 8, "id": n, "caption": f"{CAPTIONS[n % 8]} {n // 8}"} for n in range(16)]
+    images.append({"id": 7, "file_name": "without.png"})
+    content = {"info": {}, "images": images, "annotations": annotations[::-1]}
+    (tmp_path / "captions.json").write_text(json.dumps(content, indent=1))
+    return {"source": str(tmp_path / "captions.json"), "image_root": str(tmp_path / "images")}
+
+
+def karpathy(tmp_path):
+    names = write_pictures(tmp_path / "val2014")
+    images = []
+    for number, name in enumerate(names):
+        sentences = [{"raw": f"{CAPTIONS[number]} {version}", "tokens": []} for version in range(2)]
+        split = "train" if number < 5 else "restval" if number < 7 else "test"
+        images.append({"filename": name, "filepath": "val2014", "split": split, "sentences": sentences})
+    (tmp_path / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    return {"source": str(tmp_path / "dataset_coco.json"), "image_root": str(tmp_path)}
+
+
+def require_pairs(arguments, captions):
+    rows = list(load_pairs(arguments))
+    assert [row["caption"] for row in rows] == captions
+    for number, row in enumerate(rows):
+        assert np.array_equal(decode_image(row["image"], arguments.image_root), picture(number))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.tsv"])
+def test_tables(tmp_path, name, streaming):
+    separator = "\t" if name.endswith("tsv") else ","
+    arguments = DataArguments(**table(tmp_path, name), streaming=streaming)
+    require_pairs(arguments, [f'{text}{separator} "said"\nNA' for text in CAPTIONS])
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_coco(tmp_path, streaming):
+    require_pairs(DataArguments(**coco(tmp_path), streaming=streaming), [[f"{t} 1", f"{t} 0"] for t in CAPTIONS])
+
+
+def test_karpathy(tmp_path):
+    source = karpathy(tmp_path)
+    captions = [[f"{text} 0", f"{text} 1"] for text in CAPTIONS]
+    require_pairs(DataArguments(**source), captions[:5])
+    require_pairs(DataArguments(**source, split="train+restval"), captions[:7])
+    require_pairs(DataArguments(**source, num_samples=2), captions[:2])
+    test = DataArguments(**source, split="test")
+    assert list(load_pairs(test)["caption"]) == captions[7:]
+    assert common_rows(test, "train") == 0
+    with pytest.raises(ValueError, match="no split 'val', only restval, test, train: set split"):
+        load_pairs(DataArguments(**source, split="val"))
+
+
+def test_tables_of_a_pattern_are_one(tmp_path):
+    source = table(tmp_path)
+    header, *lines = (tmp_path / "pairs.csv").read_text().split("\n0")[0].split("\n")
+    (tmp_path / "pairs_2.csv").write_text(f"{header}\n7.png,more\n")
+    rows = load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
+    assert len(rows) == 9 and rows[8]["caption"] == "more" and lines == []
+    (tmp_path / "pairs_2.csv").write_text("filepath,caption\n7.png,more\n")
+    with pytest.raises(ValueError, match="pairs_2.csv has the columns .*'caption'.*, but .*pairs.csv .*'title'"):
+        load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
+
+
+@pytest.mark.parametrize("source", [table, coco, karpathy])
+def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
+    arguments = DataArguments(**source(tmp_path))
+    before = identity(arguments)
+    (image,) = tmp_path.glob("*/0.png")
+    picture(5).save(image)
+    after = identity(arguments)
+    assert before != after and before["files"] == after["files"] == {table: 9, coco: 9, karpathy: 6}[source]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no columns"),
+        ("a,a\n", "names no columns, or one twice"),
+        ("filepath,title\n0.png\n", "line 2 has 1 cells for 2 columns"),
+        ("filepath,title\n0.png,a,b\n", "line 2 has 3 cells for 2 columns"),
+        ('filepath,title\n0.png,"a\n', "unexpected end of data"),
+        ("image,title\n0.png,a\n", "no column filepath; its columns are image, title"),
+        ("filepath,title\n", "no pairs"),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path, text, message):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"x.csv.*{message}"):
+        load_pairs(DataArguments(source=str(tmp_path / "x.csv"), image_column="filepath", caption_column="title"))
+
+
+IMAGE = {"id": 1, "file_name": "0.png"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"images": 3}, "neither a list of entries .* nor has a list of images"),
+        ({"images": [{"id": 1}], "annotations": []}, "image 0 has no text file_name"),
+        ({"images": [IMAGE, IMAGE], "annotations": []}, "image 1 has no id, or that of another"),
+        ({"images": [IMAGE], "annotations": [{"image_id": 2, "caption": "a"}]}, "annotation 0 is of no image"),
+        ({"images": [IMAGE], "annotations": [{"image_id": 1}]}, "annotation 0 has no text caption"),
+        ({"images": [IMAGE], "annotations": None}, "annotation 0 has no text caption"),
+        ({"images": [{"filename": "a", "split": "train"}]}, "image 0 has no list of sentences"),
+        ({"images": [{"filename": "a", "split": "train", "sentences": [{}]}]}, "image 0 has no text raw"),
+        ({"images": [{"filename": "a", "sentences": []}]}, "image 0 has no text split"),
+    ],
+    ids=str,
+)
+def test_damaged_annotations_are_refused(tmp_path, content, message):
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"x.json.*{message}"):
+        load_pairs(DataArguments(source=str(tmp_path / "x.json")))
+
+
+def test_coco_has_one_split(tmp_path):
+    with pytest.raises(ValueError, match="no split 'test', only train"):
+        load_pairs(DataArguments(**coco(tmp_path), split="test"))
+
+
+@pytest.mark.parametrize("name", ["nowhere.csv", "nowhere-*.tsv", "nowhere.json"])
+def test_files_that_are_not_there(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_pairs(DataArguments(source=str(tmp_path / name)))
+
+
+def test_a_mixture_of_sources_is_a_saved_dataset(tmp_path):
+    """As docs/recipes.md makes one: four of one source for one of the other, and every row at least once."""
+    first, second = rows([f"a {number}" for number in range(40)]), rows(["b 0", "b 1"], start=5)
+    options = {"probabilities": [0.8, 0.2], "seed": 0, "stopping_strategy": "all_exhausted"}
+    datasets.interleave_datasets([first, second], **options).save_to_disk(tmp_path / "mixture")
+    mixture = load_pairs(DataArguments(source=str(tmp_path / "mixture")))
+    captions = list(mixture["caption"])
+    share = sum(caption.startswith("a") for caption in captions) / len(captions)
+    assert 0.7 < share < 0.9 and set(captions) == {*first["caption"], "b 0", "b 1"}
+    assert np.array_equal(decode_image(mixture[captions.index("b 1")]["image"]), picture(6))

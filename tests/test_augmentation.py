@@ -1,0 +1,145 @@
+"""Random changes of training images: what they are, and that nothing but seed, epoch and number settles them."""
+
+import io
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from data import glyphs
+from data.augmentation import RATIOS, Augmentation, crop_box
+from data.images import decode_image, read_image
+from data.sources import DataArguments
+from data.worlds import build_processor
+from training.loader import PairLoader
+from training.stages.features import EmbedStage
+from training.stages.train import TrainStage
+
+BOTH = Augmentation(random_resized_crop=[0.5, 1.0], horizontal_flip=True)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return build_processor("glyphs", 16, 16)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return glyphs.load("train", "web", 20)
+
+
+def batches(rows, processor, start, number, augmentation=BOTH, share=(8,), **settings):
+    arguments = DataArguments(source="glyphs", num_samples=20, **settings)
+    stream = PairLoader(rows, processor, arguments, *share, augmentation=augmentation).batches(start)
+    return [next(stream)["pixel_values"] for _ in range(number)]
+
+
+def equal(first, second):
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_crops_have_the_share_and_the_ratio_and_lie_within():
+    rng = np.random.default_rng(0)
+    boxes = np.array([crop_box((320, 240), (0.5, 0.7), rng) for _ in range(2000)])
+    widths, heights = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    assert boxes.min() >= 0 and boxes[:, 2].max() <= 320 and boxes[:, 3].max() <= 240
+    shares = widths * heights / (320 * 240)
+    assert 0.49 < shares.min() < 0.51 and 0.69 < shares.max() < 0.71 and abs(shares.mean() - 0.6) < 0.01
+    ratios = np.log(widths / heights)
+    assert np.log(RATIOS[0]) - 0.01 < ratios.min() and ratios.max() < np.log(RATIOS[1]) + 0.01
+    assert abs(boxes[:, 0] + boxes[:, 2] - 320).mean() > 20 and abs((boxes[:, 0] + boxes[:, 2]).mean() - 320) < 5
+
+
+def test_of_long_images_the_center_is_taken():
+    assert crop_box((1000, 30), (0.9, 1.0), np.random.default_rng(0)) == (480, 0, 520, 30)
+    assert crop_box((30, 1000), (0.9, 1.0), np.random.default_rng(0)) == (0, 480, 30, 520)
+    assert crop_box((1, 1), (1.0, 1.0), np.random.default_rng(0)) == (0, 0, 1, 1)
+
+
+def test_images_are_cropped_resized_and_mirrored(rows, processor):
+    """As Pillow and the processor do it, by the numbers of seed, epoch and image."""
+    (found,) = batches(rows, processor, 0, 1)
+    loader = PairLoader(rows, processor, DataArguments(source="glyphs", num_samples=20), 8)
+    flipped = 0
+    for pixels, number in zip(found, next(iter(loader.sampler)), strict=True):
+        rng, image = np.random.default_rng([0, 0, number, 1]), decode_image(rows[number]["image"])
+        image = image.crop(crop_box(image.size, [0.5, 1.0], rng)).resize((16, 16), PIL.Image.BICUBIC)
+        if rng.random() < 0.5:
+            image, flipped = image.transpose(PIL.Image.FLIP_LEFT_RIGHT), flipped + 1
+        expected = processor.image_processor(image, return_tensors="pt", do_resize=False)["pixel_values"][0]
+        assert torch.equal(pixels, expected)
+    assert 0 < flipped < 8
+
+
+def test_batches_depend_on_neither_workers_nor_processes_nor_interruptions(rows, processor):
+    whole = batches(rows, processor, 0, 5)
+    assert equal(whole, batches(rows, processor, 0, 5, num_workers=2))
+    for start in (1, 4):
+        assert equal(whole[start:], batches(rows, processor, start, 5 - start))
+    ranks = [batches(rows, processor, 0, 5, share=(4, rank, 2)) for rank in range(2)]
+    assert equal(whole, [torch.cat(parts) for parts in zip(*ranks, strict=True)])
+
+
+def test_every_epoch_changes_images_in_another_way_and_no_embedding_does(rows, processor):
+    plain, arguments = rows.select([0] * 8), DataArguments(source="glyphs", num_samples=8)
+    loader = PairLoader(plain, processor, arguments, 8, augmentation=BOTH)
+    stream = loader.batches(0)
+    images = torch.cat([next(stream)["pixel_values"] for _ in range(2)])
+    assert len(images.flatten(1).unique(dim=0)) > 12  # of 16 pictures of one image
+    (batch,) = loader.in_order(0, 8)
+    expected = processor.image_processor(plain[0]["image"], return_tensors="pt")["pixel_values"]
+    assert torch.equal(batch["pixel_values"], expected.expand(8, -1, -1, -1))
+
+
+def photo(width, height):
+    """A JPEG with the soft and the fine structures of a photo."""
+    rng = np.random.default_rng(0)
+    image = np.zeros((height, width, 3))
+    for cells in (4, 16, 64):
+        small = PIL.Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        image += np.asarray(small.resize((width, height), PIL.Image.BICUBIC), float) / cells
+    image = PIL.Image.fromarray((255 * image / image.max()).astype(np.uint8))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return {"bytes": file.getvalue()}
+
+
+def test_a_draft_is_smaller_and_differs_little():
+    whole, draft = (read_image(photo(640, 480), draft=edge)[0] for edge in (None, 224))
+    assert whole.size == (640, 480) and draft.size == (320, 240)
+    pixels = (np.asarray(image.resize((298, 224), PIL.Image.BICUBIC), float) for image in (whole, draft))
+    differences = abs(next(pixels) - next(pixels))
+    assert 0 < differences.mean() < 1 and np.quantile(differences, 0.99) < 4
+    assert read_image(photo(640, 480), draft=241)[0].size == (640, 480)
+    assert Augmentation(jpeg_draft=True).draft(224) == 224 and BOTH.draft(224) is None
+    assert Augmentation(jpeg_draft=True, random_resized_crop=[0.25, 1.0]).draft(224) == 448
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "augmentation changes nothing"),
+        ({"random_resized_crop": [0.9, 0.5]}, r"\[0.9, 0.5\] starts above its end"),
+        ({"random_resized_crop": [0.0, 0.5]}, "greater than 0"),
+        ({"random_resized_crop": [0.9]}, "at least 2"),
+        ({"flip": True}, "flip"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Augmentation(**settings)
+
+
+def test_only_training_changes_images():
+    data, flip = {"source": "glyphs", "num_samples": 8}, {"horizontal_flip": True}
+    with pytest.raises(ValueError, match="augmentation"):
+        EmbedStage(name="x", stage="embed", model="x", data=data, augmentation=flip)
+    training = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": 0}
+    stage = {"name": "x", "stage": "train", "model": "x", "augmentation": flip, **training}
+    assert TrainStage(**stage, data=data).augmentation == Augmentation(**flip)
+    with pytest.raises(ValueError, match="augmentation changes images in every epoch, but data.in_memory keeps"):
+        TrainStage(**stage, data=data | {"in_memory": True})
+    with pytest.raises(ValueError, match="augmentation changes images in every epoch, but hidden_states keeps"):
+        TrainStage(**stage, data=data, hidden_states="y")

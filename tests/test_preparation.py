@@ -1,0 +1,82 @@
+"""Images prepared one at a time are those of the image processor, to the bit."""
+
+import numpy as np
+import PIL.Image
+import pytest
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from data.preparation import PROBES, Preparation
+
+SETTINGS = [
+    {},
+    {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 36}},
+    {"size": {"height": 24, "width": 30}, "do_center_crop": False},
+    {"size": {"shortest_edge": 20}, "do_center_crop": False, "resample": PIL.Image.BILINEAR},
+    {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.1, 0.2, 0.9], "rescale_factor": 1 / 127},
+]
+
+
+def image(width, height):
+    return PIL.Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def processed(processor, image):
+    return processor([image], return_tensors="np")["pixel_values"][0]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_table_makes_what_the_processor_makes(settings):
+    processor = CLIPImageProcessorPil(**settings)
+    prepare = Preparation(processor)
+    assert prepare.table is not None
+    for size in ((64, 48), (48, 64), (300, 299), (7, 500), (224, 224), (33, 1)):
+        made = prepare(image(*size))
+        assert made.is_contiguous() and np.array_equal(made, processed(processor, image(*size)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"size": {"shortest_edge": 20}, "crop_size": {"height": 24, "width": 16}},  # zeros around it
+        {"do_normalize": False},
+        {"do_resize": False, "crop_size": {"height": 16, "width": 16}},
+        {"size": {"max_height": 20, "max_width": 20}, "do_center_crop": False},
+    ],
+    ids=str,
+)
+def test_other_processors_are_called_themselves(settings):
+    processor = CLIPImageProcessorPil(**settings)
+    prepare = Preparation(processor)
+    assert prepare.table is None
+    assert np.array_equal(prepare(image(64, 48)), processed(processor, image(64, 48)))
+
+
+class Brighter(CLIPImageProcessorPil):
+    """Adds a number that depends on the place of a pixel."""
+
+    def normalize(self, image, mean, std, **kwargs):
+        image = super().normalize(image, mean, std, **kwargs)
+        return image + np.arange(image.shape[-1], dtype=image.dtype)
+
+
+class AnotherBackend(CLIPImageProcessorPil):
+    backend = "torchvision"
+
+
+@pytest.mark.parametrize("kind", [Brighter, AnotherBackend])
+def test_processors_of_other_makers_are_called_themselves(kind):
+    assert np.array_equal(Preparation(kind())(image(50, 60)), processed(kind(), image(50, 60)))
+    assert Preparation(kind()).table is None
+
+
+def test_probes_are_of_all_kinds():
+    assert {np.sign(height - width) for height, width in PROBES} == {-1, 0, 1}
+
+
+def test_an_image_of_the_right_size_is_not_resized():
+    processor = CLIPImageProcessorPil()
+    expected = processor([image(224, 224)], return_tensors="np", do_resize=False)["pixel_values"][0]
+    assert np.array_equal(Preparation(processor)(image(224, 224), is_resized=True), expected)
+    other = CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 24})
+    expected = other([image(24, 24)], return_tensors="np", do_resize=False)["pixel_values"][0]
+    assert np.array_equal(Preparation(other)(image(24, 24), is_resized=True), expected)

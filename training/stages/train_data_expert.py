@@ -1,0 +1,72 @@
+"""The stage that trains an expert of MoDE."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from data.sources import Rows
+from training.caption_clusters import READABLE, load_caption_clusters, load_expert_of_pair
+from training.context import Context
+from training.expected import Unknown
+from training.settings import STRICT, Reads
+from training.stages.train import TrainStage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainDataExpertStage(TrainStage):
+    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
+
+    kind: ClassVar[str] = "train_data_expert"
+
+    # The number by which --experts chooses it.
+    expert: int = Field(gt=0)
+    # A cluster_coarse or select stage, and which of its clusters.
+    clusters: Annotated[str, Reads("cluster_coarse", "select")]
+    # The number of the cluster.
+    cluster: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check_data(self):
+        if self.data.streaming or self.hidden_states is not None:
+            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
+        return self
+
+    def steps(self, inputs: SimpleNamespace) -> int:
+        if self.num_epochs is not None:
+            raise Unknown(f"how many pairs each of its clusters has, {self.clusters} tells when it is done")
+        return super().steps(inputs)
+
+    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
+        """Of pairs that were clustered by captions alone, images are looked at now, and only those of the cluster."""
+        images = _of_images(Path(inputs.clusters))
+        rows = self.choose_pairs(context.pairs(inputs.data, images), inputs, context)
+        return rows if images else context.readable(rows, inputs.data)
+
+    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+        """The pairs of one cluster.
+
+        Raises:
+            ValueError: there is no such cluster, or it has fewer pairs than a batch.
+        """
+        folder = Path(inputs.clusters)
+        known = len(load_caption_clusters(folder)[0].coarse_centers)
+        if self.cluster >= known:
+            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
+        fingerprint = context.data_fingerprint(rows, self.data, _of_images(folder))
+        chosen = np.flatnonzero(load_expert_of_pair(folder, fingerprint) == self.cluster)
+        if len(chosen) < self.global_batch_size:
+            raise ValueError(
+                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
+                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
+            )
+        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
+        return rows.select(chosen)
+
+
+def _of_images(clusters: Path) -> bool:
+    """Whether only pairs with a readable image have labels."""
+    return load_caption_clusters(clusters)[1].get("pairs", READABLE) == READABLE
