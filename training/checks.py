@@ -250,7 +250,14 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
         else:
             # Of `train[:10%]` and `train+test`, a stream takes the first name; all have been looked for
             split = arguments.split if is_saved(source) else arguments.split.partition("+")[0].partition("[")[0].strip()
-            changes = {"streaming": True, "in_memory": False, "skip": None, "num_samples": None, "split": split}
+            changes = {
+                "streaming": True,
+                "indexed": False,
+                "in_memory": False,
+                "skip": None,
+                "num_samples": None,
+                "split": split,
+            }
             stage.open_data(dataclasses.replace(arguments, **changes))
     except SETTING_ERRORS as error:
         yield f": {error}"
