@@ -97,12 +97,5 @@ bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchma
 	$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --compile --output $(RESULTS)/towers_compiled_gpu.md
 	$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
 
-bench: $(STAMP)  ## speed, as ratios
-	$(BIN)/python -m benchmarks.experts
-	$(BIN)/python -m benchmarks.training_time
-	$(BIN)/python -m benchmarks.assign
-	$(BIN)/python -m benchmarks.balanced_kmeans
-	$(BIN)/python -m benchmarks.clustering
-	$(BIN)/python -m benchmarks.import_time
-	$(BIN)/python -m benchmarks.retrieval
-	$(BIN)/python -m benchmarks.loader
+bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
+	$(BIN)/python -m benchmarks.goals

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -91,7 +91,7 @@ def run_case(case: str, *arguments: int | None) -> None:
     print(json.dumps({"seconds": time.process_time() - started, "bytes": peak() - before}))
 
 
-def ratios(case: str, plain: list, other: list, repeats: int) -> tuple[dict, dict, float, float]:
+def ratios(case: str, plain: Sequence, other: Sequence, repeats: int) -> tuple[dict, dict, float, float]:
     """The median measurements of both, and the second one's ratios of memory and time over the first."""
     runs = [(measure(case, plain), measure(case, other)) for _ in range(repeats)]
     first, second = ({key: statistics.median(run[side][key] for run in runs) for key in runs[0][0]} for side in (0, 1))

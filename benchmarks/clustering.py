@@ -14,7 +14,7 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +115,21 @@ def measure(path: Path, name: str, number: int) -> dict[str, float]:
     return {"seconds": seconds, "cpu": cpu, "memory": memory.bytes, "inertia": inertia}
 
 
+def compare(
+    num_rows: int, size: int, clusters: Sequence[int], num_means: int, names: Sequence[str]
+) -> dict[int, dict[str, dict[str, float]]]:
+    """Number of clusters -> method -> what `measure` found, each in a process of its own."""
+    found: dict[int, dict[str, dict[str, float]]] = {number: {} for number in clusters}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "features.safetensors"
+        write_rows(path, num_rows, size, num_means)
+        for number in clusters:
+            for name in names:
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    found[number][name] = pool.apply(measure, (path, name, number))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.clustering", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -127,19 +142,12 @@ def main() -> None:
     args = parser.parse_args()
     names = list(METHODS) if args.rows <= args.all_rows else [OURS, FAISS]
     lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "features.safetensors"
-        write_rows(path, args.rows, args.size, args.means)
-        for number in args.clusters:
-            results = {}
-            for name in names:
-                with multiprocessing.get_context("fork").Pool(1) as pool:
-                    results[name] = pool.apply(measure, (path, name, number))
-            for name, found in results.items():
-                relative = {key: f"{found[key] / results[OURS][key]:.3f}" for key in ("cpu", "inertia")}
-                cells = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}", relative["cpu"]
-                cells += (f"{found['memory'] / 2**20:,.0f} MiB",)
-                lines.append([f"{number:,}", name, *cells, f"{found['inertia']:.5f}", relative["inertia"]])
+    for number, results in compare(args.rows, args.size, args.clusters, args.means, names).items():
+        for name, found in results.items():
+            relative = {key: f"{found[key] / results[OURS][key]:.3f}" for key in ("cpu", "inertia")}
+            cells = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}", relative["cpu"]
+            cells += (f"{found['memory'] / 2**20:,.0f} MiB",)
+            lines.append([f"{number:,}", name, *cells, f"{found['inertia']:.5f}", relative["inertia"]])
     print(f"# K-means of {args.rows:,} features of size {args.size}\n")
     print(
         markdown_table(["clusters", "", "seconds", "CPU seconds", "relative", "memory", "inertia", "relative"], lines)

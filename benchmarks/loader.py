@@ -3,7 +3,7 @@
     python -m benchmarks.loader [--images 400 --rounds 3]
 
 The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder with
-metadata; streams from a folder and from four webdataset shards. Every way is measured once in each round, the loop at
+metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way is measured once in each round, the loop at
 its start and its end; the medians count. Batches are of 32 pairs, and the first of every way are not timed: workers
 start while they are made.
 """
@@ -36,6 +36,7 @@ from evaluation.report import markdown_table
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
+LOOP = "Pillow's decode and resize in a loop"
 OPEN_CLIP = Augmentation(random_resized_crop=[0.9, 1.0])
 DRAFT = Augmentation(jpeg_draft=True)
 
@@ -101,12 +102,30 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
             ("loaded, jpeg_draft", images, DRAFT),
             ("streamed from a folder", images | {"streaming": True}, None),
             (f"streamed from {SHARDS} shards", shards, None),
+            (f"indexed in {SHARDS} shards", shards | {"streaming": False, "indexed": True}, None),
         ):
             arguments = DataArguments(**source, num_workers=num_workers)
             loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
             if "itself" in name:
                 loader.images.prepare.table = None
             yield f"{name}, {num_workers} workers", loader
+
+
+def medians(images: int, rounds: int, wanted: str = "") -> dict[str, float]:
+    """Images a second of the loop, which is `LOOP`, and of every way in whose name `wanted` is found."""
+    processor = build_processor("symbols", EDGE, 64)
+    processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_images(folder, images)
+        rates: dict[str, list[float]] = {LOOP: []}
+        loaders = [(name, loader) for name, loader in ways(folder, processor) if wanted in name]
+        for _ in range(rounds):
+            rates[LOOP].append(pillow_loop(folder, images))
+            for name, loader in loaders:
+                rates.setdefault(name, []).append(rate(loader, images))
+            rates[LOOP].append(pillow_loop(folder, images))
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def main() -> None:
@@ -116,21 +135,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    processor = build_processor("symbols", EDGE, 64)
-    processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        write_images(folder, args.images)
-        rates: dict[str, list[float]] = {}
-        loop = "Pillow's decode and resize in a loop"
-        loaders = list(ways(folder, processor))
-        for _ in range(args.rounds):
-            rates.setdefault(loop, []).append(pillow_loop(folder, args.images))
-            for name, loader in loaders:
-                rates.setdefault(name, []).append(rate(loader, args.images))
-            rates[loop].append(pillow_loop(folder, args.images))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    table = [[name, f"{found:,.0f}", f"{found / medians[loop]:.2f}"] for name, found in medians.items()]
+    found = medians(args.images, args.rounds)
+    table = [[name, f"{images:,.0f}", f"{images / found[LOOP]:.2f}"] for name, images in found.items()]
     print(f"# Reading {args.images} JPEGs of 640 x 480 pixels for a model of {EDGE}\n")
     print(markdown_table(["", "images/s", "relative"], table))
     print(
