@@ -60,10 +60,8 @@ def of_batches(repeats: int) -> Iterator[Figure]:
     yield Figure(f"time: {where}", seconds, at_most=1.3)
     _, part, _, seconds = batches.ratios("step", (128, None), (128, 32), repeats)
     yield Figure("time: step of 128 pairs, 32 embedded at a time, over all at once", seconds, at_most=1.4)
-    large = batches.measure("step", [512, 32])
-    yield Figure(
-        "memory: step of 512 pairs, 32 at a time, over one of 128", large["bytes"] / part["bytes"], at_most=1.1
-    )
+    growth = batches.measure("step", [512, 32])["bytes"] / part["bytes"]
+    yield Figure("memory: step of 512 pairs, 32 at a time, over one of 128", growth, at_most=1.1)
 
 
 def of_data(repeats: int) -> Iterator[Figure]:
