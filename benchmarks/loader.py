@@ -4,8 +4,8 @@
 
 The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder with
 metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way is
-measured once in each round, the loop at its start and its end; the medians count. Batches are of 32 pairs, and the first
-of every way are not timed: workers start while they are made.
+measured once in each round, the loop at its start and its end; the medians count. Batches are of 32 pairs, and the
+first of every way are not timed: workers start while they are made.
 """
 
 import argparse
