@@ -31,7 +31,7 @@ def metrics_of(task):
     names = {
         "retrieval": retrieval_metrics(np.eye(10), np.eye(10), np.arange(10)),
         "pairs": pair_metrics(two, two, symbols.DIFFERENCES),
-        "zero_shot": ["accuracy"],
+        "zero_shot": ["accuracy", "accuracy_top5", "mean_per_class_recall"],
         "zero_shot_groups": ["accuracy", *(f"accuracy/{topic}" for topic in symbols.TOPICS)],
         "linear_probe": ["accuracy"],
     }[TASKS[task].kind]

@@ -296,6 +296,22 @@ def test_curves(measured, plain, tmp_path, capsys):
     assert PIL.Image.open(tmp_path / "curves.png").size[0] > 1000
 
 
+def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
+    """Also where others have nothing, and in the legend."""
+    drawn = {"dense": {1: {"loss": 2.0}}, "sparse": {1: {"loss": 1.0, "balance_loss": 1.1, "local_entropy_text": 0.5}}}
+    monkeypatch.setattr(curves.plt, "close", lambda figure: None)
+    curves.draw(drawn, tmp_path / "curves.png")
+    figure = curves.plt.gcf()
+    colors = {(line.get_label(), line.get_color()) for axis in figure.axes for line in axis.get_lines()}
+    assert len(colors) == len({label for label, _ in colors}) == len({color for _, color in colors}) == 2
+    (legend,) = figure.legends
+    texts, handles = legend.get_texts(), legend.legend_handles
+    assert {(text.get_text(), line.get_color()) for text, line in zip(texts, handles, strict=True)} == colors
+    assert {"router z-loss", "local entropy of texts (nats)"} & {axis.get_title() for axis in figure.axes}
+    monkeypatch.undo()
+    curves.plt.close(figure)
+
+
 def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
     with pytest.raises(SystemExit, match="error: .*nowhere has no log.jsonl"):
         curves.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])

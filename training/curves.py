@@ -27,6 +27,11 @@ TITLES = {
     "loss": "loss",
     "contrastive_loss": "contrastive loss",
     "balance_loss": "balance loss",
+    "z_loss": "router z-loss",
+    "local_entropy_text": "local entropy of texts (nats)",
+    "local_entropy_vision": "local entropy of images (nats)",
+    "global_entropy_text": "global entropy loss of texts",
+    "global_entropy_vision": "global entropy loss of images",
     "dropped_tokens": "dropped tokens",
     "temperature": "temperature",
 }
@@ -110,12 +115,15 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     names = quantities(curves.values())
     rows = math.ceil(len(names) / COLUMNS)
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(6 * COLUMNS, 3.2 * rows), squeeze=False, layout="constrained")
+    colors = plt.colormaps["tab20"].colors
     for axis, name in zip(axes.flat, names, strict=False):
-        for stage, curve in curves.items():
+        for number, (stage, curve) in enumerate(curves.items()):
             points = [(step, values[name]) for step, values in sorted(curve.items()) if name in values]
             if points:
                 marker = "o" if name not in TITLES or len(points) <= FEW else None
-                axis.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=plot_text(stage, 80))
+                # The same one in every panel, also where other stages have nothing
+                style = {"color": colors[number % len(colors)], "marker": marker, "markersize": 3}
+                axis.plot(*zip(*points, strict=True), **style, label=plot_text(stage, 80))
         title = textwrap.fill(TITLES.get(name, name), WIDTH)
         axis.set(title="\n".join(plot_text(line, WIDTH) for line in title.split("\n")), xlabel="step")
         axis.grid(alpha=0.3)
