@@ -160,7 +160,7 @@ def content_digests(paths: Iterable[str]) -> list[str]:
     Raises:
         OSError: a file is gone.
     """
-    paths = list(paths)
+    paths = [os.fspath(path) for path in paths]
     members = [MEMBER.fullmatch(path) for path in paths]
     digests = _file_digests([member[1] if member else path for member, path in zip(members, paths, strict=True)])
     return [

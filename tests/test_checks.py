@@ -164,7 +164,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
             "tuned.data.caption_column: several makes the column caption, not text",
         ),
         # Batches
-        ({"tuned.mini_batch_size": 3}, "tuned.mini_batch_size: 3 does not divide a process's batch of 8 pairs"),
+        ({"expert.mini_batch_size": 3}, "expert.mini_batch_size: 3 does not divide a process's batch of 8 pairs"),
         ({"tuned.gradient_accumulation_steps": 3}, "tuned.global_batch_size: 8 cannot be shared by 1 processes x 3 *"),
         ({**ROWS, "tuned.global_batch_size": 16}, "tuned.global_batch_size: a dataset of 9 samples does not fill *16"),
     ],

@@ -30,12 +30,13 @@ def decoded(monkeypatch):
     """What every image was read from, from now on."""
     read, found = data.images.read_image, []
 
-    def record(value, image_root=None):
+    def record(value, *others):
         found.append(value)
-        return read(value, image_root)
+        return read(value, *others)
 
     monkeypatch.setattr("data.images.read_image", record)
     monkeypatch.setattr("data.pairs.read_image", record)
+    monkeypatch.setattr("training.loader.read_image", record)
     return found
 
 

@@ -297,8 +297,8 @@ def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch
         if stage.name == "tuned":
             layout("parquet", tmp_path / "a", first=100)
 
-    def load(arguments):
-        loaded.append(load_pairs(arguments))
+    def load(arguments, images):
+        loaded.append(load_pairs(arguments, images))
         return loaded[-1]
 
     monkeypatch.setattr(runner.Runner, "run_stage", run_and_change)

@@ -42,9 +42,9 @@ def test_the_average_of_the_weights(run, monkeypatch):
     """Against a loop over the weights of each step."""
     steps, original = [], engine._take_step
 
-    def take_step(optimizer, scheduler, model, settings):
+    def take_step(optimizer, scheduler, model, *others):
         steps or steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
-        original(optimizer, scheduler, model, settings)
+        original(optimizer, scheduler, model, *others)
         steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
 
     with monkeypatch.context() as patch:

@@ -157,15 +157,11 @@ def train(
         kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
         grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
-        _take_step(optimizer, scheduler, model, settings)
-        if average is not None:
-            average.update()
+        _take_step(optimizer, scheduler, model, settings, average)
         step += 1
         bar.update()
         if step % settings.logging_steps == 0 or step == total_steps:
-            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
-            values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
-            bar.set_postfix_str(log.write(step, values))
+            bar.set_postfix_str(log.write(step, _mean_values(accelerator, metrics, grad_norm, learning_rate)))
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             kept_of_it = checkpoints, step, settings.save_total_limit, average
@@ -257,12 +253,23 @@ def _take_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     model: PreTrainedModel,
     settings: "StepsStage",
+    average: WeightAverage | None,
 ) -> None:
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
     if hasattr(model, "logit_scale") and model.logit_scale.requires_grad:
         clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+    if average is not None:
+        average.update()
+
+
+def _mean_values(
+    accelerator: Accelerator, metrics: dict[str, torch.Tensor], grad_norm: torch.Tensor, learning_rate: float
+) -> dict[str, float]:
+    """What is logged of a step, over all processes."""
+    values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
+    return values | {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
 
 
 def _weight_average(accelerator: Accelerator, task: nn.Module, settings: "StepsStage") -> WeightAverage | None:

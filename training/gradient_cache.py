@@ -65,29 +65,20 @@ def cached_gradient(
             model.seed_router_noise(seed, accelerator.process_index * len(parts) + number)
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
 
-    embeds, states = [], []
+    embeds, states, auxiliaries, logged = [], [], [], []
     with torch.no_grad(), sums:
         for number in range(len(parts)):
             states.append(_generators(accelerator.device))
             embeds.append(task(sent(number), only_embed=True))
             sums.end_of_part()
-    images, texts, scales = zip(*embeds, strict=True)
-    leaves = [torch.cat(images), torch.cat(texts), scales[0].clone()]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    mask = send_to_device(batch.get("caption_mask"), accelerator.device)
-    contrastive = accelerator.unwrap_model(task).settings.contrastive_loss(*leaves, mask)
-    by_images, by_texts, by_scale = torch.autograd.grad(contrastive, leaves)
-
-    gradients = zip(by_images.split(size), by_texts.split([len(text) for text in texts]), strict=True)
+    contrastive, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     sums.reduce()
-    auxiliaries, logged = [], []
     after = _generators(accelerator.device)
     for number, of_part in enumerate(gradients):
         _set_generators(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task), sums:
-            surrogate, auxiliary, metrics = task(sent(number), gradients=(*of_part, by_scale / len(parts)))
+            surrogate, auxiliary, metrics = task(sent(number), gradients=of_part)
             sums.end_of_part()
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
@@ -100,8 +91,27 @@ def cached_gradient(
             "function of sums that `training.losses.all_reduce_sum` makes"
         )
     metrics = {name: torch.stack([of_part[name] for of_part in logged]).mean(dim=0) for name in metrics}
-    loss = contrastive.detach() + auxiliaries[0]
-    return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss}
+    loss = contrastive + auxiliaries[0]
+    return loss, {"contrastive_loss": contrastive, **metrics, "loss": loss}
+
+
+def _gradient_by_embeds(
+    accelerator: Accelerator, task: nn.Module, batch: dict[str, torch.Tensor], embeds: list[tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    """The contrastive loss of a batch, and of each part the gradients by its images', by its texts' embeddings and by
+    the scale, which all parts share."""
+    images, texts, scales = zip(*embeds, strict=True)
+    leaves = [torch.cat(images), torch.cat(texts), scales[0].clone()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    mask = send_to_device(batch.get("caption_mask"), accelerator.device)
+    loss = accelerator.unwrap_model(task).settings.contrastive_loss(*leaves, mask)
+    by_images, by_texts, by_scale = torch.autograd.grad(loss, leaves)
+    by_images, by_texts = (
+        gradient.split([len(part) for part in of_parts])
+        for gradient, of_parts in ((by_images, images), (by_texts, texts))
+    )
+    return loss.detach(), [(*of_part, by_scale / len(embeds)) for of_part in zip(by_images, by_texts, strict=True)]
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

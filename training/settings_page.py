@@ -16,6 +16,7 @@ from data.augmentation import Augmentation
 from data.captions import CaptionPolicy
 from data.sources import DataArguments
 from evaluation.own_data import OwnTask
+from training.lora import LoraSettings
 from training.recipe import Recipe
 from training.scores import Evaluation
 from training.settings import Reads
@@ -29,6 +30,7 @@ OTHERS = {
     CaptionPolicy: "Caption policies",
     OwnTask: "Tasks on own data",
     Evaluation: "Evaluation while training",
+    LoraSettings: "LoRA",
     Recipe: "The recipe",
 }
 BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
