@@ -60,7 +60,13 @@ def checkout(tmp_path_factory, small_tests):
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=name_of)
+def with_marks(page):
+    """Pages of many commands run by `make test-slow`."""
+    marks = [pytest.mark.slow] if page.name in ("recipes.md", "evaluation.md") else []
+    return pytest.param(page, marks=marks, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if page.name not in ELSEWHERE and blocks(page)])
 def test_examples_run_as_they_stand(page, checkout, tmp_path, monkeypatch):
     shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     monkeypatch.chdir(tmp_path / "checkout")

@@ -246,6 +246,7 @@ def test_a_configuration_that_nothing_can_be_built_of_is_named(sparse, tmp_path)
     assert exit.value.code.startswith(f"error: cannot load {tmp_path}: ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_no_process():
     command = [sys.executable, "-m", "evaluation.efficiency", "training/symbol_clip", "--batch-size", "4096"]
     process = psutil.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -279,6 +280,7 @@ def test_another_page_is_not_overwritten(report, monkeypatch, changes, message):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_one_line(dense):
     for measure, models in ((speed.measure_memory, str(dense)), (speed.measure_speed, [str(dense)])):
         message = f"{dense} cannot embed 1000000000 at a time in float32 on cpu, for want of memory"

@@ -132,7 +132,8 @@ def worker(rank, folder, world_size, port):
     Accelerator().end_training()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -143,6 +143,7 @@ def interrupt_after(function):
     return interrupted
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
     path = write(3, max_steps=100_000)
     first = subprocess.Popen([*COMMAND, "--config", path], cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -159,6 +160,7 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
     run_recipe(load_recipe(path), ["dense"])  # the lock ends with its process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
     path = write(3, max_steps=100_000)

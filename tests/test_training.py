@@ -143,6 +143,7 @@ def test_killed_and_started_again(run, tmp_path):
     assert same_weights(resumed / "tuned", whole / "tuned")
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(run, tmp_path):
     """Also with noise in the routers, as its groups are those of capacity."""
     noise = {f"sparse.{tower}_config.router_jitter_noise": 0.1 for tower in ("text", "vision")}
