@@ -115,7 +115,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     names = quantities(curves.values())
     rows = math.ceil(len(names) / COLUMNS)
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(6 * COLUMNS, 3.2 * rows), squeeze=False, layout="constrained")
-    colors = plt.colormaps["tab20"].colors
+    colors = plt.colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
     for axis, name in zip(axes.flat, names, strict=False):
         for number, (stage, curve) in enumerate(curves.items()):
             points = [(step, values[name]) for step, values in sorted(curve.items()) if name in values]
