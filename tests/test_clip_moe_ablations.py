@@ -12,6 +12,7 @@ from tiny_runs import weights
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
+pytestmark = pytest.mark.slow
 TINY = Path(__file__).parent / "recipes" / "clip_moe.yaml"
 FFN = "vision_model.encoder.layers.1.mlp"
 ABLATIONS = """

@@ -27,6 +27,7 @@ from evaluation.preferences import dropped_patches, route_images, route_texts, t
 from evaluation.routing_pictures import draw_gates, draw_shares
 from evaluation.tasks import Task
 
+pytestmark = pytest.mark.slow
 TASKS = {
     "pairs": Task("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
     "retrieval": Task("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),

@@ -30,6 +30,8 @@ from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
