@@ -2,40 +2,17 @@
 
 import pytest
 import torch
-from tiny_runs import losses, recipe, run_stages, same_weights, weights
+from tiny_runs import losses, recipe, run_recipe_until, same_weights, weights
+from torch._dynamo.utils import counters
 
 from training import engine
 from training.context import choose_precision, make_accelerator
-from training.training_state import save_checkpoint
-
-
-class Stop(Exception):
-    pass
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Runs a recipe whose training has these settings, perhaps up to a checkpoint."""
-
-    def run(output="out", stop=None, **settings):
-        changed = recipe(**settings)
-        folder = tmp_path / output
-        folder.mkdir(exist_ok=True)
-        keys = {"defaults": changed["defaults"]}
-        if stop is None:
-            return run_stages(folder, changed["stages"], **keys)
-
-        def save(accelerator, model, optimizer, checkpoints, step, *others):
-            save_checkpoint(accelerator, model, optimizer, checkpoints, step, *others)
-            if step == stop:
-                raise Stop
-
-        with monkeypatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(engine, "save_checkpoint", save)
-            run_stages(folder, changed["stages"], **keys)
-        return folder / "out"
-
-    return run
+    return lambda output="out", stop=None, **settings: run_recipe_until(tmp_path / output, recipe(**settings), stop)
 
 
 def test_the_average_of_the_weights(run, monkeypatch):
@@ -83,6 +60,16 @@ def test_parts_of_a_batch_train_as_the_whole(run):
     whole, parts = run("whole") / "tuned", run("parts", mini_batch_size=4) / "tuned"
     torch.testing.assert_close(losses(parts), losses(whole), rtol=1e-4, atol=1e-5)
     assert not same_weights(parts, whole)  # so it was not the same computation
+
+
+@pytest.mark.slow  # inductor compiles kernels for a minute
+def test_compiled_towers_train_as_plain_ones(run):
+    plain = run("plain", max_steps=2) / "tuned"
+    counters.clear()
+    faster = run("faster", max_steps=2, torch_compile=True) / "tuned"
+    assert counters["stats"]["unique_graphs"] >= 2 and not counters["graph_break"]
+    torch.testing.assert_close(losses(faster), losses(plain), rtol=1e-4, atol=1e-5)
+    assert weights(faster).keys() == weights(plain).keys()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 import copy
 import json
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
+from training.training_state import save_checkpoint
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
@@ -60,6 +63,27 @@ def run_stages(folder, stages, overrides=None, **keys):
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages, **keys}))
     return run_recipe(load_recipe(path, overrides))
+
+
+class Stop(Exception):
+    pass
+
+
+def run_recipe_until(folder, recipe, stop=None):
+    """As `run_stages`, of what `recipe` gives, perhaps only until the checkpoint of a step."""
+    folder.mkdir(exist_ok=True)
+    if stop is None:
+        return run_stages(folder, recipe["stages"], defaults=recipe["defaults"])
+
+    def save(accelerator, model, optimizer, checkpoints, step, *others):
+        save_checkpoint(accelerator, model, optimizer, checkpoints, step, *others)
+        if step == stop:
+            raise Stop
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(engine, "save_checkpoint", save)
+        run_stages(folder, recipe["stages"], defaults=recipe["defaults"])
+    return folder / "out"
 
 
 def weights(folder):

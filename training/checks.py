@@ -19,7 +19,7 @@ from data.worlds import WORLDS
 from training.expected import Expected, Unknown, count_pairs, is_cached, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
-from training.stages.base import Reference, Stage, kinds, map_inputs, references
+from training.stages.base import Reference, Stage, each_value, kinds, map_inputs, references
 
 # What a wrong setting makes configurations and libraries raise
 SETTING_ERRORS = (
@@ -130,6 +130,8 @@ def _pairs(inputs: SimpleNamespace) -> int | str:
     """How many pairs a stage's output is of: those of its data, else of what it reads. A text: why it is unknown."""
     data = getattr(inputs, "data", None)
     sources = [data] if data else [one for one in vars(inputs).values() if isinstance(one, Expected)]
+    if hasattr(inputs, "sources"):
+        return "only mixing its sources tells"
     numbers = [source.pairs for source in sources]
     return next((number for number in numbers if isinstance(number, int)), next(iter(numbers), "no data"))
 
@@ -204,9 +206,11 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
         elif value not in outlook.broken and reference.reads.outside:
             problem = _problem_of_outside(reference) or outlook.wrong.get(value)
             yield from [f"{key}: {problem}"] if problem else []
-    for setting, arguments in vars(stage).items():
-        if isinstance(arguments, DataArguments):
-            yield from (f"{stage.name}.{setting}{problem}" for problem in _problems_of_data(stage, arguments, outlook))
+    for name, value in vars(stage).items():
+        for setting, arguments in each_value(name, value):
+            if isinstance(arguments, DataArguments):
+                problems = _problems_of_data(stage, arguments, outlook)
+                yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
     yield from (_line(stage, *problem) for problem in stage.data_problems())
 
 

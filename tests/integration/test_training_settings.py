@@ -3,19 +3,13 @@
 import pytest
 import torch
 from tiny_clip_moe import inputs, tiny_model
-from tiny_runs import losses, recipe, run_stages, same_weights, weights
+from tiny_runs import losses, recipe, run_recipe_until, same_weights, weights
 from transformers import AutoModel
 
 from modeling_clip_moe import CLIPMoEModel
-from training import engine
 from training.lora import LoraSettings, add_adapters, merge_adapters
-from training.training_state import save_checkpoint
 
 LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
-
-
-class Stop(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +24,7 @@ def run(folder, stop=None, **settings):
     changed = recipe(**settings)
     # Half of the layers sparse, so that there are FFNs as well; wide enough for moments of 8 bits
     changed["stages"][0]["text_config"] |= {"hidden_size": 32, "intermediate_size": 128}
-    folder.mkdir(exist_ok=True)
-    keys = {"defaults": changed["defaults"]}
-    if stop is None:
-        return run_stages(folder, changed["stages"], **keys)
-
-    def save(accelerator, model, optimizer, checkpoints, step, *others):
-        save_checkpoint(accelerator, model, optimizer, checkpoints, step, *others)
-        if step == stop:
-            raise Stop
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(engine, "save_checkpoint", save)
-        run_stages(folder, changed["stages"], **keys)
-    return folder / "out"
+    return run_recipe_until(folder, changed, stop)
 
 
 def test_lora_changes_its_targets_alone(tmp_path):

@@ -2,7 +2,17 @@
 
 from typing import get_args
 
-from training.stages import data_experts, evaluate, features, llava, long_clip, models, train, train_data_expert
+from training.stages import (
+    data_experts,
+    evaluate,
+    features,
+    llava,
+    long_clip,
+    mixture,
+    models,
+    train,
+    train_data_expert,
+)
 from training.stages.base import Stage
 
 AnyStage = (
@@ -10,6 +20,7 @@ AnyStage = (
     | models.InitializeStage
     | models.LongContextStage
     | models.UpcycleStage
+    | mixture.MixtureStage
     | features.CaptionsStage
     | features.EmbedStage
     | features.HiddenStatesStage

@@ -97,8 +97,8 @@ class Stage:
 
 # An earlier stage, a folder or a hub name
 Model = Annotated[str, Reads("model")]
-# The source may be a captions stage
-Data = Annotated[DataArguments, Reads("captions", outside=False)]
+# The source may be a stage that makes a dataset
+Data = Annotated[DataArguments, Reads("captions", "mixture", outside=False)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +119,21 @@ def references(stage: Stage) -> list[Reference]:
     """All that a stage names to be read, in the order of its settings."""
     found = []
     for setting, reads in _reading_settings(type(stage)):
-        value = getattr(stage, setting)
-        if isinstance(value, DataArguments):
-            found.append(Reference(f"{setting}.source", value.source, reads))
-            continue
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        found += [Reference(f"{setting}.{key}", item, reads) for key, item in items]
-        found += [Reference(setting, value, reads)] if isinstance(value, str) else []
+        for key, value in each_value(setting, getattr(stage, setting)):
+            if isinstance(value, DataArguments):
+                found.append(Reference(f"{key}.source", value.source, reads))
+            elif isinstance(value, str):
+                found.append(Reference(key, value, reads))
     return [reference for reference in found if reference.value not in reference.reads.literals]
+
+
+def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a setting holds; of a list or dictionary, its values, under the name of the setting with position or key."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"{setting}.{key}", item) for key, item in items)
+    else:
+        yield setting, value
 
 
 def resolve(stage: Stage, context: Context) -> SimpleNamespace:
