@@ -61,8 +61,8 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
-    # Of webdataset shards or a mixture: read at random where they lie, by an index of headers. Nothing is copied, and no image
-    # is looked at before it is used: one that cannot be read is replaced by the pair after it, and counted.
+    # Of webdataset shards or a mixture: read at random where they lie, by an index of headers. Nothing is copied, and
+    # no image is looked at before it is used: one that cannot be read is replaced by the pair after it, and counted.
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
     skip: int | None = Field(default=None, gt=0)
