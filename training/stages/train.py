@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from conversion.checkpoints import is_sparse, load_clip
 from conversion.messages import cut
@@ -188,6 +189,7 @@ class TrainStage(StepsStage):
             drop_activations(model, self.expert_dropout)
         if self.torch_compile:
             for tower in (model.text_model, model.vision_model):
+                maybe_install_capturing_hooks(tower)  # else it would in the first forward, which breaks the graph
                 tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
