@@ -1,21 +1,21 @@
 """
 Time of one sparse FFN layer over K dense FFNs on the same tokens, for each experts implementation.
 
-    python -m benchmarks.experts --sizes b16 l14 --output benchmarks/results/experts_cpu.md
+    python -m benchmarks.experts --output benchmarks/results/experts_cpu.md
 """
 
 import argparse
-import platform
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from transformers.models.clip.modeling_clip import CLIPMLP
 
+from benchmarks.devices import described
 from conversion.files import write_text
 from modeling_clip_moe import CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
@@ -103,68 +103,63 @@ def ratios(
     return found
 
 
-def benchmark(size: str, options: argparse.Namespace) -> list[str]:
-    """Rows of the table for one model size."""
-    config, top_k = CLIPMoEVisionConfig(**SIZES[size]), options.num_experts_per_tok
-    dtype = getattr(torch, options.dtype)
-    # batched_mm copies the weights of an expert for every choice
-    num_tokens = options.images * ((config.image_size // config.patch_size) ** 2 + 1)
-    copies = num_tokens * top_k * config.hidden_size * config.intermediate_size * dtype.itemsize / 2**30
-    candidates = [name for name in IMPLEMENTATIONS if name != "batched_mm" or copies <= options.max_copies]
-    device = torch.device(options.device)
-    arguments = (options.images, options.num_experts, top_k, dtype, device, options.repeats, candidates)
-    found = ratios(size, *arguments)
-    title = f"{size.upper()[0]}/{size[1:]}, {options.images} images"
-    rows = [
-        f"| {title} | {name} | " + " | ".join(f"{found[name, mode]:.2f}" for mode in MODES) + " |"
-        for name in candidates
-    ]
-    if "batched_mm" not in candidates:
-        rows.append(f"| {title} | batched_mm | copies {copies:.0f} GiB of weights | | |")
-    return rows
+def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Rows of the table, of which each takes seconds to minutes."""
+    device, top_k = torch.device(options.device), options.num_experts_per_tok
+    settings = itertools.product(options.sizes, options.dtypes, options.images, options.num_experts)
+    for size, dtype_name, images, num_experts in settings:
+        config, dtype = CLIPMoEVisionConfig(**SIZES[size]), getattr(torch, dtype_name)
+        # batched_mm copies the weights of an expert for every choice
+        num_tokens = images * ((config.image_size // config.patch_size) ** 2 + 1)
+        copies = num_tokens * top_k * config.hidden_size * config.intermediate_size * dtype.itemsize / 2**30
+        names = [name for name in options.implementations if name != "batched_mm" or copies <= options.max_copies]
+        found = ratios(size, images, num_experts, top_k, dtype, device, options.repeats, names)
+        title = [f"{size.upper()[0]}/{size[1:]}", dtype_name, str(images), str(num_experts)]
+        for name in options.implementations:
+            figures = [f"{found[name, mode]:.2f}" for mode in MODES] if name in names else ["", "", ""]
+            yield [*title, name if name in names else f"{name}: would copy {copies:.0f} GiB of weights", *figures]
 
 
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="model sizes")
-    parser.add_argument("--images", type=int, default=8, help="images in the batch (default: 8)")
-    parser.add_argument("--num-experts", type=int, default=8, help="E (default: 8)")
+    parser.add_argument("--images", nargs="+", type=int, default=[1, 8], help="images in the batch (default: 1 8)")
+    parser.add_argument("--num-experts", nargs="+", type=int, default=[4, 8], help="E (default: 4 8)")
     parser.add_argument("--num-experts-per-tok", type=int, default=2, help="K (default: 2)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1 ..."
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32"], help="of all tensors"
+    )
+    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each, of which the median counts")
     parser.add_argument(
         "--max-copies", type=float, default=4, help="skip batched_mm where it copies more GiB of weights (default: 4)"
     )
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     options = parser.parse_args(argv)
-    if min(options.images, options.repeats) < 1:
+    if min(*options.images, options.repeats) < 1:
         parser.error("--images and --repeats must be at least 1")
 
     try:
-        device = torch.device(options.device)
-        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-        rows = [row for size in options.sizes for row in benchmark(size, options)]
+        header = ["layer", "dtype", "images", "experts", "implementation", *MODES]
+        lines = [header, ["---"] * len(header), *rows(options)]
         table = "\n".join(
             [
                 "# Experts implementations",
                 "",
-                f"Time over {options.num_experts_per_tok} dense FFNs on the same tokens (1.00: no overhead). "
-                f"{options.num_experts} experts, medians of {options.repeats} alternating runs, {options.dtype}, "
-                f"{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-                f"transformers {transformers.__version__}.",
+                f"Time of a sparse FFN over {options.num_experts_per_tok} dense FFNs on the same tokens (1.00: no "
+                f"overhead), medians of {options.repeats} alternating runs: the forward; forward and backward with "
+                f"frozen weights, as where routers train; and all. {described(torch.device(options.device))}.",
                 "",
-                "| layer | implementation | forward | forward and backward, frozen | forward and backward |",
-                "|---|---|---|---|---|",
-                *rows,
+                *(f"| {' | '.join(line)} |" for line in lines),
             ]
         )
         print(table)
         if options.output is not None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            write_text(options.output, table)
+            write_text(options.output, table + "\n")
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
 

@@ -128,6 +128,39 @@ def count_multiply_adds(model: nn.Module) -> dict[str, int]:
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
+def count_activations(config: CLIPConfig | CLIPMoEConfig, gradient_checkpointing: bool) -> int:
+    """Numbers that the backward pass needs of one image and one text of full length, where all weights train and no
+    capacity drops a choice. Without those of the embeddings and projections, which are few.
+
+    Args:
+        gradient_checkpointing: whether layers keep their inputs alone, and one at a time the rest.
+    """
+    text, vision = config.text_config, config.vision_config
+    lengths = (text, text.max_position_embeddings), (vision, (vision.image_size // vision.patch_size) ** 2 + 1)
+    towers = []
+    for tower, length in lengths:
+        moe_layers = getattr(tower, "moe_layers", ())
+        layers = [_kept_of_token(tower, layer in moe_layers) for layer in range(tower.num_hidden_layers)]
+        inputs = tower.hidden_size * len(layers) + max(layers)
+        towers.append(length * (inputs if gradient_checkpointing else sum(layers)))
+    return sum(towers)
+
+
+def _kept_of_token(tower: Any, is_sparse: bool) -> int:
+    """Numbers that a layer keeps of a token for its backward pass.
+
+    Attention: what enters both norms and what leaves them, query, key, value and result. An FFN: what its activation
+    function gets, computes within and gives. A sparse one beside that what enters and leaves each expert of a token,
+    and with a fusion gate an FFN, the gate and a difference.
+    """
+    attention, ffn = 8 * tower.hidden_size, 3 * tower.intermediate_size
+    if not is_sparse:
+        return attention + ffn
+    chosen = tower.num_experts_per_tok * (ffn + 3 * tower.hidden_size)
+    beside = ffn + 2 * tower.hidden_size if tower.fusion_gate else 0
+    return attention + chosen + beside
+
+
 def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:
     """All of them, and those of attention scores."""
     counter = FlopCounterMode(display=False)

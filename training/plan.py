@@ -15,8 +15,12 @@ from training.settings import dump
 from training.stages.base import Stage, references
 from training.training_state import latest_checkpoint
 
-NUMBERS = ("parameters", "activated", "trainable", "steps", "samples", "memory", "disk", "disk at most")
-COUNTS, BYTES = ("parameters", "activated", "trainable"), ("memory", "disk", "disk at most")
+NUMBERS = (
+    *("parameters", "activated", "trainable", "steps", "samples"),
+    *("memory", "memory a pair", "disk", "disk at most"),
+)
+COUNTS = NUMBERS[:3]
+BYTES, AT_ONCE = NUMBERS[5:], NUMBERS[5:7]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             *([""] if notes else []),
             *notes,
             "",
-            "memory: of a process, for weights, gradients and AdamW's two moments in float32, without activations",
+            "memory: of a process, for weights, gradients and AdamW's two moments in float32",
+            "memory a pair: of activations, for each pair that a process computes at a time, in float32; half in bf16",
             "memory of a cluster stage: for the features that K-means holds",
             "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
         ]
@@ -141,7 +146,7 @@ def _formatted(name: str, value: int) -> str:
 
 
 def _sum(name: str, rows: list[Row]) -> str:
-    """Of all stages to do; of the memory the largest. Disk is fullest while one runs, beside those before it."""
+    """Of all stages to do; of memory the largest. Disk is fullest while one runs, beside those before it."""
     if name in COUNTS:
         return "-"
     values = [row.numbers[name] for row in rows if name in row.numbers]
@@ -150,7 +155,7 @@ def _sum(name: str, rows: list[Row]) -> str:
         sizes = [[_known(row.numbers.get(column, 0)) for column in ("disk", name)] for row in rows]
         total = max((sum(disk for disk, _ in sizes[:at]) + most for at, (_, most) in enumerate(sizes)), default=0)
     else:
-        total = max(known, default=0) if name == "memory" else sum(known)
+        total = max(known, default=0) if name in AT_ONCE else sum(known)
     bound = "≤ " if any(isinstance(value, AtMost) for value in known) else ""
     if len(known) == len(values):
         return bound + _formatted(name, total)

@@ -7,7 +7,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -27,6 +27,7 @@ from data.augmentation import Augmentation
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
+from evaluation.costs import count_activations
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.engine import ContrastiveTask, drop_activations
@@ -183,6 +184,13 @@ class TrainStage(StepsStage):
         settings = self.local_entropy_coef, self.global_entropy_coef, self.global_entropy_min_experts
         entropy, entropy_metrics = entropy_losses(config, outputs, attention_mask, *settings)
         return loss + entropy, metrics | entropy_metrics
+
+    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        return super().amounts(inputs, output) | {
+            "memory a pair": lambda: AtMost(
+                4 * count_activations(self.output_config(inputs), self.gradient_checkpointing)
+            )
+        }
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:

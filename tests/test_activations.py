@@ -1,0 +1,47 @@
+"""What the backward pass needs, by the formula of --plan and as autograd keeps it."""
+
+import pytest
+import torch
+from tiny_clip_moe import tiny_config
+from torch.autograd.graph import saved_tensors_hooks
+
+from evaluation.costs import count_activations
+from modeling_clip_moe import CLIPMoEModel
+from training.engine import checkpoint_layers
+
+WIDE = {"hidden_size": 64, "intermediate_size": 192}
+PAIRS = 2
+
+
+def kept(model):
+    """Numbers of a pair that autograd keeps of the encoders, besides weights."""
+    weights, storages = {parameter.data_ptr() for parameter in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage  # held, so that no other gets its place
+        return tensor
+
+    text = model.config.text_config
+    for encoder, length in ((model.text_model.encoder, text.max_position_embeddings), (model.vision_model.encoder, 5)):
+        embeddings = torch.randn(PAIRS, length, 64, requires_grad=True)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            encoder(embeddings)
+    return sum(storage.nbytes() for storage in storages.values()) / 4 / PAIRS
+
+
+@pytest.mark.parametrize("moe", [{}, {"num_experts_per_tok": 1}, {"fusion_gate": True}, {"moe_layers": ()}], ids=str)
+def test_activations(moe):
+    fields = {"moe_layers": (1, 2), "vision": WIDE, "text": WIDE} | moe
+    model = CLIPMoEModel(tiny_config(fields.pop("moe_layers"), **fields)).train()
+    config = model.config
+    # Beside what is counted: scalars of tokens, of norms and routers
+    assert kept(model) == pytest.approx(count_activations(config, False), rel=0.03)
+    checkpoint_layers(model)
+    inputs = 3 * 64 * (12 + 5)
+    assert kept(model) == pytest.approx(inputs, rel=0.03)
+    attention, ffn = 8 * 64, 3 * 192
+    chosen = config.text_config.num_experts_per_tok * (ffn + 3 * 64)
+    largest = attention + (ffn if moe.get("moe_layers") == () else chosen + moe.get("fusion_gate", 0) * (ffn + 2 * 64))
+    assert count_activations(config, True) == inputs + (12 + 5) * largest
