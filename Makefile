@@ -84,18 +84,18 @@ style: $(STAMP)  ## repair what can be repaired
 docs: $(STAMP)  ## docs/settings.md, from the comments of the settings
 	$(BIN)/python -m training.settings_page
 
-# Where a GPU is, with the python that has torch: nothing is installed
+# Where a GPU is, with the python that has torch: nothing is installed. What fails does not end the rest.
 GPU_PYTHON ?= python3
 
 test-gpu:  ## what needs a GPU
-	$(GPU_PYTHON) -m pytest -m gpu tests
+	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
 bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
 	mkdir -p $(RESULTS)
-	$(GPU_PYTHON) -m benchmarks.experts --images 256 --dtypes bfloat16 --output $(RESULTS)/experts_gpu.md
-	$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --output $(RESULTS)/towers_gpu.md
-	$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --compile --output $(RESULTS)/towers_compiled_gpu.md
-	$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.experts --images 256 --dtypes bfloat16 --output $(RESULTS)/experts_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --output $(RESULTS)/towers_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --compile --output $(RESULTS)/towers_compiled_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
 
 bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
 	$(BIN)/python -m benchmarks.goals

@@ -9,8 +9,6 @@ of the processor, medians of alternating runs.
 
 import argparse
 import json
-import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
 from transformers import CLIPConfig
 
+from benchmarks.devices import described, peak_memory
 from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
@@ -69,11 +67,6 @@ def step(pairs: int, mini_batch_size: int | None) -> Callable[[], object]:
     return lambda: cached_gradient(accelerator, task, model, batch, mini_batch_size, 0, 1.0, True)
 
 
-def peak() -> int:
-    """Bytes that this process held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measure(case: str, arguments: list[int | None]) -> dict[str, float]:
     """Seconds of the processor and bytes above the start, of a process of its own."""
     command = [sys.executable, "-m", "benchmarks.batches", "--case", json.dumps([case, *arguments])]
@@ -86,9 +79,9 @@ def measure(case: str, arguments: list[int | None]) -> dict[str, float]:
 def run_case(case: str, *arguments: int | None) -> None:
     torch.manual_seed(0)
     compute = {"loss": loss, "step": step}[case](*arguments)
-    before, started = peak(), time.process_time()
+    before, started = peak_memory(), time.process_time()
     compute()
-    print(json.dumps({"seconds": time.process_time() - started, "bytes": peak() - before}))
+    print(json.dumps({"seconds": time.process_time() - started, "bytes": peak_memory() - before}))
 
 
 def ratios(case: str, plain: Sequence, other: Sequence, repeats: int) -> tuple[dict, dict, float, float]:
@@ -141,8 +134,7 @@ def main(argv: list[str] | None = None) -> None:
             "",
             f"Forward and backward. The step is that of a CLIP-UP of width {WIDTH} with {LAYERS} layers, images of 36 "
             f"patches, texts of {LENGTH} tokens. Medians of {options.repeats} alternating runs, float32, "
-            f"{platform.processor() or 'CPU'}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}.",
+            f"{described(torch.device('cpu'))}.",
             "",
             "| case | memory, plain | memory | ratio | time ratio |",
             "|---|---|---|---|---|",

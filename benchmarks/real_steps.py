@@ -9,7 +9,6 @@ AdamW's moments, and that of activations for each pair that is computed at a tim
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from transformers import CLIPModel
 
-from benchmarks.devices import described, synchronize
+from benchmarks.devices import described, peak_memory, synchronize
 from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
@@ -121,7 +120,7 @@ def random_batch(model, recipe: Recipe, pairs: int) -> dict[str, torch.Tensor]:
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Takes two steps of a recipe, of which the second is timed."""
     recipe, device = RECIPES[name], torch.device(options.device)
-    held_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held_before = peak_memory()
     model = random_model(options.size, recipe, device)
     trainable = sum(model.get_parameter(parameter).numel() for parameter in set_trainable(model, recipe.trainable)[0])
     if options.gradient_checkpointing:
@@ -149,7 +148,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     number_size = 4 if options.mixed_precision == "no" else 2
     total = sum(parameter.numel() for parameter in model.parameters())
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    held = held or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held_before
+    held = held or peak_memory() - held_before
     return {
         "parameters": total,
         "trainable": trainable,

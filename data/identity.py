@@ -66,7 +66,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
     for batch in files.select_columns(["image", "caption"]).iter(AT_ONCE):
         images = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch["image"]]
         paths = [os.path.join(image_root or "", image["path"]) for image in images if image["bytes"] is None]
-        in_files = in_files or any(MEMBER.fullmatch(path) is None for path in paths)
+        in_files = in_files or bool(paths)  # which may change while the rows stay
         contents = iter(content_digests(paths))
         for image, caption in zip(images, batch["caption"], strict=True):
             path, content = image["path"], image["bytes"]
@@ -203,8 +203,8 @@ def _is_old(path: str) -> bool:
 def _named_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""
-    column = arguments.image_column
-    if arguments.indexed:
+    column, saved = arguments.image_column, _saved(arguments) is not None
+    if arguments.indexed and not saved:  # the shards are the source
         return []
     if arguments.source.endswith(".json") and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):
@@ -212,10 +212,11 @@ def _named_images(arguments: DataArguments) -> list[str]:
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
         names = [name for name in names if isinstance(name, str)]
         return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
-    in_memory = _saved(arguments) is not None
-    rows = open_rows(replace(arguments, streaming=not in_memory, in_memory=False))
-    if in_memory:
+    rows = open_rows(replace(arguments, streaming=not saved, in_memory=False, indexed=False))
+    if saved:
         names = named_images(rows.data.column(column)) if column in rows.column_names else []
+        members = [MEMBER.fullmatch(name) for name in names]
+        names = [member[1] if member else name for member, name in zip(members, names, strict=True)]
     elif getattr((rows.features or {}).get(column), "dtype", None) in ("string", "large_string"):
         names = [row[column] for row in rows.select_columns([column])]
     else:

@@ -18,7 +18,7 @@ from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
 
-# Samples of a stream to see before its share of unreadable ones is judged.
+# Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
 
 
@@ -245,7 +245,7 @@ def complete_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
         ValueError: they are more than `max_unreadable` of all, or nothing is left.
     """
     there = [
-        image is not None and bool(present_captions(caption))
+        _is_there(image) and bool(present_captions(caption))
         for batch in rows.select_columns(["image", "caption"]).iter(1000)
         for image, caption in zip(batch["image"], batch["caption"], strict=True)
     ]
@@ -253,11 +253,15 @@ def complete_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[da
     bad = len(rows) - len(complete)
     if bad:
         first = there.index(False)
-        missing = "it has no image" if rows[first]["image"] is None else "its caption is empty"
+        missing = "it has no image" if not _is_there(rows[first]["image"]) else "its caption is empty"
         judge(bad, len(rows), f"pair {first} ({_where(rows[first])}): {missing}", arguments)
     if len(complete) == 0:
         raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
     return rows.select(complete), bad
+
+
+def _is_there(image: str | dict[str, Any] | None) -> bool:
+    return any(image.values()) if isinstance(image, dict) else bool(image)
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:

@@ -8,6 +8,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import datasets
 
@@ -57,8 +58,30 @@ def read_member(reference: str) -> bytes:
     return content
 
 
+def require_whole(file: str, streaming: bool) -> None:
+    """A tar must end as tars do, with zeros up to a full record. Readers take a damaged header for the end, silently.
+
+    All headers are read, but of a stream, which may be of many large shards, only the end: it shows what was cut.
+
+    Raises:
+        ValueError: it does not end so.
+    """
+    end = b""
+    with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:
+        if streaming:
+            tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
+        else:
+            while tar.next() is not None:
+                tar.members = []  # there may be millions
+            tar.fileobj.seek(tar.offset)
+        end = tar.fileobj.read(2 * tarfile.RECORDSIZE + 1)
+    if not 2 * tarfile.BLOCKSIZE <= len(end) <= 2 * tarfile.RECORDSIZE or end.strip(b"\0"):
+        raise ValueError(f"{file} is no tar, or is cut or damaged: copy or download it again")
+
+
 def _samples(files: list[str], image_column: str, text_column: str, stamps: list[str]) -> Iterator[dict]:
     for file in files:
+        require_whole(file, streaming=False)
         sample = {}
         for key, column, tar, member in _members(file):
             if sample and sample["__key__"] != key:

@@ -6,12 +6,11 @@ import json
 import logging
 import os
 import re
-import tarfile
 import textwrap
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.annotations import TABLES, holds_list, read_annotations, read_json, read_tables
-from data.shards import open_shards
+from data.shards import open_shards, require_whole
 from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
@@ -220,10 +219,11 @@ def _open(arguments: DataArguments) -> Rows:
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
     if builder == "webdataset":
         options["description"] += " whole"  # older versions kept rows of damaged shards
-        kept = not arguments.indexed and os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
+        # Those that are indexed are looked at with their index
+        kept = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
         if streaming or not kept:
             for file in files:
-                _require_whole(file, streaming)
+                require_whole(file, streaming)
     if arguments.indexed:
         columns = arguments.image_column, arguments.caption_column
         return open_shards(files, *columns, list(map(file_stamp, files)))
@@ -353,27 +353,6 @@ def _require_same_columns(files: list[str]) -> None:
         for name, kind in expected.items():
             if kinds[name] not in (kind, "null"):
                 raise ValueError(f"column {name} is {kinds[name]} in {file}, but {kind} in {files[0]}")
-
-
-def _require_whole(file: str, streaming: bool) -> None:
-    """A tar must end as tars do, with zeros up to a full record. Readers take a damaged header for the end, silently.
-
-    All headers are read, but of a stream, which may be of many large shards, only the end: it shows what was cut.
-
-    Raises:
-        ValueError: it does not end so.
-    """
-    end = b""
-    with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:
-        if streaming:
-            tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
-        else:
-            while tar.next() is not None:
-                tar.members = []  # there may be millions
-            tar.fileobj.seek(tar.offset)
-        end = tar.fileobj.read(2 * tarfile.RECORDSIZE + 1)
-    if not 2 * tarfile.BLOCKSIZE <= len(end) <= 2 * tarfile.RECORDSIZE or end.strip(b"\0"):
-        raise ValueError(f"{file} is no tar, or is cut or damaged: copy or download it again")
 
 
 def _require_objects(file: str) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
@@ -412,14 +413,28 @@ def experts_forward_by_device(
 ) -> torch.Tensor:
     """
     The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
-    loop, whose forward is faster there (`benchmarks/experts.py`). Under autocast the loop, since `grouped_mm` would
-    compute in the precision of the parameters. It follows the input, so a model may move at any time. Compiled and
-    exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's data-dependent sizes.
+    loop, whose forward is faster there (`benchmarks/experts.py`). It follows the input, so a model may move at any
+    time. Compiled and exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's
+    data-dependent sizes.
     """
-    if torch.compiler.is_compiling() or (hidden_states.is_cuda and not torch.is_autocast_enabled("cuda")):
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+    if torch.compiler.is_compiling() or hidden_states.is_cuda:
+        return _grouped_mm(experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _grouped_mm(
+    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' `grouped_mm`; under autocast in its precision, which `grouped_mm` itself does not follow."""
+    device = hidden_states.device.type
+    if not torch.is_autocast_enabled(device):
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+    dtype = torch.get_autocast_dtype(device)
+    parameters = {name: parameter.to(dtype) for name, parameter in experts.named_parameters()}
+    with torch.autocast(device, enabled=False):
+        output = functional_call(experts, parameters, (hidden_states.to(dtype), top_k_index, top_k_weights))
+    return output.to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_config, tiny_model
 
+import modeling_clip_moe.modeling_clip_moe as modeling
 from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
@@ -43,6 +44,33 @@ def test_autocast(name):
     balance = load_balancing_loss(output.text_router_logits, 2, batch["attention_mask"])
     balance = balance + load_balancing_loss(output.vision_router_logits, 2)
     torch.testing.assert_close(output.aux_loss, 0.01 * balance)
+
+
+def test_autocast_where_grouped_mm_is_the_default(monkeypatch):
+    """As on a GPU and where it is compiled: in autocast's precision, with gradients of the weights as they are."""
+    model, batch, seen = tiny_model(fusion_gate=True), inputs(), []
+    original = modeling.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def spy(experts, hidden_states, *others):
+        seen.append((experts.up_proj.dtype, experts.down_proj_bias.dtype, hidden_states.dtype))
+        return original(experts, hidden_states, *others)
+
+    def computed(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(**batch, return_loss=True)
+        output.loss.backward()
+        return output.image_embeds, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    by_loop, expected = computed(copy.deepcopy(model))
+    monkeypatch.setitem(modeling.ALL_EXPERTS_FUNCTIONS, "grouped_mm", spy)
+    monkeypatch.setattr(modeling.CLIPMoEExperts.forward, "__wrapped__", modeling._grouped_mm)
+    grouped, found = computed(model)
+    assert set(seen) == {(torch.bfloat16,) * 3}
+    torch.testing.assert_close(grouped, by_loop, rtol=0.05, atol=0.02)
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32, name
+        similarity = torch.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
+        assert similarity > 0.99 or gradient.norm() < 1e-2, name  # where it is rounding
 
 
 def test_gradient_checkpointing_changes_nothing():

@@ -16,7 +16,7 @@ from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerB
 
 from data.augmentation import Augmentation
 from data.images import read_image
-from data.pairs import StreamReport, first_caption, present_captions, read_pair
+from data.pairs import STREAM_TRIAL, StreamReport, first_caption, present_captions, read_pair
 from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
 from data.workers import errors_of_workers, worker_options
@@ -262,7 +262,7 @@ class _Pairs(torch.utils.data.Dataset):
         all_captions: bool,
         with_images: bool,
     ):
-        self.arguments, self.unreadable = arguments, set()
+        self.arguments, self.unreadable, self.tried, self.failed = arguments, set(), 0, 0
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
         self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
@@ -277,6 +277,7 @@ class _Pairs(torch.utils.data.Dataset):
     def __getitem__(self, epoch_and_index: tuple[int | None, int]) -> dict[str, Any]:
         epoch, index = epoch_and_index
         while True:
+            self.tried += 1
             try:
                 return self._pair(epoch, index)
             except OSError as error:
@@ -286,18 +287,20 @@ class _Pairs(torch.utils.data.Dataset):
         """The pair that takes the place of one whose image cannot be read, of shards that nobody looked through.
 
         Raises:
-            ValueError: they are more than `max_unreadable` of all.
+            ValueError: they are more than `max_unreadable` of all, or of what this reader tried, once it is enough.
         """
         if not self.arguments.indexed:
             raise error
         source, share = self.arguments.source, self.arguments.max_unreadable
-        if index not in self.unreadable:
-            self.unreadable.add(index)
-            message = (
-                f"{len(self.unreadable)} of {len(self)} pairs of {source} cannot be read so far, now {index}: {error}"
-            )
-            if len(self.unreadable) > share * len(self):
-                raise ValueError(f"{message}. More than max_unreadable = {share:.0%} is an error") from error
+        self.failed += 1
+        is_new = index not in self.unreadable
+        self.unreadable.add(index)
+        message = f"{len(self.unreadable)} of {len(self)} pairs of {source} cannot be read so far, now {index}: {error}"
+        too_many = self.tried >= STREAM_TRIAL and self.failed > share * self.tried
+        if too_many or len(self.unreadable) > share * len(self):
+            tried = f"; {self.failed} of the {self.tried} that were tried" if too_many else ""
+            raise ValueError(f"{message}{tried}. More than max_unreadable = {share:.0%} is an error") from error
+        if is_new:
             logger.warning("%s. The pair after it takes its place", message)
         return (index + 1) % len(self)
 

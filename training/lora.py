@@ -85,7 +85,7 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     missing = [
         target
         for target in settings.target_modules + settings.target_parameters
-        if not any(name.endswith(f".{target}") or f".{target}." in name for name, _ in model.named_parameters())
+        if not any(f".{target}." in f".{name}." for name, _ in model.named_parameters())
     ]
     if missing:
         raise ValueError(f"lora: the model has no {', '.join(missing)}")

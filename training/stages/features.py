@@ -161,6 +161,11 @@ class HiddenStatesStage(Stage):
     def _check(self):
         if self.data.streaming:
             raise ValueError("data.streaming: a stream has no numbered samples that hidden states could belong to")
+        if self.data.indexed and self.data.max_unreadable > 0:
+            raise ValueError(
+                "data.max_unreadable: no other pair can stand for one whose hidden states are kept. Set it to 0, or "
+                "leave indexed out, so that unreadable pairs are left out first"
+            )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -88,7 +88,7 @@ def _pairs(arguments: DataArguments) -> datasets.Dataset:
     feature = rows.features["image"]
     if isinstance(feature, datasets.Value):
         return rows.map(
-            lambda batch: {"image": [{"bytes": None, "path": path} for path in batch["image"]]},
+            lambda batch: {"image": [path and {"bytes": None, "path": path} for path in batch["image"]]},
             batched=True,
             features=datasets.Features(rows.features | {"image": IMAGE}),
         )

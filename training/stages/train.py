@@ -110,6 +110,8 @@ class TrainStage(StepsStage):
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
         if self.lora is not None and self.hidden_states is not None:
             raise ValueError("lora: hidden_states go with frozen layers, and adapters train in all of them")
+        if self.lora is not None and self.ema_decay is not None:
+            raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
@@ -210,6 +212,7 @@ class TrainStage(StepsStage):
         self._require_routers(model, "local_entropy_coef")
         self._require_routers(model, "global_entropy_coef")
         self._require_groups(model)
+        self._require_compilable(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
@@ -250,6 +253,7 @@ class TrainStage(StepsStage):
                 ("local_entropy_coef", lambda: self._require_routers(model, "local_entropy_coef")),
                 ("global_entropy_coef", lambda: self._require_routers(model, "global_entropy_coef")),
                 ("mini_batch_size", lambda: self._require_groups(model)),
+                ("torch_compile", lambda: self._require_compilable(model)),
                 ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
             ):
                 try:
@@ -342,12 +346,20 @@ class TrainStage(StepsStage):
                 )
 
     def _require_groups(self, model: PreTrainedModel) -> None:
-        """Where a batch is computed in parts, no capacity may be that of the whole batch."""
+        """Where a batch is computed in parts, they must have the groups of the whole batch."""
         if self.mini_batch_size is None or not is_sparse(model.config):
             return
         for tower, captions in (("text", len(self.caption_weights or [1])), ("vision", 1)):
             config = getattr(model.config, f"{tower}_config")
-            if not config.moe_layers or config.capacity_factor is None:
+            if not config.moe_layers:
+                continue
+            if captions > 1 and (config.capacity_factor is not None or config.router_jitter_noise):
+                raise ValueError(
+                    f"{self.name}.mini_batch_size: an image may lack captions, so that parts would have other groups "
+                    "of texts for capacity and router noise than the whole batch: leave it out, or upcycle without "
+                    "these in the text tower"
+                )
+            if config.capacity_factor is None:
                 continue
             group, sequences = config.capacity_group_size, self.mini_batch_size * captions
             if group is None or sequences % group:
@@ -356,6 +368,12 @@ class TrainStage(StepsStage):
                     f"capacity_group_size is {group}: set the {tower}_config.capacity_group_size of the stage that "
                     "makes the model to a number that divides them"
                 )
+
+    def _require_compilable(self, model: PreTrainedModel) -> None:
+        """Noise in groups has generators of its own, with which the compiler would start anew in every step."""
+        towers = [model.config.text_config, model.config.vision_config] if is_sparse(model.config) else []
+        if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
+            raise ValueError(f"{self.name}.torch_compile: the model has router_jitter_noise: leave out one of them")
 
     def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
         """Nothing that trains may lie below the first sparse layers, whose input is kept."""
