@@ -67,14 +67,20 @@ def ratios(
     device: torch.device | str = "cpu",
     repeats: int = 5,
     implementations: Sequence[str] = IMPLEMENTATIONS,
+    dropped: float = 0.0,
 ) -> dict[tuple[str, str], float]:
-    """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs."""
+    """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs.
+
+    Args:
+        dropped: the share of the choices that capacity drops.
+    """
     device = torch.device(device)
     config = CLIPMoEVisionConfig(**SIZES[size], num_experts=num_experts, num_experts_per_tok=top_k)
     num_tokens = images * ((config.image_size // config.patch_size) ** 2 + 1)
     torch.manual_seed(0)
     hidden_states = torch.randn(num_tokens, config.hidden_size, device=device, dtype=dtype)
     weights, ids = torch.rand(num_tokens, num_experts, device=device).softmax(dim=-1).topk(top_k)
+    ids = ids.where(torch.rand_like(weights) >= dropped, num_experts)
     experts = CLIPMoEExperts(config).to(device, dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -28,7 +28,7 @@ from modeling_clip_moe import CLIPMoEModel
 from training.engine import ContrastiveTask, checkpoint_layers
 from training.freezing import set_trainable
 from training.gradient_cache import cached_gradient
-from training.losses import contrastive_loss, router_losses
+from training.losses import contrastive_loss, multi_positive_loss, router_losses
 from training.optimizers import make_optimizer
 
 
@@ -39,7 +39,7 @@ class Recipe:
     Args:
         stage: of `training/recipes`, as FILE:STAGE.
         preset: of its model; None: dense.
-        trainable, balance_top_k, balance_mean: the stage's settings.
+        trainable, balance_top_k, balance_mean, caption_weights: the stage's settings.
         tokens: of a caption.
         changes: of the preset.
     """
@@ -49,6 +49,7 @@ class Recipe:
     trainable: str = "."
     balance_top_k: int | None = None
     balance_mean: str = "tower"
+    caption_weights: tuple[float, ...] | None = None
     tokens: int = 77
     changes: tuple[tuple[str, int], ...] = ()
 
@@ -62,6 +63,7 @@ RECIPES = {
         "clip_fmoe_sharegpt4v:expert_1",
         "clip_fmoe",
         r"\.mlp\.(experts|fusion_gate)\.",
+        caption_weights=(0.1, 0.9),
         tokens=248,
         changes=(("num_experts", 1), ("num_experts_per_tok", 1)),
     ),
@@ -70,6 +72,7 @@ RECIPES = {
         "clip_fmoe",
         r"\.mlp\.(router|fusion_gate)\.",
         balance_mean="token",
+        caption_weights=(0.1, 0.9),
         tokens=248,
     ),
 }
@@ -91,7 +94,11 @@ class Settings:
     adam_epsilon: float = 1e-6
 
     def contrastive_loss(self, images, texts, scale, caption_mask):
-        return contrastive_loss(images, texts, scale, self.chunk_size)
+        if caption_mask is None:
+            return contrastive_loss(images, texts, scale, self.chunk_size)
+        weights = torch.tensor(self.recipe.caption_weights, device=images.device)
+        texts = texts.view(*caption_mask.shape, -1)
+        return multi_positive_loss(images, texts, scale, weights, caption_mask, self.chunk_size)
 
     def router_loss(self, config, outputs, attention_mask):
         return router_losses(config, outputs, attention_mask, self.recipe.balance_top_k, self.recipe.balance_mean)
@@ -111,10 +118,12 @@ def random_model(size: str, recipe: Recipe, device: torch.device):
 
 def random_batch(model, recipe: Recipe, pairs: int) -> dict[str, torch.Tensor]:
     vision, text = model.config.vision_config, model.config.text_config
-    ids = torch.randint(1, 40_000, (pairs, recipe.tokens))
+    captions = len(recipe.caption_weights or [1])
+    ids = torch.randint(1, 40_000, (pairs * captions, recipe.tokens))
     ids[:, -1] = text.eos_token_id
     pixels = torch.randn(pairs, 3, vision.image_size, vision.image_size)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    return batch | ({} if captions == 1 else {"caption_mask": torch.ones(pairs, captions, dtype=torch.bool)})
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -145,6 +154,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     checkpointing, pairs = options.gradient_checkpointing, options.mini_batch_size or options.batch
+    captions = len(recipe.caption_weights or [1])
+    activations = count_activations(model.config, checkpointing, captions)
     number_size = 4 if options.mixed_precision == "no" else 2
     total = sum(parameter.numel() for parameter in model.parameters())
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -154,7 +165,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         "trainable": trainable,
         "seconds": seconds[-1],
         "held": held,
-        "plan": 4 * total + 12 * trainable + pairs * number_size * count_activations(model.config, checkpointing),
+        "plan": 4 * total + 12 * trainable + pairs * number_size * activations,
     }
 
 

@@ -128,15 +128,19 @@ def count_multiply_adds(model: nn.Module) -> dict[str, int]:
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
-def count_activations(config: CLIPConfig | CLIPMoEConfig, gradient_checkpointing: bool) -> int:
-    """Numbers that the backward pass needs of one image and one text of full length, where all weights train and no
+def count_activations(config: CLIPConfig | CLIPMoEConfig, gradient_checkpointing: bool, captions: int = 1) -> int:
+    """Numbers that the backward pass needs of one image and its texts of full length, where all weights train and no
     capacity drops a choice. Without those of the embeddings and projections, which are few.
 
     Args:
+        captions: texts of an image.
         gradient_checkpointing: whether layers keep their inputs alone, and one at a time the rest.
     """
     text, vision = config.text_config, config.vision_config
-    lengths = (text, text.max_position_embeddings), (vision, (vision.image_size // vision.patch_size) ** 2 + 1)
+    lengths = (
+        (text, captions * text.max_position_embeddings),
+        (vision, (vision.image_size // vision.patch_size) ** 2 + 1),
+    )
     towers = []
     for tower, length in lengths:
         moe_layers = getattr(tower, "moe_layers", ())

@@ -188,9 +188,10 @@ class TrainStage(StepsStage):
         return loss + entropy, metrics | entropy_metrics
 
     def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
+        captions = len(self.caption_weights or [1])
         return super().amounts(inputs, output) | {
             "memory a pair": lambda: AtMost(
-                4 * count_activations(self.output_config(inputs), self.gradient_checkpointing)
+                4 * count_activations(self.output_config(inputs), self.gradient_checkpointing, captions)
             )
         }
 
