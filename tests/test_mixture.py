@@ -6,8 +6,9 @@ import datasets
 import pytest
 import torch
 from tiny_runs import DENSE, TUNED, run_stages, same_weights
-from tiny_sources import CAPTIONS, image_folder, parquet, png, sharegpt4v, webdataset
+from tiny_sources import CAPTIONS, image_folder, images_and_texts, parquet, png, sharegpt4v, webdataset, write_shard
 
+from data.identity import data_fingerprint, identity
 from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -95,6 +96,28 @@ def test_another_source_makes_it_anew(tmp_path):
     (tmp_path / "images" / "0.png").write_bytes(png(5))
     with pytest.raises(ValueError, match=r"inputs\.sources\.1: '.{12}' -> '.{12}'"):
         run_stages(tmp_path, [mixture(sources, [1, 1])])
+
+
+def test_changed_shards_are_other_data(tmp_path):
+    """Also where the mixture itself is as it was."""
+    sources = [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path)]
+    folder = run_stages(tmp_path, [mixture(sources, [1, 1])])
+    data = DataArguments(source=str(folder / "mixed"), indexed=True)
+    before = data_fingerprint(load_pairs(data)), identity(data)
+    assert (data_fingerprint(load_pairs(data)), identity(data)) == before and before[1] is not None
+    shard = tmp_path / "shard-0.tar"
+    shard.write_bytes(shard.read_bytes().replace(b"picture number one", b"picture number ONE"))
+    after = data_fingerprint(load_pairs(data)), identity(data)
+    assert after[0] != before[0] and after[1] != before[1]
+
+
+def test_pairs_without_an_image_are_left_out(tmp_path):
+    write_shard(tmp_path / "0.tar", [*images_and_texts(range(300)), ("300.txt", b"no image")])
+    shards = {"source": str(tmp_path / "0.tar"), "image_column": "png", "caption_column": "txt", "indexed": True}
+    folder = run_stages(tmp_path, [mixture([shards, image_folder(tmp_path)], [300, 8])])
+    rows = pairs(folder, indexed=True, max_unreadable=0.02)
+    assert len(rows) >= 300 and "no image" not in list(rows["caption"])
+    assert len(data_fingerprint(rows)) == 64
 
 
 @pytest.mark.parametrize(

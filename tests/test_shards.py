@@ -16,7 +16,9 @@ from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.shards import read_member
 from data.sources import DataArguments, open_rows
+from training import loader as loader_module
 from training.loader import PairLoader
+from training.stages.features import HiddenStatesStage
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,6 +164,28 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path, proce
     assert f"1 of 4 pairs of {source} cannot be read so far, now 1: it is no image" in caplog.text
     with pytest.raises(ValueError, match="1 of 4 pairs of .*More than max_unreadable = 1% is an error"):
         batches(processor, source, number=2, indexed=True)
+
+
+def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
+    """A worker sees a part of all pairs: their share counts, not their number."""
+    monkeypatch.setattr(loader_module, "STREAM_TRIAL", 8)
+    members = images_and_texts(range(40))
+    for number in range(0, 40, 4):
+        members[2 * number] = (f"{number}.png", b"no image")
+    write_shard(tmp_path / "0.tar", members)
+    data = arguments(str(tmp_path / "0.tar"), indexed=True, max_unreadable=0.2)
+    pairs = PairLoader(load_pairs(data), processor, data, 2).pairs
+    with pytest.raises(
+        ValueError, match="of 40 pairs of .*; 3 of the 11 that were tried. More than max_unread"
+    ):
+        [pairs[None, number] for number in range(20)]
+
+
+def test_hidden_states_take_no_other_pair():
+    data = {"source": "shards/*.tar", "indexed": True}
+    with pytest.raises(ValueError, match="max_unreadable: no other pair can stand for one whose hidden states"):
+        HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data)
+    HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data | {"max_unreadable": 0})
 
 
 def test_clusters_are_trained_from_shards(tmp_path):

@@ -73,6 +73,24 @@ def test_compiled_towers_train_as_plain_ones(run):
 
 
 @pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"ema_decay": 0.9, "lora": {"r": 2}}, "ema_decay: the average of an adapter's factors is not that of weights"),
+        ({"torch_compile": True}, "tuned.torch_compile: the model has router_jitter_noise"),
+        (
+            {"mini_batch_size": 4, "caption_weights": [0.5, 0.5]},
+            "tuned.mini_batch_size: an image may lack captions, so that parts would have other groups",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path, settings, message):
+    noisy = recipe(**settings)
+    noisy["stages"][1]["text_config"]["router_jitter_noise"] = 0.1
+    with pytest.raises(ValueError, match=message):
+        run_recipe_until(tmp_path, noisy)
+
+
+@pytest.mark.parametrize(
     "said, launched, has_bf16, chosen",
     [
         (None, "no", True, "bf16"),
