@@ -103,7 +103,9 @@ class DataArguments:
         if self.kinds not in sets:
             raise ValueError(f"{' and '.join(worlds)} have no set of kinds {self.kinds!r}, only {', '.join(sets)}")
         if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
-            raise ValueError("indexed goes with shards alone, neither with streaming nor with in_memory or image_root")
+            raise ValueError(
+                "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
+            )
         if self.skip is not None and (is_drawn or self.streaming):
             raise ValueError("skip goes neither with a built-in world nor with streaming")
         return self

@@ -15,6 +15,7 @@ from transformers import CLIPModel
 from conversion.dense import dense_config
 from training.engine import ContrastiveTask, _compute_gradient
 from training.gradient_cache import cached_gradient, split_batch
+from training.stages.model_checks import require_groups
 from training.stages.train import TrainStage
 
 BATCH = 12
@@ -159,4 +160,4 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
 )
 def test_capacity_over_a_whole_batch_is_refused(fields, settings, message):
     with pytest.raises(ValueError, match=re.escape(f"tuned.mini_batch_size: {message}")):
-        stage(mini_batch_size=4, **settings)._require_groups(sparse(fields))
+        require_groups(stage(mini_batch_size=4, **settings), sparse(fields))

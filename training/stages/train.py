@@ -6,7 +6,6 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from conversion.checkpoints import is_sparse, load_clip
+from conversion.checkpoints import load_clip
 from conversion.messages import cut
 from conversion.processors import load_processor
 from data.augmentation import Augmentation
@@ -41,6 +40,7 @@ from training.losses import contrastive_loss, entropy_losses, multi_positive_los
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
 from training.settings import STRICT, Reads
+from training.stages.model_checks import checks_of_model
 from training.stages.steps import StepsStage
 
 BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
@@ -207,13 +207,8 @@ class TrainStage(StepsStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         trainable = self._set_trainable(model, context.seed)
-        self._require_choices(model)
-        self._require_experts(model)
-        self._require_shared(model)
-        self._require_routers(model, "local_entropy_coef")
-        self._require_routers(model, "global_entropy_coef")
-        self._require_groups(model)
-        self._require_compilable(model)
+        for check in checks_of_model(self, model, trainable).values():
+            check()
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
@@ -224,7 +219,7 @@ class TrainStage(StepsStage):
             *share,
             self.batch_sampler(rows, share, inputs, context),
             self.caption_weights,
-            self._hidden_states(model, trainable, rows, inputs, context),
+            self._hidden_states(model, rows, inputs, context),
             self.augmentation,
         )
         if accelerator.is_main_process:
@@ -247,16 +242,7 @@ class TrainStage(StepsStage):
             except ValueError as error:
                 yield "lora" if self.lora else "trainable", str(error)
                 return
-            for setting, check in (
-                ("balance_top_k", lambda: self._require_choices(model)),
-                ("expert_dropout", lambda: self._require_experts(model)),
-                ("balance_mean", lambda: self._require_shared(model)),
-                ("local_entropy_coef", lambda: self._require_routers(model, "local_entropy_coef")),
-                ("global_entropy_coef", lambda: self._require_routers(model, "global_entropy_coef")),
-                ("mini_batch_size", lambda: self._require_groups(model)),
-                ("torch_compile", lambda: self._require_compilable(model)),
-                ("hidden_states", lambda: self.hidden_states and self._require_frozen_below(model, trainable)),
-            ):
+            for setting, check in checks_of_model(self, model, trainable).items():
                 try:
                     check()
                 except ValueError as error:
@@ -299,96 +285,13 @@ class TrainStage(StepsStage):
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def _hidden_states(
-        self, model: PreTrainedModel, trainable: list[str], rows: Rows, inputs: SimpleNamespace, context: Context
+        self, model: PreTrainedModel, rows: Rows, inputs: SimpleNamespace, context: Context
     ) -> HiddenStates | None:
         if inputs.hidden_states is None:
             return None
-        self._require_frozen_below(model, trainable)
         fingerprint = context.data_fingerprint(rows, self.data)
         captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
-
-    def _require_choices(self, model: PreTrainedModel) -> None:
-        """A balance loss can count no more choices than there are experts."""
-        if self.balance_top_k is None or not is_sparse(model.config):
-            return
-        for config in (model.config.text_config, model.config.vision_config):
-            if config.moe_layers and self.balance_top_k > config.num_experts:
-                raise ValueError(f"{self.name}: balance_top_k {self.balance_top_k} of {config.num_experts} experts")
-
-    def _require_experts(self, model: PreTrainedModel) -> None:
-        if self.expert_dropout is not None and not is_sparse(model.config):
-            raise ValueError(f"{self.name}: expert_dropout goes with a sparse model, but {self.model} is dense")
-
-    def _require_shared(self, model: PreTrainedModel) -> None:
-        """A shared balance goes with a shared encoder, whose towers choose as many experts a token."""
-        if self.balance_mean != "shared":
-            return
-        if not getattr(model.config, "shared_encoder", False):
-            raise ValueError(f"{self.name}: balance_mean shared goes with a shared encoder, which {self.model} has not")
-        text, vision = (tower.num_experts_per_tok for tower in (model.config.text_config, model.config.vision_config))
-        if text != vision:
-            raise ValueError(
-                f"{self.name}: balance_mean shared needs one num_experts_per_tok, but it is {text} for texts and "
-                f"{vision} for images: take tower"
-            )
-
-    def _require_routers(self, model: PreTrainedModel, setting: str) -> None:
-        """An entropy loss goes with towers that have routers, and its experts are no more than there are."""
-        for tower in getattr(self, setting):
-            config = getattr(model.config, f"{tower}_config")
-            if not getattr(config, "moe_layers", []):
-                raise ValueError(f"{self.name}.{setting}.{tower}: that tower has no sparse layers: leave it out")
-            enough = self.global_entropy_min_experts.get(tower, 0) if setting == "global_entropy_coef" else 0
-            if enough > config.num_experts:
-                raise ValueError(
-                    f"{self.name}.global_entropy_min_experts.{tower} is {enough:g}, but there are {config.num_experts} "
-                    "experts"
-                )
-
-    def _require_groups(self, model: PreTrainedModel) -> None:
-        """Where a batch is computed in parts, they must have the groups of the whole batch."""
-        if self.mini_batch_size is None or not is_sparse(model.config):
-            return
-        for tower, captions in (("text", len(self.caption_weights or [1])), ("vision", 1)):
-            config = getattr(model.config, f"{tower}_config")
-            if not config.moe_layers:
-                continue
-            if captions > 1 and (config.capacity_factor is not None or config.router_jitter_noise):
-                raise ValueError(
-                    f"{self.name}.mini_batch_size: an image may lack captions, so that parts would have other groups "
-                    "of texts for capacity and router noise than the whole batch: leave it out, or upcycle without "
-                    "these in the text tower"
-                )
-            if config.capacity_factor is None:
-                continue
-            group, sequences = config.capacity_group_size, self.mini_batch_size * captions
-            if group is None or sequences % group:
-                raise ValueError(
-                    f"{self.name}.mini_batch_size: {sequences} sequences of {tower} are computed at a time, but "
-                    f"capacity_group_size is {group}: set the {tower}_config.capacity_group_size of the stage that "
-                    "makes the model to a number that divides them"
-                )
-
-    def _require_compilable(self, model: PreTrainedModel) -> None:
-        """Noise in groups has generators of its own, with which the compiler would start anew in every step."""
-        towers = [model.config.text_config, model.config.vision_config] if is_sparse(model.config) else []
-        if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
-            raise ValueError(f"{self.name}.torch_compile: the model has router_jitter_noise: leave out one of them")
-
-    def _require_frozen_below(self, model: PreTrainedModel, trainable: list[str]) -> None:
-        """Nothing that trains may lie below the first sparse layers, whose input is kept."""
-        kept = []
-        if not is_sparse(model.config):
-            raise ValueError(f"{self.name}: hidden_states go with a sparse model, but {self.model} is dense")
-        for tower in ("text_model", "vision_model"):
-            below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
-            pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
-            kept += [name for name in trainable if pattern.match(name)]
-        if kept:
-            raise ValueError(
-                f"{self.name}: hidden_states go with frozen layers below the first sparse ones, but {cut(kept)} train"
-            )
 
 
 @dataclass(config=STRICT, kw_only=True)
