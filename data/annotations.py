@@ -7,7 +7,7 @@ names the file and the place.
 import csv
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def read_json(path: Path) -> Any:
     """Raises FileNotFoundError, and ValueError where it is no JSON."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         return json.load(file)
 
 
@@ -35,23 +35,38 @@ def read_tables(paths: Sequence[str]) -> Columns:
     """All columns of tables with the same header. Cells are texts, as they stand there."""
     columns: Columns = {}
     for path in paths:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, delimiter=TABLES[Path(path).suffix], strict=True)
-            header = next(lines, [])
-            if len(set(header)) < len(header) or not header:
-                raise ValueError(f"{path}: its first line names no columns, or one twice: {_short(header)}")
-            columns = columns or {name: [] for name in header}
-            if header != list(columns):
-                raise ValueError(f"{path} has the columns {_short(header)}, but {paths[0]} {_short(list(columns))}")
-            for cells in lines:
-                if not cells:  # an empty line
-                    continue
-                if len(cells) != len(header):
-                    counts = f"{len(cells)} cells for {len(header)} columns"
-                    raise ValueError(f"{path}: line {lines.line_num} has {counts}: {_short(cells)}")
-                for name, cell in zip(header, cells, strict=True):
-                    columns[name].append(cell)
+        lines = _lines(path)
+        _, header = next(lines, (1, []))
+        if len(set(header)) < len(header) or not header:
+            raise ValueError(f"{path}: its first line names no columns, or one twice: {_short(header)}")
+        columns = columns or {name: [] for name in header}
+        if header != list(columns):
+            raise ValueError(f"{path} has the columns {_short(header)}, but {paths[0]} {_short(list(columns))}")
+        for number, cells in lines:
+            if len(cells) != len(header):
+                counts = f"{len(cells)} cells for {len(header)} columns"
+                raise ValueError(f"{path}: line {number} has {counts}: {_short(cells)}")
+            for name, cell in zip(header, cells, strict=True):
+                columns[name].append(cell)
     return columns
+
+
+def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
+    """The lines of a table that are not empty, as cells, each with its number."""
+    suffix = Path(path).suffix
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, delimiter=TABLES[suffix], strict=True)
+        try:
+            for cells in lines:
+                if suffix == ".tsv" and any("\n" in cell for cell in cells):
+                    raise csv.Error(
+                        "a cell that begins with a quote goes on beyond the line. Where quotes are part of captions, "
+                        "put such cells in quotes and double those within, as csv does"
+                    )
+                if cells:
+                    yield lines.line_num, cells
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: line {lines.line_num} cannot be read: {error}") from error
 
 
 def read_annotations(path: Path, split: str) -> tuple[list[str], list[list[str]]]:

@@ -87,9 +87,9 @@ def _resizes_and_crops(processor: BaseImageProcessor) -> bool:
     steps = ("do_resize", "do_rescale", "do_normalize")
     if getattr(processor, "backend", None) != "pil" or not all(getattr(processor, step, False) for step in steps):
         return False
-    try:
-        width, height = resized_size(processor, (1, 1))
-    except ValueError:
+    settled = {name for name in ("height", "width", "shortest_edge", "longest_edge") if processor.size.get(name)}
+    if settled not in ({"shortest_edge"}, {"height", "width"}):
         return False
+    width, height = resized_size(processor, (1, 1))
     crop = processor.crop_size if processor.do_center_crop else {"height": 1, "width": 1}
     return bool(crop.get("height") and crop["height"] <= height and crop.get("width") and crop["width"] <= width)

@@ -13,7 +13,9 @@ from contextlib import suppress
 import datasets
 
 # An image in a shard: its first byte and its length
-MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)")
+MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)", re.DOTALL)
+# What ends the names of texts: `datasets` makes something else of other files
+TEXTS = ("txt", "text", "transcript")
 
 
 def open_shards(files: Sequence[str], image_column: str, text_column: str, stamps: Sequence[str]) -> datasets.Dataset:
@@ -29,9 +31,13 @@ def open_shards(files: Sequence[str], image_column: str, text_column: str, stamp
         Columns `__key__`, the image column, of references that `read_member` reads, and the text column.
 
     Raises:
-        ValueError: a shard is compressed, has two files of one name in a sample or a text that is none, or a column is
-            nowhere.
+        ValueError: the text column is named otherwise than texts, a shard is compressed, damaged or sparse, has two
+            files of one name in a sample or a text that is none, or a column is nowhere.
     """
+    if text_column.rpartition(".")[2] not in TEXTS:
+        raise ValueError(
+            f"column {text_column} of indexed shards is no text: its name has to end in {', '.join(TEXTS)}"
+        )
     features = {"__key__": datasets.Value("string")}
     features |= {column: datasets.Value("string") for column in (image_column, text_column)}
     arguments = {"files": list(files), "image_column": image_column, "text_column": text_column, "stamps": list(stamps)}
@@ -112,5 +118,9 @@ def _members(file: str) -> Iterator[tuple[str, str, tarfile.TarFile, tarfile.Tar
             tar.members = []  # there may be millions
             folder, name = os.path.split(member.name)
             stem, _, column = name.partition(".")
+            if member.issparse():
+                raise ValueError(
+                    f"{file}: {member.name} has holes, so that its bytes lie elsewhere: pack without --sparse"
+                )
             if member.isreg() and stem and column:
                 yield os.path.join(folder, stem), column.lower(), tar, member

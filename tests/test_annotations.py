@@ -7,18 +7,23 @@ import numpy as np
 import pytest
 from tiny_sources import CAPTIONS, picture, rows, write_pictures
 
+from data.annotations import read_tables
 from data.identity import identity
 from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.splits import common_rows
 
+# Within a cell
+LINE_BREAK = {",": "\n", "\t": " "}
+
 
 def table(tmp_path, name="pairs.csv"):
     """As open_clip reads it."""
     separator = "\t" if name.endswith("tsv") else ","
     names = write_pictures(tmp_path / "images")
-    lines = [f'{image}{separator}"{text}{separator} ""said""\nNA"' for image, text in zip(names, CAPTIONS, strict=True)]
+    cells = [f'"{text}{separator} ""said""{LINE_BREAK[separator]}NA"' for text in CAPTIONS]
+    lines = [f"{image}{separator}{cell}" for image, cell in zip(names, cells, strict=True)]
     (tmp_path / name).write_text("\n".join([f"filepath{separator}title", *lines, ""]))
     columns = {"image_column": "filepath", "caption_column": "title"}
     return {"source": str(tmp_path / name), "image_root": str(tmp_path / "images"), **columns}
@@ -57,7 +62,7 @@ def require_pairs(arguments, captions):
 def test_tables(tmp_path, name, streaming):
     separator = "\t" if name.endswith("tsv") else ","
     arguments = DataArguments(**table(tmp_path, name), streaming=streaming)
-    require_pairs(arguments, [f'{text}{separator} "said"\nNA' for text in CAPTIONS])
+    require_pairs(arguments, [f'{text}{separator} "said"{LINE_BREAK[separator]}NA' for text in CAPTIONS])
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -162,3 +167,17 @@ def test_a_mixture_of_sources_is_a_saved_dataset(tmp_path):
     share = sum(caption.startswith("a") for caption in captions) / len(captions)
     assert 0.7 < share < 0.9 and set(captions) == {*first["caption"], "b 0", "b 1"}
     assert np.array_equal(decode_image(mixture[captions.index("b 1")]["image"]), picture(6))
+
+
+def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
+    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"pairs\.tsv: line 4 cannot be read: a cell that begins with a quote goes on"):
+        read_tables([str(tmp_path / "pairs.tsv")])
+
+
+@pytest.mark.parametrize("content", [b'image,caption\n0.png,"Big" dog\n', b"image,caption\n0.png,caf\xe9\n"])
+def test_lines_that_cannot_be_read_are_named(tmp_path, content):
+    (tmp_path / "pairs.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=r"pairs\.csv: line \d cannot be read: "):
+        read_tables([str(tmp_path / "pairs.csv")])

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from tiny_runs import recipe
+from tiny_sources import SOURCES
 
 from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity
@@ -353,3 +354,9 @@ def test_only_the_files_of_the_split_count(tmp_path):
         identity(DataArguments(source="nobody/nothing")) is None
         and identity(DataArguments(source="glyphs", num_samples=1)) is None
     )
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_data_without_their_first_pairs_are_known(tmp_path, kind):
+    source = kind(tmp_path)
+    assert identity(DataArguments(**source, skip=2, num_samples=3)) is not None

@@ -12,7 +12,6 @@ from data.identity import data_fingerprint, identity
 from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from training.recipe import RecipeError
 
 SEVERAL = [[f"{caption}, first", f"{caption}, second"] for caption in CAPTIONS]
 
@@ -79,6 +78,15 @@ def test_models_train_on_it_with_and_without_a_look_at_all_images(tmp_path):
     assert same_weights(out / "tuned", out / "indexed")
 
 
+def test_captions_are_made_of_it(tmp_path):
+    sources = [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path)]
+    policies = [{"policy": "full", "column": "caption"}, {"policy": "first_sentence", "column": "caption"}]
+    several = {"name": "several", "stage": "captions", "model": "dense", "data": {"source": "mixed"}}
+    out = run_stages(tmp_path, [mixture(sources, [1, 1]), DENSE, several | {"captions": policies}])
+    rows = load_pairs(DataArguments(source=str(out / "several")))
+    assert len(rows) == len(pairs(out)) and set(map(len, rows["caption"])) == {2}
+
+
 def test_the_same_seed_draws_the_same(tmp_path):
     sources = [image_folder(tmp_path), sharegpt4v(tmp_path)]
     orders = []
@@ -125,6 +133,7 @@ def test_pairs_without_an_image_are_left_out(tmp_path):
     [
         ({"weights": [1]}, "1 weights for 2 sources"),
         ({"weights": [1, 0]}, "mixed.weights.1"),
+        ({"weights": [1e308, 1e-300]}, r"mixed\.weights\.1: all 4 pairs of symbols would be there only after .* of 8"),
         ({"sources": [{"source": "nowhere/"}, {"source": "gone.json"}]}, r"mixed\.sources\.1\.source: .*gone\.json"),
         ({"sources": [{"source": "glyphs", "num_samples": 4}, {"source": "a.json", "streaming": True}]}, "sources.1"),
         ({"sources": [{"source": "later"}, {"source": "glyphs", "num_samples": 4}]}, r"mixed\.sources\.0\.source"),
@@ -133,7 +142,7 @@ def test_pairs_without_an_image_are_left_out(tmp_path):
 def test_faults_name_the_source(changes, message, tmp_path):
     two = [{"source": "glyphs", "num_samples": 4}, {"source": "symbols", "num_samples": 4}]
     stages = [mixture(two, [1, 1]) | changes, mixture(two, [1, 1], name="later")]
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ValueError, match=message):
         run_stages(tmp_path, stages)
 
 

@@ -41,6 +41,7 @@ def test_a_table_makes_what_the_processor_makes(settings):
         {"do_normalize": False},
         {"do_resize": False, "crop_size": {"height": 16, "width": 16}},
         {"size": {"max_height": 20, "max_width": 20}, "do_center_crop": False},
+        {"size": {"shortest_edge": 32, "longest_edge": 60}, "crop_size": {"height": 32, "width": 32}},
     ],
     ids=str,
 )

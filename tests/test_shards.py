@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def test_a_shard_that_was_cut_since(shards, tmp_path):
 def test_wrong_shards(tmp_path, members, message):
     write_shard(tmp_path / "0.tar", members)
     with pytest.raises(ValueError, match=message):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path):
+    write_shard(tmp_path / "0.tar", [("0.png", png()), ("0.cls", b"3")])
+    with pytest.raises(ValueError, match="column cls of indexed shards is no text: its name has to end in txt, text"):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, caption_column="cls"))
+
+
+def test_files_with_holes_are_refused(tmp_path):
+    """They lie in pieces, which GNU tar makes of them with --sparse."""
+    with open(tmp_path / "0.png", "wb") as file:
+        file.seek(2**20)
+        file.write(png())
+    (tmp_path / "0.txt").write_text("a caption")
+    subprocess.run(["tar", "--sparse", "-cf", "0.tar", "0.png", "0.txt"], cwd=tmp_path, check=True)
+    with pytest.raises(
+        ValueError, match="0.tar: 0.png has holes, so that its bytes lie elsewhere: pack without --sparse"
+    ):
         load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
 
 

@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
 def start(folder, output, processes, indexed=True):
     """Launches a recipe of all that goes by numbers of samples. It has a process group of its own."""
     data = {"source": str(folder / "*.tar"), "image_column": "png", "caption_column": "txt", "indexed": indexed}
+    data["max_unreadable"] = 0
     parts = {"mini_batch_size": 2} if indexed else {}
     stages = [
         DENSE,

@@ -108,8 +108,13 @@ def _by_faiss(
     faiss = import_faiss()
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(len(rows), min(method.samples(num_clusters), len(rows)), replace=False))
+    if len(chosen) < num_clusters:
+        raise ValueError(f"num_samples {len(chosen)} are fewer than the {num_clusters} clusters of {what}: raise it")
     sample = features[rows[chosen]].astype(np.float32, copy=False)
+    # Far from the origin, faiss's distances are inexact
+    mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32)
     _require_finite(sample, what)
+    sample = sample - mean
     # faiss would split a cluster of equal features in two, and tell them apart by rounding
     _require_clusters(_count_different(sample, num_clusters), num_clusters, len(sample), what)
     search = faiss.Kmeans(
@@ -126,7 +131,7 @@ def _by_faiss(
     labels = np.empty(len(rows), int)
     for start, chunk in _chunks(features, rows):
         _require_finite(chunk, what)
-        labels[start : start + len(chunk)] = search.index.search(chunk, 1)[1][:, 0]
+        labels[start : start + len(chunk)] = search.index.search(chunk - mean, 1)[1][:, 0]
     return labels
 
 
@@ -147,8 +152,10 @@ def _count_different(features: np.ndarray, enough: int) -> int:
 
 
 def _require_finite(features: np.ndarray, what: str) -> None:
-    if not np.isfinite(features).all():
-        raise ValueError(f"the {what} are not finite")
+    with np.errstate(over="ignore"):
+        lengths = np.square(features).sum(axis=1)
+    if not np.isfinite(lengths).all():
+        raise ValueError(f"the {what} are not finite, or so large that their squares are not")
 
 
 def _require_clusters(found: int, num_clusters: int, num_features: int, what: str) -> None:

@@ -74,7 +74,7 @@ class CaptionsStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         tokenizer = load_processor(inputs.model).tokenizer
-        rows = caption_columns(self.data, {policy.column for policy in self.captions})
+        rows = caption_columns(inputs.data, {policy.column for policy in self.captions})
         rows = build_captions(rows, self.captions, tokenizer, context.seed, self.data.num_workers or None)
         rows.save_to_disk(directory)
         missing = np.array([[not caption for caption in captions] for captions in rows["caption"]]).sum(axis=0)

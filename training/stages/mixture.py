@@ -19,6 +19,8 @@ from training.expected import Expected, Unknown
 from training.settings import STRICT
 from training.stages.base import Data, Stage
 
+# Where an epoch takes this many times the pairs, the weights are a mistake
+MOST_DRAWS = 1000
 # An image as an image column holds it: its bytes, or where they are
 IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 
@@ -54,16 +56,34 @@ class MixtureStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         parts = [_pairs(arguments) for arguments in inputs.sources]
+        self._require_an_end([len(part) for part in parts])
         if len({str(part.features["caption"]) for part in parts}) > 1:
             parts = [_with_lists(part) for part in parts]
-        total = sum(self.weights)
-        probabilities = [weight / total for weight in self.weights]
+        probabilities = self._probabilities()
         mixture = datasets.interleave_datasets(
             parts, probabilities, seed=context.seed, stopping_strategy=self.stopping_strategy
         )
         mixture.save_to_disk(directory)
         sizes = ", ".join(f"{len(part)} of {source.source}" for part, source in zip(parts, self.sources, strict=True))
         print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
+
+    def _probabilities(self) -> list[float]:
+        shares = [weight / max(self.weights) for weight in self.weights]
+        return [share / sum(shares) for share in shares]
+
+    def _require_an_end(self, sizes: list[int]) -> None:
+        """
+        Raises:
+            ValueError: all pairs would be there only after very many draws.
+        """
+        draws = [size / max(share, 1e-300) for size, share in zip(sizes, self._probabilities(), strict=True)]
+        if self.stopping_strategy == "all_exhausted" and max(draws) > MOST_DRAWS * sum(sizes):
+            rare = draws.index(max(draws))
+            raise ValueError(
+                f"{self.name}.weights.{rare}: all {sizes[rare]} pairs of {self.sources[rare].source} would be there "
+                f"only after {max(draws):.2g} draws of {sum(sizes)} pairs: raise its weight, or take stopping_strategy "
+                "first_exhausted"
+            )
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         found = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
@@ -83,7 +103,7 @@ class MixtureStage(Stage):
 
 
 def _pairs(arguments: DataArguments) -> datasets.Dataset:
-    """Pairs with a caption, whose images are bytes or whole paths."""
+    """Pairs with a caption, whose images are bytes or paths that begin with their `image_root`."""
     rows = with_image_root(load_pairs(arguments, images=False), arguments)
     feature = rows.features["image"]
     if isinstance(feature, datasets.Value):
@@ -99,7 +119,7 @@ def _pairs(arguments: DataArguments) -> datasets.Dataset:
 def _with_lists(rows: datasets.Dataset) -> datasets.Dataset:
     """Rows whose captions are lists, also where an image has one."""
     several = datasets.List(datasets.Value("string"))
-    if isinstance(rows.features["caption"], datasets.List):
+    if isinstance(rows.features["caption"], datasets.List | datasets.LargeList):
         return rows.cast_column("caption", several)
     return rows.map(
         lambda batch: {"caption": [[caption] for caption in batch["caption"]]},
