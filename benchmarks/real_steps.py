@@ -169,25 +169,43 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.real_steps",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--size", choices=SIZES, default="ViT-L/14")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--size", choices=SIZES, default="ViT-L/14", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        default=list(RECIPES),
+        metavar="RECIPE",
+        help=f"any of {', '.join(map(repr, RECIPES))} (default: all)",
+    )
     parser.add_argument("--batch", type=int, default=8, help="pairs of a step (default: 8)")
     parser.add_argument("--mini-batch-size", type=int, help="pairs that are embedded at a time")
-    parser.add_argument("--loss-chunk-size", type=int)
+    parser.add_argument("--loss-chunk-size", type=int, help="rows of similarities at a time (default: all)")
     parser.add_argument("--steps", type=int, default=2, help="of which the last is timed (default: 2)")
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="bf16" if on_gpu else "no")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument(
+        "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="as in the recipes"
+    )
+    parser.add_argument(
+        "--mixed-precision",
+        choices=["no", "bf16"],
+        default="bf16" if on_gpu else "no",
+        help="autocast (default: %(default)s here)",
+    )
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s here")
     parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
     parser.add_argument("--one", choices=RECIPES, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = _parser().parse_args(argv)
     if options.one is not None:
         print(json.dumps(measure(options.one, options)))
         return

@@ -51,6 +51,10 @@ def read_image(value: Any, image_root: str | None = None, draft: int | None = No
             return _upright_rgb(image, draft), _has_more_frames(image)
     except PIL.UnidentifiedImageError as error:
         raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
+    except FileNotFoundError as error:
+        if os.path.isabs(error.filename):
+            raise
+        raise OSError(f"{error}: relative paths start from image_root or else from the working directory") from error
     except OSError:
         raise
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
 NUMBERS = {"bool", "decimal", "double", "float", "halffloat", "int", "uint"}
+# What they raise while they read names the file
+OURS = (__name__, "data.shards")
 # How long a file that cannot be read is looked for, once it is known that there is one
 SEARCH_SECONDS = 10
 
@@ -56,7 +58,7 @@ class DataArguments:
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
-    # What relative paths in the image column (and in a .json) start from.
+    # What relative paths in the image column (and in a .json) start from; None: the folder in which the command runs.
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
@@ -166,8 +168,7 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
         *_, (raised_in, _) = traceback.walk_tb(cause.__traceback__)
-        # What this module raises itself says what is wrong
-        file = None if raised_in.f_globals is globals() else _bad_file(arguments)
+        file = None if raised_in.f_globals["__name__"] in OURS else _bad_file(arguments)
         name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
         text = " ".join(str(cause).split())
         raise ValueError(f"{source} cannot be read{f' because of {file}' if file else ''}: {name}{text}") from error

@@ -13,6 +13,7 @@ from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.splits import common_rows
+from training.expected import count_pairs
 
 # Within a cell
 LINE_BREAK = {",": "\n", "\t": " "}
@@ -181,3 +182,14 @@ def test_lines_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "pairs.csv").write_bytes(content)
     with pytest.raises(ValueError, match=r"pairs\.csv: line \d cannot be read: "):
         read_tables([str(tmp_path / "pairs.csv")])
+
+
+@pytest.mark.parametrize("kind", [coco, karpathy])
+def test_pairs_are_counted_before_a_run(tmp_path, kind):
+    arguments = DataArguments(**kind(tmp_path))
+    assert count_pairs(arguments, read_json=True) == len(load_pairs(arguments))
+
+
+def test_an_image_that_is_not_there_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(OSError, match="'nowhere.png': relative paths start from image_root or else"):
+        decode_image("nowhere.png")

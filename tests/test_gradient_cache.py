@@ -150,11 +150,11 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
 @pytest.mark.parametrize(
     "fields, settings, message",
     [
-        ({"capacity_factor": 1.0}, {}, "4 sequences of text are computed at a time, but capacity_group_size is None"),
+        ({"capacity_factor": 1.0}, {}, "text_config.capacity_group_size is None, and 4"),
         (
             {"capacity_factor": 1.0, "capacity_group_size": 3},
             {},
-            "4 sequences of text are computed at a time, but capacity_group_size is 3",
+            "text_config.capacity_group_size is 3, and 4 sequences are computed at a time; vision_config",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from transformers import (
 
 from conversion.checkpoints import load_config
 from conversion.local_names import is_hub_name
+from data import annotations
 from data.sources import DataArguments, is_here, is_saved, split_files
 from data.worlds import WORLDS
 from evaluation.costs import count_parameters, meta_model
@@ -147,7 +148,10 @@ def _count_rows(arguments: DataArguments, read_json: bool) -> int:
     if not is_here(source):
         raise Unknown(f"{source} is not here")
     if source.endswith(".json") and read_json:
-        return len(json.loads(Path(source).read_text(encoding="utf-8")))
+        content = annotations.read_json(Path(source))
+        if isinstance(content, list):
+            return len(content)
+        return len(annotations.read_annotations(Path(source), arguments.split)[0])
     if is_saved(source):
         saved = datasets.load_from_disk(source)
         return len(saved[arguments.split] if isinstance(saved, dict) else saved)

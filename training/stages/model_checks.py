@@ -77,6 +77,7 @@ def require_groups(stage: "TrainStage", model: PreTrainedModel) -> None:
     """Where a batch is computed in parts, they must have the groups of the whole batch."""
     if stage.mini_batch_size is None or not is_sparse(model.config):
         return
+    wrong = []
     for tower, captions in (("text", len(stage.caption_weights or [1])), ("vision", 1)):
         config = getattr(model.config, f"{tower}_config")
         if not config.moe_layers:
@@ -91,11 +92,14 @@ def require_groups(stage: "TrainStage", model: PreTrainedModel) -> None:
             continue
         group, sequences = config.capacity_group_size, stage.mini_batch_size * captions
         if group is None or sequences % group:
-            raise ValueError(
-                f"{stage.name}.mini_batch_size: {sequences} sequences of {tower} are computed at a time, but "
-                f"capacity_group_size is {group}: set the {tower}_config.capacity_group_size of the stage that "
-                "makes the model to a number that divides them"
+            wrong.append(
+                f"{tower}_config.capacity_group_size is {group}, and {sequences} sequences are computed at a time"
             )
+    if wrong:
+        raise ValueError(
+            f"{stage.name}.mini_batch_size: {'; '.join(wrong)}: set it in the stage that makes the model to a number "
+            "that divides them"
+        )
 
 
 def require_compilable(stage: "TrainStage", model: PreTrainedModel) -> None:
