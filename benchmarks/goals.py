@@ -1,9 +1,9 @@
 """
-What the project wants of its speed and memory, what it has, all in one table. Takes about 20 minutes on two cores.
+What the project wants of its speed and memory, and what it has, in one table.
 
     python -m benchmarks.goals --output benchmarks/results/goals_cpu.md
 
-Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed; `docs/limits.md` says why. Larger
+Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Larger
 sizes take longer and have pages of their own: `benchmarks/{experts,batches,clustering,real_steps}.py`.
 """
 
