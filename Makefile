@@ -98,4 +98,5 @@ bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchma
 	-$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
 
 bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
-	$(BIN)/python -m benchmarks.goals
+	mkdir -p $(RESULTS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.goals --output $(RESULTS)/goals_cpu.md

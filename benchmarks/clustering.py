@@ -1,6 +1,6 @@
 """K-means as the cluster stage computes it, beside faiss by itself and scikit-learn: time, memory and inertia.
 
-    python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256 --all-rows 100000]
+    python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
 
 Normalized features around many means, as features of images are, lie in a file and are mapped. Every method runs in a
 process of its own. Memory is what the process holds beside the libraries and pages of the file. Inertia is the mean
@@ -8,17 +8,19 @@ squared distance of a feature to the mean of its cluster. Methods that learn fro
 """
 
 import argparse
-import multiprocessing
 import os
 import platform
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
+from conversion.files import write_text
 from evaluation.report import markdown_table
 from training.arrays import join_rows, open_arrays
 from training.feature_clusters import accumulate
@@ -125,8 +127,9 @@ def compare(
         write_rows(path, num_rows, size, num_means)
         for number in clusters:
             for name in names:
-                with multiprocessing.get_context("fork").Pool(1) as pool:
-                    found[number][name] = pool.apply(measure, (path, name, number))
+                # A fork of a process that has used OpenMP would wait for threads that are not there
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                    found[number][name] = process.submit(measure, path, name, number).result()
     return found
 
 
@@ -139,6 +142,7 @@ def main() -> None:
     parser.add_argument("--clusters", type=int, nargs="+", default=[4, 256])
     parser.add_argument("--means", type=int, default=1000, help="that the features lie around")
     parser.add_argument("--all-rows", type=int, default=100_000)
+    parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
     args = parser.parse_args()
     names = list(METHODS) if args.rows <= args.all_rows else [OURS, FAISS]
     lines = []
@@ -148,12 +152,21 @@ def main() -> None:
             cells = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}", relative["cpu"]
             cells += (f"{found['memory'] / 2**20:,.0f} MiB",)
             lines.append([f"{number:,}", name, *cells, f"{found['inertia']:.5f}", relative["inertia"]])
-    print(f"# K-means of {args.rows:,} features of size {args.size}\n")
-    print(
-        markdown_table(["clusters", "", "seconds", "CPU seconds", "relative", "memory", "inertia", "relative"], lines)
-    )
+    header = ["clusters", "", "seconds", "CPU seconds", "relative", "memory", "inertia", "relative"]
     threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
-    print(f"\n{platform.machine()}, {threads} threads (one for the last line), faiss {import_faiss().__version__}.")
+    page = "\n".join(
+        [
+            f"# K-means of {args.rows:,} features of size {args.size}",
+            "",
+            markdown_table(header, lines),
+            "",
+            f"{platform.machine()}, {threads} threads (one for scikit-learn, one start), faiss "
+            f"{import_faiss().__version__}.",
+        ]
+    )
+    print(page)
+    if args.output is not None:
+        write_text(args.output, page + "\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def read_image(value: Any, image_root: str | None = None, draft: int | None = No
     """
     try:
         if isinstance(value, PIL.Image.Image):
-            return _upright_rgb(value), _has_more_frames(value)
+            return _upright_rgb(value.copy()), _has_more_frames(value)
         with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
             return _upright_rgb(image, draft), _has_more_frames(image)
     except PIL.UnidentifiedImageError as error:
@@ -74,6 +74,7 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
 
 
 def _upright_rgb(image: PIL.Image.Image, draft: int | None = None) -> PIL.Image.Image:
+    """The image may be changed."""
     width, height = image.size  # of the header: nothing is decoded yet
     if width * height > MAX_PIXELS:
         raise OSError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
@@ -81,7 +82,10 @@ def _upright_rgb(image: PIL.Image.Image, draft: int | None = None) -> PIL.Image.
         raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
     if draft is not None:
         image.draft(None, (draft, draft))  # does nothing to other formats
-    image = PIL.ImageOps.exif_transpose(image)
+    PIL.ImageOps.exif_transpose(image, in_place=True)
+    if image.format == "JPEG" and image.mode == "RGB":  # without a copy, as nothing else is read of its file
+        image.load()
+        return image
     if image.mode.startswith(("I", "F")):
         image = _eight_bits(image)
     if not image.has_transparency_data:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
@@ -195,13 +196,27 @@ def _prepare(
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         if accelerator.mixed_precision == "fp16":
             raise ValueError("DeepSpeed scales losses by itself: take mixed_precision bf16 instead of fp16")
-        if getattr(settings, "mini_batch_size", None) is not None:
+        if settings.mini_batch_size is not None:
             raise ValueError(f"{settings.name}.mini_batch_size: DeepSpeed computes batches whole. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm or 0.0
-    return *accelerator.prepare(task, optimizer), scheduler
+    task, optimizer = accelerator.prepare(task, optimizer)
+    if accelerator.distributed_type is DistributedType.MULTI_CPU:
+        task.register_comm_hook(None, mean_of_each)
+    return task, optimizer, scheduler
+
+
+def mean_of_each(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DDP: the mean over the processes, one gradient at a time.
+
+    DDP reduces many gradients together, after its first step in another order than before, and in which order three or
+    more numbers are added depends on where they lie: a run that goes on would differ in the last bit.
+    """
+    size = dist.get_world_size()
+    works = [dist.all_reduce(gradient.div_(size), async_op=True) for gradient in bucket.gradients()]
+    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: bucket.buffer())
 
 
 def _compute_gradient(
@@ -215,7 +230,7 @@ def _compute_gradient(
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
-    size = getattr(settings, "mini_batch_size", None)  # of contrastive stages
+    size = settings.mini_batch_size
     for micro_step in range(accumulation):
         batch, seed = next(stream), hash((*seed_and_step, micro_step))
         # DeepSpeed takes its step within `backward`, when this is set
@@ -296,11 +311,10 @@ def _gather_weights(
         if average is not None:  # on one process these are the parameters themselves
             state_dict = {name: value.clone() for name, value in state_dict.items()}
     state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
-    lora = getattr(settings, "lora", None)
-    if lora is not None and state_dict:
+    if settings.lora is not None and state_dict:
         from training.lora import merge_adapters  # which needs pydantic
 
-        state_dict = merge_adapters(model, lora, state_dict)
+        state_dict = merge_adapters(model, settings.lora, state_dict)
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
     return state_dict

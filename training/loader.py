@@ -11,7 +11,7 @@ import numpy as np
 import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
 
 from data.augmentation import Augmentation
@@ -170,7 +170,8 @@ class _Collate:
         text = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
-            batch["pixel_values"] = torch.stack([pair["pixel_values"] for pair in pairs])
+            # Within a worker, in memory that the other processes have too
+            batch["pixel_values"] = default_collate([pair["pixel_values"] for pair in pairs])
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:

@@ -5,13 +5,12 @@ and the mean of their gradients, which is what DDP and FSDP take, is its gradien
 """
 
 from collections.abc import Mapping
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distributed
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from modeling_clip_moe import (
     CLIPMoEConfig,
@@ -36,8 +35,7 @@ def contrastive_loss(
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
         logit_scale: the factor of the similarities, exp of the parameter of that name.
-        chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all. Chunks are
-            computed again in the backward pass.
+        chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all.
         label_smoothing: of the cross entropy.
 
     Returns:
@@ -286,17 +284,49 @@ def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, 
 
 
 def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing, weights=None):
-    def part(rows, targets, weights, columns, scale):
-        logits = scale * rows @ columns.T
-        if weights is None:
-            return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
-        return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
-
+    weights = torch.ones_like(rows[:, 0]) if weights is None else weights
+    settings = targets, weights, label_smoothing
     if chunk_size is None:
-        return part(rows, targets, weights, columns, scale)
-    weight_chunks = repeat(None) if weights is None else weights.split(chunk_size)
-    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), weight_chunks, strict=False)
-    return sum(checkpoint(part, *chunk, columns, scale, use_reentrant=False) for chunk in chunks)
+        return _cross_entropy(rows, columns, scale, *settings)
+    return _CrossEntropyInChunks.apply(rows, columns, scale, *settings, chunk_size)
+
+
+def _cross_entropy(rows, columns, scale, targets, weights, label_smoothing):
+    logits = scale * rows @ columns.T
+    return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+class _CrossEntropyInChunks(torch.autograd.Function):
+    """`_cross_entropy` of some rows at a time.
+
+    The gradient of a chunk is computed while its logits are there, as in Liger Kernel's fused linear cross entropy
+    (arXiv:2410.10989, section 3.2): the backward pass would have to compute them again.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, columns, scale, targets, weights, label_smoothing, chunk_size):
+        inputs = [tensor.detach() for tensor in (rows, columns, scale)]
+        needed = any(ctx.needs_input_grad)
+        gradients = [torch.zeros_like(tensor) for tensor in inputs] if needed else []
+        total = rows.new_zeros(())
+        for start in range(0, len(rows), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            with torch.set_grad_enabled(needed):
+                parts = [tensor.requires_grad_(needed) for tensor in (inputs[0][chunk].detach(), *inputs[1:])]
+                loss = _cross_entropy(*parts, targets[chunk], weights[chunk], label_smoothing)
+            total += loss.detach()
+            if needed:
+                of_rows, *others = torch.autograd.grad(loss, parts)
+                gradients[0][chunk] = of_rows
+                for gradient, more in zip(gradients[1:], others, strict=True):
+                    gradient += more
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return *(gradient * of_input for of_input in ctx.saved_tensors), None, None, None, None
 
 
 def _world_size() -> int:
