@@ -98,7 +98,7 @@ def ratios(
         for module in (experts, *dense):
             module.requires_grad_(mode != "frozen")
         times = {name: [] for name in ("dense", *implementations)}
-        for repeat in range(repeats + 1):
+        for repeat in range((3 * repeats if mode == "forward" else repeats) + 1):  # a forward is short
             for name in times:
                 seconds = call(name, mode)
                 if repeat > 0:  # the first round warms up
@@ -139,7 +139,12 @@ def main(argv: list[str] | None = None):
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32"], help="of all tensors"
     )
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each, of which the median counts")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="timed runs of each, of which the median counts; three times as many of a forward",
+    )
     parser.add_argument(
         "--max-copies", type=float, default=4, help="skip batched_mm where it copies more GiB of weights (default: 4)"
     )
