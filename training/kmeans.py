@@ -116,7 +116,8 @@ def _by_faiss(
     _require_finite(sample, what)
     sample = sample - mean
     # faiss would split a cluster of equal features in two, and tell them apart by rounding
-    _require_clusters(_count_different(sample, num_clusters), num_clusters, len(sample), f"sampled {what}")
+    sampled = what if len(sample) == len(rows) else f"sampled {what}"
+    _require_clusters(_count_different(sample, num_clusters), num_clusters, len(sample), sampled)
     search = faiss.Kmeans(
         sample.shape[1],
         num_clusters,
