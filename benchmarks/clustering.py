@@ -160,7 +160,7 @@ def main() -> None:
             "",
             markdown_table(header, lines),
             "",
-            f"{platform.machine()}, {threads} threads (one for scikit-learn, one start), faiss "
+            f"{platform.machine()}, {threads} threads (one for scikit-learn's KMeans), faiss "
             f"{import_faiss().__version__}.",
         ]
     )

@@ -69,7 +69,8 @@ def ratios(
     implementations: Sequence[str] = IMPLEMENTATIONS,
     dropped: float = 0.0,
 ) -> dict[tuple[str, str], float]:
-    """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs.
+    """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs: `repeats` of a
+    training step, three times as many of a forward.
 
     Args:
         dropped: the share of the choices that capacity drops.
@@ -161,8 +162,9 @@ def main(argv: list[str] | None = None):
                 "# Experts implementations",
                 "",
                 f"Time of a sparse FFN over {options.num_experts_per_tok} dense FFNs on the same tokens (1.00: no "
-                f"overhead), medians of {options.repeats} alternating runs: the forward; forward and backward with "
-                f"frozen weights, as where routers train; and all. {described(torch.device(options.device))}.",
+                f"overhead), medians of {options.repeats} alternating runs, three times as many of a "
+                f"forward: the forward; forward and backward with frozen weights, as where routers "
+                f"train; and all. {described(torch.device(options.device))}.",
                 "",
                 *(f"| {' | '.join(line)} |" for line in lines),
             ]

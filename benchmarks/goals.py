@@ -3,9 +3,9 @@ What the project wants of its speed and memory, and what it has, in one table.
 
     OMP_NUM_THREADS=1 python -m benchmarks.goals --output benchmarks/results/goals_cpu.md
 
-Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most are
-of the processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have
-pages of their own: `benchmarks/{experts,batches,clustering,real_steps}.py`.
+Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most figures are of the
+processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have pages of
+their own: `benchmarks/{experts,batches,clustering,real_steps}.py`.
 """
 
 import argparse
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         [
             "# Goals",
             "",
-            f"Medians of {options.repeats} alternating runs; memory of a step is that of one. "
-            f"{described(torch.device('cpu'))}.",
+            f"Medians of {options.repeats} alternating runs, three times as many of FFNs' forwards; memory of a step "
+            f"is that of one. {described(torch.device('cpu'))}.",
             "",
             markdown_table(["", "ratio", "goal", "reached"], rows),
         ]

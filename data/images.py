@@ -46,9 +46,16 @@ def read_image(value: Any, image_root: str | None = None, draft: int | None = No
     """
     try:
         if isinstance(value, PIL.Image.Image):
-            return _upright_rgb(value.copy()), _has_more_frames(value)
+            _require_size(value)
+            return _rgb(PIL.ImageOps.exif_transpose(value)), _has_more_frames(value)
         with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
-            return _upright_rgb(image, draft), _has_more_frames(image)
+            _require_size(image)
+            if draft is not None:
+                image.draft(None, (draft, draft))  # does nothing to other formats
+            PIL.ImageOps.exif_transpose(image, in_place=True)
+            # JPEGs are RGB without a copy: nothing else is read of their files
+            rgb = image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image)
+            return rgb, _has_more_frames(image)
     except PIL.UnidentifiedImageError as error:
         raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
     except FileNotFoundError as error:
@@ -73,19 +80,15 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
     raise OSError("there is no image")
 
 
-def _upright_rgb(image: PIL.Image.Image, draft: int | None = None) -> PIL.Image.Image:
-    """The image may be changed."""
+def _require_size(image: PIL.Image.Image) -> None:
     width, height = image.size  # of the header: nothing is decoded yet
     if width * height > MAX_PIXELS:
         raise OSError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
         raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
-    if draft is not None:
-        image.draft(None, (draft, draft))  # does nothing to other formats
-    PIL.ImageOps.exif_transpose(image, in_place=True)
-    if image.format == "JPEG" and image.mode == "RGB":  # without a copy, as nothing else is read of its file
-        image.load()
-        return image
+
+
+def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith(("I", "F")):
         image = _eight_bits(image)
     if not image.has_transparency_data:

@@ -41,6 +41,13 @@ def test_exif_rotation_is_applied(format, decoded):
     assert np.abs(np.subtract(image.getpixel((10, 35)), GREEN)).max() < 10
 
 
+def test_the_orientation_that_a_caller_sets_counts_and_its_image_stays():
+    image = PIL.Image.open(io.BytesIO(encoded(half_red(), "png")["bytes"]))
+    image.getexif()[0x0112] = 6
+    assert decode_image(image).size == decode_image(image).size == (20, 40)
+    assert image.size == (40, 20)
+
+
 def gradient(dtype, top):
     return np.linspace(0, top, 256).reshape(16, 16).astype(dtype)
 
@@ -154,6 +161,9 @@ def test_too_large_and_too_long_images_are_refused_before_they_are_decoded(size,
     monkeypatch.setattr(PIL.Image.Image, "load", None)  # whatever decodes would say so
     with pytest.raises(OSError, match=message):
         decode_image({"bytes": png, "path": None})
+    if "Bomb" not in message:  # Pillow does not open what it takes for a bomb
+        with pytest.raises(OSError, match=message):
+            decode_image(PIL.Image.open(io.BytesIO(png)))
 
 
 def test_as_long_as_is_allowed():

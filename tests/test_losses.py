@@ -95,9 +95,9 @@ def several_captions(model, share=slice(None)):
     return image_embeds, text_embeds.unflatten(0, (-1, 3))
 
 
-def multi_positive(model, share, chunk_size=None):
+def multi_positive(model, share, chunk_size=None, weights=CAPTION_WEIGHTS):
     scale, mask = model.logit_scale.exp(), CAPTION_MASK[share]
-    return multi_positive_loss(*several_captions(model, share), scale, CAPTION_WEIGHTS, mask, chunk_size)
+    return multi_positive_loss(*several_captions(model, share), scale, weights, mask, chunk_size)
 
 
 def gradients(model):
@@ -148,6 +148,21 @@ def test_contrastive_loss_is_the_plain_one(chunk_size, label_smoothing):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)
+def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
+    images, texts, *_ = data()
+    results = []
+    for chunk_size in (None, 2):
+        inputs = [t.clone().requires_grad_(n in needed) for n, t in enumerate((images, texts, torch.tensor(0.3)))]
+        loss = contrastive_loss(*inputs, chunk_size)
+        assert loss.requires_grad == bool(needed)
+        if needed:
+            (3 * loss).backward()
+        results.append([loss.detach(), *(inputs[n].grad for n in needed)])
+        assert all(inputs[n].grad is None for n in range(3) if n not in needed)
+    torch.testing.assert_close(*results)
+
+
 def test_contrastive_loss_of_equal_embeddings():
     embeds = torch.ones(8, 4) / 2
     loss = contrastive_loss(embeds, embeds, torch.tensor([10.0]))
@@ -158,12 +173,12 @@ def test_contrastive_loss_of_equal_embeddings():
 def test_multi_positive_loss_is_the_plain_one(chunk_size):
     results = []
     for function in (
-        lambda m: plain_multi_positive_loss(*several_captions(m), m.logit_scale.exp(), CAPTION_WEIGHTS, CAPTION_MASK),
-        lambda m: multi_positive(m, slice(None), chunk_size),
+        lambda m, weights: plain_multi_positive_loss(*several_captions(m), m.logit_scale.exp(), weights, CAPTION_MASK),
+        lambda m, weights: multi_positive(m, slice(None), chunk_size, weights),
     ):
-        model = Model()
-        loss = function(model).squeeze()
-        grads = torch.autograd.grad(loss, [model.image.weight, model.text.weight, model.logit_scale])
+        model, weights = Model(), CAPTION_WEIGHTS.clone().requires_grad_()
+        loss = function(model, weights).squeeze()
+        grads = torch.autograd.grad(loss, [model.image.weight, model.text.weight, model.logit_scale, weights])
         results.append((loss, *grads))
     for plain, ours in zip(*results, strict=True):
         assert plain.abs().max() > 0

@@ -216,7 +216,12 @@ def mean_of_each(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch
     """
     size = dist.get_world_size()
     works = [dist.all_reduce(gradient.div_(size), async_op=True) for gradient in bucket.gradients()]
-    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: bucket.buffer())
+
+    def reduced(done: torch.futures.Future) -> torch.Tensor:
+        done.wait()  # raises where a process is gone
+        return bucket.buffer()
+
+    return torch.futures.collect_all([work.get_future() for work in works]).then(reduced)
 
 
 def _compute_gradient(

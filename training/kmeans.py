@@ -16,8 +16,8 @@ Library = Literal["scikit-learn", "faiss"]
 MANY = 100_000
 # Features that faiss learns centers from: of each cluster as many as faiss by itself takes, but more of few clusters
 SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
-# Features that are looked at together
-CHUNK = 65_536
+# Features that are looked at together: more do not stay in the cache
+CHUNK = 4096
 INSTALL_FAISS = "faiss is not installed: pip install faiss-cpu (or clip-moe[faiss])"
 
 
@@ -114,7 +114,7 @@ def _by_faiss(
     # Far from the origin, faiss's distances are inexact
     mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32)
     _require_finite(sample, what)
-    sample = sample - mean
+    sample -= mean
     # faiss would split a cluster of equal features in two, and tell them apart by rounding
     sampled = what if len(sample) == len(rows) else f"sampled {what}"
     _require_clusters(_count_different(sample, num_clusters), num_clusters, len(sample), sampled)
@@ -132,12 +132,13 @@ def _by_faiss(
     labels = np.empty(len(rows), int)
     for start, chunk in _chunks(features, rows):
         _require_finite(chunk, what)
-        labels[start : start + len(chunk)] = search.index.search(chunk - mean, 1)[1][:, 0]
+        chunk -= mean
+        labels[start : start + len(chunk)] = search.index.search(chunk, 1)[1][:, 0]
     return labels
 
 
 def _chunks(features: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows, some at a time in float32, with the position of the first."""
+    """Copies of the rows, some at a time in float32, with the position of the first."""
     for start in range(0, len(rows), CHUNK):
         yield start, features[rows[start : start + CHUNK]].astype(np.float32, copy=False)
 

@@ -285,15 +285,20 @@ def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, 
 
 def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing, weights=None):
     weights = torch.ones_like(rows[:, 0]) if weights is None else weights
-    settings = targets, weights, label_smoothing
-    if chunk_size is None:
-        return _cross_entropy(rows, columns, scale, *settings)
-    return _CrossEntropyInChunks.apply(rows, columns, scale, *settings, chunk_size)
+    arguments = rows, columns, scale, weights, targets, label_smoothing
+    return _cross_entropy(*arguments) if chunk_size is None else _CrossEntropyInChunks.apply(*arguments, chunk_size)
 
 
-def _cross_entropy(rows, columns, scale, targets, weights, label_smoothing):
+def _cross_entropy(rows, columns, scale, weights, targets, label_smoothing):
+    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right."""
     logits = scale * rows @ columns.T
     return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+def _of_chunk(tensors, chunk):
+    """Of rows, columns, scale and weights, or of their gradients, what a chunk of rows has to do with."""
+    rows, columns, scale, weights = tensors
+    return rows[chunk], columns, scale, weights[chunk]
 
 
 class _CrossEntropyInChunks(torch.autograd.Function):
@@ -304,29 +309,31 @@ class _CrossEntropyInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, columns, scale, targets, weights, label_smoothing, chunk_size):
-        inputs = [tensor.detach() for tensor in (rows, columns, scale)]
-        needed = any(ctx.needs_input_grad)
-        gradients = [torch.zeros_like(tensor) for tensor in inputs] if needed else []
+    def forward(ctx, rows, columns, scale, weights, targets, label_smoothing, chunk_size):
+        inputs, needed = (rows, columns, scale, weights), ctx.needs_input_grad[:4]
+        gradients = [torch.zeros_like(tensor) for tensor in inputs]
         total = rows.new_zeros(())
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)
-            with torch.set_grad_enabled(needed):
-                parts = [tensor.requires_grad_(needed) for tensor in (inputs[0][chunk].detach(), *inputs[1:])]
-                loss = _cross_entropy(*parts, targets[chunk], weights[chunk], label_smoothing)
+            leaves = [
+                part.detach().requires_grad_(is_needed)
+                for part, is_needed in zip(_of_chunk(inputs, chunk), needed, strict=True)
+            ]
+            with torch.set_grad_enabled(any(needed)):
+                loss = _cross_entropy(*leaves, targets[chunk], label_smoothing)
             total += loss.detach()
-            if needed:
-                of_rows, *others = torch.autograd.grad(loss, parts)
-                gradients[0][chunk] = of_rows
-                for gradient, more in zip(gradients[1:], others, strict=True):
-                    gradient += more
+            if any(needed):
+                loss.backward()
+                for gradient, leaf in zip(_of_chunk(gradients, chunk), leaves, strict=True):
+                    if leaf.requires_grad:
+                        gradient += leaf.grad
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return *(gradient * of_input for of_input in ctx.saved_tensors), None, None, None, None
+        return *(gradient * of_input for of_input in ctx.saved_tensors), None, None, None
 
 
 def _world_size() -> int:

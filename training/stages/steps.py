@@ -42,7 +42,8 @@ class StepsStage(Stage):
     # What its data are made of, as it is printed
     samples: ClassVar[str] = "samples"
     # Settings of stages that train a CLIP
-    mini_batch_size = lora = None
+    mini_batch_size: ClassVar[None] = None
+    lora: ClassVar[None] = None
 
     # An earlier stage, a folder or a hub name.
     model: Model
