@@ -68,9 +68,10 @@ def ratios(
     repeats: int = 5,
     implementations: Sequence[str] = IMPLEMENTATIONS,
     dropped: float = 0.0,
+    modes: Sequence[str] = MODES,
 ) -> dict[tuple[str, str], float]:
     """(implementation, mode) -> time over K dense FFNs on the same tokens, medians of alternating runs: `repeats` of a
-    training step, three times as many of a forward.
+    training step, five times as many of a forward.
 
     Args:
         dropped: the share of the choices that capacity drops.
@@ -95,11 +96,11 @@ def ratios(
         return measure(lambda: run([experts], [inputs, ids, weights], mode != "forward"), device)
 
     found = {}
-    for mode in MODES:
+    for mode in modes:
         for module in (experts, *dense):
             module.requires_grad_(mode != "frozen")
         times = {name: [] for name in ("dense", *implementations)}
-        for repeat in range((3 * repeats if mode == "forward" else repeats) + 1):  # a forward is short
+        for repeat in range((5 * repeats if mode == "forward" else repeats) + 1):  # a forward is short
             for name in times:
                 seconds = call(name, mode)
                 if repeat > 0:  # the first round warms up
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None):
         "--repeats",
         type=int,
         default=5,
-        help="timed runs of each, of which the median counts; three times as many of a forward",
+        help="timed runs of each, of which the median counts; five times as many of a forward",
     )
     parser.add_argument(
         "--max-copies", type=float, default=4, help="skip batched_mm where it copies more GiB of weights (default: 4)"
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None):
                 "# Experts implementations",
                 "",
                 f"Time of a sparse FFN over {options.num_experts_per_tok} dense FFNs on the same tokens (1.00: no "
-                f"overhead), medians of {options.repeats} alternating runs, three times as many of a "
+                f"overhead), medians of {options.repeats} alternating runs, five times as many of a "
                 f"forward: the forward; forward and backward with frozen weights, as where routers "
                 f"train; and all. {described(torch.device(options.device))}.",
                 "",
