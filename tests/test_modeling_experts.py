@@ -233,3 +233,30 @@ def test_every_expert_has_a_gradient_even_without_tokens(name):
     block(hidden_states, torch.zeros(1, 3)).sum().backward()  # all padding
     for parameter in block.parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("training", "trainable", "few", "expected"),
+    [
+        (True, True, True, "grouped_mm"),
+        (True, True, False, "loop"),
+        (True, False, True, "loop"),
+        (False, True, True, "loop"),
+    ],
+)
+def test_experts_that_train_with_few_rows_have_grouped_mm(monkeypatch, training, trainable, few, expected):
+    called = []
+    grouped_mm, loop = modeling._grouped_mm, modeling.CLIPMoEExperts.forward.__wrapped__
+    monkeypatch.setattr(modeling, "_grouped_mm", lambda *args: called.append("grouped_mm") or grouped_mm(*args))
+    monkeypatch.setattr(
+        modeling.CLIPMoEExperts.forward, "__wrapped__", lambda *args: called.append("loop") or loop(*args)
+    )
+    block = tiny_block(num_experts_per_tok=2).train(training)
+    block.experts.config._experts_implementation = "by_device"
+    block.experts.requires_grad_(trainable)
+    tokens = modeling.FEW_ROWS * 4 // 2 - few
+    hidden_states = torch.randn(1, tokens, 16)
+    block(hidden_states)
+    with torch.no_grad():  # the first pass of a batch in parts
+        block(hidden_states)
+    assert called == [expected, expected]

@@ -41,9 +41,8 @@ class StepsStage(Stage):
     makes_model: ClassVar[bool] = True
     # What its data are made of, as it is printed
     samples: ClassVar[str] = "samples"
-    # Settings of stages that train a CLIP
-    mini_batch_size: ClassVar[None] = None
-    lora: ClassVar[None] = None
+    # Settings of stages that train a CLIP: annotated, they would be the first of theirs
+    mini_batch_size = lora = None
 
     # An earlier stage, a folder or a hub name.
     model: Model
