@@ -35,6 +35,7 @@ def kept(model):
 def test_activations(moe):
     fields = {"moe_layers": (1, 2), "vision": WIDE, "text": WIDE} | moe
     model = CLIPMoEModel(tiny_config(fields.pop("moe_layers"), **fields)).train()
+    model.set_experts_implementation("eager")  # grouped_mm keeps up to 4 % less
     config = model.config
     # Beside what is counted: scalars of tokens, of norms and routers
     assert kept(model) == pytest.approx(count_activations(config, False), rel=0.03)
