@@ -98,7 +98,7 @@ def ratios(
     found = {}
     for mode in modes:
         for module in (experts, *dense):
-            module.requires_grad_(mode != "frozen")
+            module.train(mode != "forward").requires_grad_(mode != "frozen")
         times = {name: [] for name in ("dense", *implementations)}
         for repeat in range((5 * repeats if mode == "forward" else repeats) + 1):  # a forward is short
             for name in times:

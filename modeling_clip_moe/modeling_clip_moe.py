@@ -421,8 +421,8 @@ def experts_forward_by_device(
     exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's data-dependent sizes.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
-    `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.97 to 1.09 and 1.15 to 1.30, a training
-    step 0.95 to 1.12 and 1.04 to 1.23; a training step of 1 image 1.31 to 2.36 and 1.12 to 1.79.
+    `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.95 to 1.10 and 1.18 to 1.32, a training
+    step 0.91 to 1.18 and 1.03 to 1.22; a training step of 1 image 1.40 to 2.38 and 1.24 to 1.60.
     """
     # Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
     # same with them
