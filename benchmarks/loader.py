@@ -6,7 +6,8 @@ The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. 
 metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way is
 measured once in each round, the loop at its start and its end; the medians count. Batches are of 32 pairs, and the
 first of every way are not timed: workers start while they are made. With W workers, 1 + W times as many images are read
-as by the loop.
+as by the loop. The loop in two processes at once shows what two workers could reach: two cores that are both busy may
+each be slower than one that is busy alone.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,7 @@ from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
 LOOP = "Pillow's decode and resize in a loop"
+TWO_LOOPS = "two of these loops, in two processes"
 OPEN_CLIP = Augmentation(random_resized_crop=[0.9, 1.0])
 DRAFT = Augmentation(jpeg_draft=True)
 
@@ -80,6 +83,12 @@ def pillow_loop(folder: Path, number: int) -> float:
     return number / (time.perf_counter() - started)
 
 
+def two_pillow_loops(folder: Path, number: int) -> float:
+    """Images a second of two processes that do it at the same time."""
+    with ProcessPoolExecutor(2) as processes:
+        return sum(processes.map(pillow_loop, [folder] * 2, [number] * 2))
+
+
 def rate(loader: PairLoader, number: int) -> float:
     """Images a second of `number` images, after what is read ahead."""
     batches = loader.batches(0)
@@ -114,16 +123,17 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
 
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
-    """Images a second of the loop, which is `LOOP`, and of these ways, or of all."""
+    """Images a second of the loop, which is `LOOP`, of `TWO_LOOPS`, and of these ways, or of all."""
     processor = build_processor("symbols", EDGE, 64)
     processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_images(folder, images)
-        rates: dict[str, list[float]] = {LOOP: []}
+        rates: dict[str, list[float]] = {LOOP: [], TWO_LOOPS: []}
         loaders = [(name, loader) for name, loader in ways(folder, processor) if wanted is None or name in wanted]
         for _ in range(rounds):
             rates[LOOP].append(pillow_loop(folder, images))
+            rates[TWO_LOOPS].append(two_pillow_loops(folder, images))
             for name, loader in loaders:
                 # Workers give two batches at once: of few, chance would decide how many fall into the time
                 number = images * (1 + loader.arguments.num_workers)
