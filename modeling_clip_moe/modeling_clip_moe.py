@@ -421,13 +421,13 @@ def experts_forward_by_device(
     exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's data-dependent sizes.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
-    `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.95 to 1.10 and 1.18 to 1.32, a training
-    step 0.91 to 1.18 and 1.03 to 1.22; a training step of 1 image 1.40 to 2.38 and 1.24 to 1.60.
+    `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to 1.36, a training
+    step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.67.
     """
     # Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
     # same with them
     trains = experts.training and all(parameter.requires_grad for parameter in experts.parameters())
-    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
+    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts and not torch.is_autocast_enabled("cpu")
     if torch.compiler.is_compiling() or hidden_states.is_cuda or (trains and few_rows):
         return _grouped_mm(experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
