@@ -1,7 +1,8 @@
 """
 Time of one sparse FFN layer over K dense FFNs on the same tokens, for each experts implementation.
 
-    python -m benchmarks.experts --output benchmarks/results/experts_cpu.md
+    OMP_NUM_THREADS=1 python -m benchmarks.experts --implementations by_device eager grouped_mm --repeats 3 \\
+        --output benchmarks/results/experts_cpu.md
 """
 
 import argparse

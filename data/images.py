@@ -52,7 +52,7 @@ def read_image(value: Any, image_root: str | None = None, draft: int | None = No
             _require_size(image)
             if draft is not None:
                 image.draft(None, (draft, draft))  # does nothing to other formats
-            PIL.ImageOps.exif_transpose(image, in_place=True)
+            PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
             # JPEGs are RGB without a copy: nothing else is read of their files
             rgb = image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image)
             return rgb, _has_more_frames(image)

@@ -408,7 +408,8 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
-# Rows of an expert below which stacking the gradients of all experts' weights takes the loop longer than `grouped_mm`
+# Rows of an expert, below which `grouped_mm` trains faster: the loop stacks the gradients of all experts' weights
+# (benchmarks/results/experts_cpu.md)
 FEW_ROWS = 160
 
 
@@ -424,14 +425,24 @@ def experts_forward_by_device(
     `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to 1.36, a training
     step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.67.
     """
-    # Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
-    # same with them
-    trains = experts.training and all(parameter.requires_grad for parameter in experts.parameters())
-    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts and not torch.is_autocast_enabled("cpu")
-    if torch.compiler.is_compiling() or hidden_states.is_cuda or (trains and few_rows):
+    if torch.compiler.is_compiling() or hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
         return _grouped_mm(experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
+    """
+    Whether the experts train as it was measured: on a CPU, in float32. Others have the loop, also those whose sizes are
+    no multiples of 16 bytes, which `grouped_mm` refuses.
+
+    Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
+    same with them.
+    """
+    measured = top_k_index.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
+    trains = experts.training and all(p.requires_grad and p.dtype == torch.float32 for p in experts.parameters())
+    return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
 
 
 def _grouped_mm(

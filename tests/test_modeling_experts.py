@@ -236,27 +236,40 @@ def test_every_expert_has_a_gradient_even_without_tokens(name):
 
 
 @pytest.mark.parametrize(
-    ("training", "trainable", "few", "expected"),
+    ("frozen", "few", "dtype", "size", "autocast", "expected"),
     [
-        (True, True, True, "grouped_mm"),
-        (True, True, False, "loop"),
-        (True, False, True, "loop"),
-        (False, True, True, "loop"),
+        ([], True, torch.float32, 16, False, "grouped_mm"),
+        ([], False, torch.float32, 16, False, "loop"),
+        (["up_proj"], True, torch.float32, 16, False, "loop"),
+        ([], True, torch.float32, 16, True, "loop"),
+        # What grouped_mm refuses
+        ([], True, torch.float64, 16, False, "loop"),
+        ([], True, torch.float32, 10, False, "loop"),
     ],
 )
-def test_experts_that_train_with_few_rows_have_grouped_mm(monkeypatch, training, trainable, few, expected):
+@pytest.mark.parametrize("training", [True, False])
+def test_experts_that_train_with_few_rows_have_grouped_mm(
+    monkeypatch, training, frozen, few, dtype, size, autocast, expected
+):
     called = []
     grouped_mm, loop = modeling._grouped_mm, modeling.CLIPMoEExperts.forward.__wrapped__
     monkeypatch.setattr(modeling, "_grouped_mm", lambda *args: called.append("grouped_mm") or grouped_mm(*args))
     monkeypatch.setattr(
         modeling.CLIPMoEExperts.forward, "__wrapped__", lambda *args: called.append("loop") or loop(*args)
     )
-    block = tiny_block(num_experts_per_tok=2).train(training)
-    block.experts.config._experts_implementation = "by_device"
-    block.experts.requires_grad_(trainable)
+    config = CLIPMoEVisionConfig(
+        hidden_size=size, intermediate_size=32, num_attention_heads=2, num_experts=4, num_experts_per_tok=2
+    )
+    experts = CLIPMoEExperts(config).to(dtype).train(training)
+    config._experts_implementation = "by_device"
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for name in frozen:
+        getattr(experts, name).requires_grad_(False)
     tokens = modeling.FEW_ROWS * 4 // 2 - few
-    hidden_states = torch.randn(1, tokens, 16)
-    block(hidden_states)
-    with torch.no_grad():  # the first pass of a batch in parts
-        block(hidden_states)
-    assert called == [expected, expected]
+    choices = torch.rand(tokens, 4).topk(2)
+    hidden_states = torch.randn(tokens, size, dtype=dtype)
+    for gradients in (True, False):  # without them: the first pass of a batch in parts
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=autocast):
+            experts(hidden_states, choices.indices, choices.values)
+    assert called == [expected if training else "loop"] * 2

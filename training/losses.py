@@ -296,7 +296,7 @@ def _cross_entropy(rows, columns, scale, weights, targets, label_smoothing):
 
 
 def _of_chunk(tensors, chunk):
-    """Of rows, columns, scale and weights, or of their gradients, what a chunk of rows has to do with."""
+    """Rows and weights of a chunk, or their gradients; columns and scale whole."""
     rows, columns, scale, weights = tensors
     return rows[chunk], columns, scale, weights[chunk]
 
@@ -311,7 +311,7 @@ class _CrossEntropyInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, columns, scale, weights, targets, label_smoothing, chunk_size):
         inputs, needed = (rows, columns, scale, weights), ctx.needs_input_grad[:4]
-        gradients = [torch.zeros_like(tensor) for tensor in inputs]
+        gradients = [torch.zeros_like(tensor) for tensor in inputs] if any(needed) else []
         total = rows.new_zeros(())
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)

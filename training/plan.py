@@ -121,7 +121,8 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             *([""] if notes else []),
             *notes,
             "",
-            "memory: of a process, for weights, gradients, AdamW's two moments and averaged weights, in float32",
+            "memory: of a process, for weights, gradients, AdamW's two moments and averaged weights, in float32; "
+            "moments of adamw_8bit in 8 bits",
             "memory a pair: of activations, for each pair that a process computes at a time, in float32; half in bf16",
             "memory of a cluster stage: for the features that K-means holds",
             "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",

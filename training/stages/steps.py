@@ -41,7 +41,7 @@ class StepsStage(Stage):
     makes_model: ClassVar[bool] = True
     # What its data are made of, as it is printed
     samples: ClassVar[str] = "samples"
-    # Settings of stages that train a CLIP: annotated, they would be the first of theirs
+    # Settings of stages that train a CLIP, which have them as fields. Not annotated: here they would be fields, too
     mini_batch_size = lora = None
 
     # An earlier stage, a folder or a hub name.
@@ -77,8 +77,8 @@ class StepsStage(Stage):
     # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
     # memory.
     optimizer: OptimizerName = "adamw"
-    # The trained model is the exponential moving average of the weights, with this decay a step; None: it has the last
-    # weights.
+    # The trained model is the exponential moving average of the weights, with this decay a step. Not by DeepSpeed. None:
+    # it has the last weights.
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False

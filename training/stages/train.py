@@ -57,7 +57,8 @@ class TrainStage(StepsStage):
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
-    # Adapters train, in place of weights; the trained model has them added to its weights. None: weights train.
+    # Adapters train, in place of weights; the trained model has them added to its weights. Not with ema_decay. None:
+    # weights train.
     lora: LoraSettings | None = None
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
@@ -69,14 +70,15 @@ class TrainStage(StepsStage):
     max_logit_scale: float = Field(default=100.0, gt=0)
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    # Compile the towers with torch.compile: minutes at the start, for faster steps.
+    # Compile the towers with torch.compile: minutes at the start, for faster steps. Not with router_jitter_noise.
     torch_compile: bool = False
 
     # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
     # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): memory is that of so many,
-    # loss and gradient are those of the whole batch, and a step computes 4/3 as much. None: all at once.
+    # loss and gradient are those of the whole batch, and a step computes 4/3 as much. Not by DeepSpeed, nor with
+    # several captions an image where texts have capacity or noise. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
