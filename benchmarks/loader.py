@@ -158,8 +158,8 @@ def main() -> None:
             "",
             markdown_table(["", "images/s", "relative"], table),
             "",
-            f"Medians of {args.rounds} rounds. {platform.machine()}, {os.cpu_count()} cores, Pillow {PIL.__version__}, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}.",
+            f"Medians of {args.rounds} rounds. {platform.machine()}, {os.cpu_count()} cores, Pillow {PIL.__version__}, "
+            f"torch {torch.__version__}, transformers {transformers.__version__}.",
         ]
     )
     print(page)

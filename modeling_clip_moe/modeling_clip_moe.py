@@ -441,7 +441,8 @@ def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> 
     """
     measured = top_k_index.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
-    trains = experts.training and all(p.requires_grad and p.dtype == torch.float32 for p in experts.parameters())
+    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
+    trains = experts.training and all(w.requires_grad and w.dtype == torch.float32 for w in weights)
     return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
 
 

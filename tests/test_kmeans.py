@@ -58,6 +58,17 @@ def test_clusters_are_found(method):
     assert len({(a, b) for a, b in zip(labels, truth, strict=True)}) == 3  # the same up to names
 
 
+def test_half_precision(method):
+    """Squares of which float16 holds no sum."""
+    features, _ = blobs()
+    features = features * (300 / np.abs(features).max())
+    assert np.square(features).sum(axis=1).max() > np.finfo(np.float16).max
+    assert np.array_equal(
+        kmeans(features.astype(np.float16), 3, 0, method=method),
+        kmeans(features.astype(np.float16).astype(np.float32), 3, 0, method=method),
+    )
+
+
 def test_repeatable_to_the_bit(method):
     first, second, other = (kmeans(noise(), 8, seed, method=method) for seed in (2**32 - 1, 2**32 - 1, 1))
     assert np.array_equal(first, second) and not np.array_equal(first, other)

@@ -163,6 +163,14 @@ def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
     torch.testing.assert_close(*results)
 
 
+def test_a_loss_in_chunks_has_no_second_derivative():
+    images, texts, *_ = data()
+    images.requires_grad_()
+    loss = contrastive_loss(images, texts, torch.tensor(0.3), chunk_size=2) + images.square().sum()
+    with pytest.raises(RuntimeError, match="chunk_size: the loss in chunks has no second derivative"):
+        torch.autograd.grad(loss, images, create_graph=True)
+
+
 def test_contrastive_loss_of_equal_embeddings():
     embeds = torch.ones(8, 4) / 2
     loss = contrastive_loss(embeds, embeds, torch.tensor([10.0]))

@@ -155,7 +155,8 @@ def _count_different(features: np.ndarray, enough: int) -> int:
 
 def _require_finite(features: np.ndarray, what: str) -> None:
     with np.errstate(over="ignore"):
-        lengths = np.einsum("ij,ij->i", features, features)  # without an array of squares
+        # Without an array of squares. Those of float16 would not be finite
+        lengths = np.einsum("ij,ij->i", features, features, dtype=np.result_type(features, np.float32))
     if not np.isfinite(lengths).all():
         raise ValueError(f"the {what} are not finite, or so large that their squares are not")
 
@@ -164,7 +165,7 @@ def _require_clusters(found: int, num_clusters: int, num_features: int, what: st
     if found < num_clusters:
         raise ValueError(
             f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {num_features} {what} "
-            "differ. Ask for fewer clusters, or look at the model they come from"
+            "differ, or too many are equal. Ask for fewer clusters, or look at the model they come from"
         )
 
 

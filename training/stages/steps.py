@@ -77,8 +77,8 @@ class StepsStage(Stage):
     # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
     # memory.
     optimizer: OptimizerName = "adamw"
-    # The trained model is the exponential moving average of the weights, with this decay a step. Not by DeepSpeed. None:
-    # it has the last weights.
+    # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
+    # None: the trained model has the last weights.
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
