@@ -164,7 +164,9 @@ def launch_two(tmp_path, *overrides, script="training/upcycle.py"):
 
 
 def errors(text):
-    return [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
+    lines = [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
+    # Where torchao is installed, its import fails to load kernels for GPUs, and has torch warn of an error in future
+    return [line for line in lines if "torchao" not in line and "torch/utils/_pytree.py" not in line]
 
 
 @pytest.mark.slow

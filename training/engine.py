@@ -147,13 +147,13 @@ def train(
     average = _weight_average(accelerator, task, settings)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
-        accelerator.print(f"{settings.name}: goes on from step {step}")
+        accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
     log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
     weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
     if step == 0:
         _measure(scores, 0, total_steps, weights, log)
-    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_local_main_process)
+    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_main_process)
     while step < total_steps:
         kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)

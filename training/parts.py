@@ -43,7 +43,7 @@ def write_parts(
     """
     folder.mkdir(exist_ok=True)
     starts = range(0, num_rows, part_size)[accelerator.process_index :: accelerator.num_processes]
-    for start in tqdm(starts, desc=f"{name} of {num_rows} rows", disable=not accelerator.is_local_main_process):
+    for start in tqdm(starts, desc=f"{name} of {num_rows} rows", disable=not accelerator.is_main_process):
         path = part_file(folder, start)
         if not path.exists():
             save_arrays(path, compute(start, min(start + part_size, num_rows)))

@@ -165,7 +165,7 @@ class Runner:
         context.forget_identities()
         self.require_made_alike(stage)
         if (final / MANIFEST).is_file():
-            accelerator.print(f"{stage.name}: done before, skipped")
+            accelerator.on_main_process(print)(f"{stage.name}: done before, skipped")
             if accelerator.is_main_process:
                 shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
             return

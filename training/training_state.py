@@ -142,7 +142,7 @@ def load_checkpoint(
         path = checkpoint / f"{RANDOM_STATES}_{accelerator.process_index}.json"
         _read_random_states(_read(path), accelerator.device, checkpoint)
     else:
-        accelerator.print(
+        accelerator.on_main_process(print)(
             f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
             f"{accelerator.num_processes} now: dropout and the router's noise go on with other random numbers"
         )

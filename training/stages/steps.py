@@ -126,7 +126,7 @@ class StepsStage(Stage):
         scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)
         total_steps = self._total_steps(loader)
         training = [parameter.requires_grad for parameter in model.parameters()]
-        accelerator.print(
+        accelerator.on_main_process(print)(
             f"{self.name}: {total_steps} steps of {self.global_batch_size} {self.samples} on "
             f"{accelerator.num_processes} x {accelerator.device.type}, {sum(training)} weight tensors train, "
             f"{len(training) - sum(training)} are frozen"

@@ -352,7 +352,7 @@ class TrainExpertsStage(TrainStage):
         for setting, choice in choices.items():
             sizes = np.unique(choice[ours], return_counts=True)[1]
             unused = (sizes % batch_size).sum()
-            accelerator.print(
+            accelerator.on_main_process(print)(
                 f"{self.name}: {len(sizes)} clusters with small_clusters: {setting}"
                 f"{' (chosen)' if setting == self.small_clusters else ''}, {(sizes < batch_size).sum()} of them "
                 f"smaller than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "

@@ -63,7 +63,7 @@ class TrainDataExpertStage(TrainStage):
                 f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
                 f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
             )
-        context.accelerator.print(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
+        context.accelerator.on_main_process(print)(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
         return rows.select(chosen)
 
 
