@@ -409,7 +409,7 @@ class CLIPMoEExperts(nn.Module):
 
 
 # Rows of an expert, below which `grouped_mm` trains faster: the loop stacks the gradients of all experts' weights
-# (benchmarks/results/experts_cpu.md)
+# (benchmarks/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
 
 

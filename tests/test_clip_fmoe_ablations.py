@@ -1,11 +1,11 @@
 """CLIP-FMoE's ablations on models of a few thousand parameters, and what experts of the real recipes see."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from tiny_recipes import tiny_run
@@ -45,7 +45,7 @@ def test_experts_see_together_what_direct_fine_tuning_sees(recipe):
     clusters = FeatureClusters(labels, np.array(list(np.ndindex(shape))), np.zeros((np.prod(shape), 2)))
     seen = []
     for stage in experts:
-        of_expert = stage.labels(clusters, batch, SimpleNamespace(print=print))
+        of_expert = stage.labels(clusters, batch, Accelerator(cpu=True))
         batches = list(ClusterBatchSampler(of_expert, batch, order=stage.order))
         turn = [labels[one[0]] for one in batches]
         assert all((labels[one] == label).all() for one, label in zip(batches, turn, strict=True))
@@ -108,7 +108,7 @@ def test_ablations_of_the_clusters(run, tmp_path, overrides, columns, levels):
     numbers = np.prod(list(columns.values()))
     for stage in load_recipe(output / "recipe.yaml").stages:
         if stage.kind == "train_experts":  # its batches are of sub-clusters, or of its whole cluster
-            of_expert = stage.labels(FeatureClusters(**found), 1, SimpleNamespace(print=print))
+            of_expert = stage.labels(FeatureClusters(**found), 1, Accelerator(cpu=True))
             assert len(np.unique(of_expert[of_expert >= 0])) == (numbers if levels == 2 else 1)
             assert ((of_expert >= 0) == (found["tuples"][found["labels"], 0] == stage.cluster)).all()
     fused, *experts = (weights(output / name) for name in ("fused", "expert_1", "expert_2"))
