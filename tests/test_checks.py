@@ -225,6 +225,12 @@ def test_processes_share_a_batch(path):
     assert shared[-1] == "tuned.global_batch_size: 8 cannot be shared by 3 processes x 1 accumulation steps"
 
 
+def test_an_optimizer_has_to_be_installed(path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (line,) = faults(path, {"tuned.optimizer": "adamw_8bit"})
+    assert line.endswith("tuned.optimizer: adamw_8bit is torchao's: pip install torchao, or take adamw")
+
+
 def test_forty_stages_are_checked_at_once(path):
     settings = RECIPE | {"stages": [dict(stage) for stage in RECIPE["stages"]]}
     train = settings["stages"][7]

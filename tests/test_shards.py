@@ -181,7 +181,8 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path, proce
     (first, second) = batches(processor, source, number=2, indexed=True, max_unreadable=0.3)
     ids = [*first["input_ids"], *second["input_ids"]]
     assert sorted(processor.batch_decode(ids, skip_special_tokens=True)) == ["three", "two", "two", "zero"]
-    assert f"1 of 4 pairs of {source} cannot be read so far, now 1: it is no image" in caplog.text
+    assert f"1 of 4 pairs of {source} cannot be read so far, now 1 ({source}" in caplog.text
+    assert ".tar#" in caplog.text and "): it is no image" in caplog.text
     with pytest.raises(ValueError, match="1 of 4 pairs of .*More than max_unreadable = 1% is an error"):
         batches(processor, source, number=2, indexed=True)
 

@@ -1,5 +1,6 @@
 """The optimizers that a stage may take."""
 
+import importlib.util
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -36,6 +37,13 @@ def make_optimizer(task: nn.Module, settings: "StepsStage", device: torch.device
             ) from error
         return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
+
+
+def missing_library(optimizer: OptimizerName) -> str | None:
+    """What is to be installed for it, if something is."""
+    if optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        return "adamw_8bit is torchao's: pip install torchao, or take adamw"
+    return None
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
