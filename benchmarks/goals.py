@@ -43,7 +43,7 @@ class Figure:
         elif self.at_least == 0:
             target = f"at most {self.at_most:g}"
         reached = self.at_least <= self.ratio <= self.at_most
-        return [self.what, f"{self.ratio:.3f}", target, "yes" if reached else "missed"]
+        return [self.what, f"{self.ratio:.2f}", target, "yes" if reached else "missed"]
 
 
 def of_experts(repeats: int) -> Iterator[Figure]:

@@ -80,6 +80,11 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     by = psutil.Process().parent().cmdline()
     launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
     asked = _asked_of_accelerate(by[:launched])
+    if asked.num_processes % asked.num_machines:
+        sys.exit(
+            f"error: --num_processes {asked.num_processes} cannot be shared by {asked.num_machines} machines: it is "
+            "the number of all processes, as many on each machine"
+        )
     if asked.num_processes == 1:
         return
     where = ["--standalone"]

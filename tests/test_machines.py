@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from tiny_runs import DENSE, TUNED, run_stages, weights
+
+from evaluation import processes
 
 ROOT = Path(__file__).parents[1]
 SBATCH = ROOT / "training" / "slurm" / "upcycle.sbatch"
@@ -84,6 +87,28 @@ def test_torchrun(recipe, tmp_path):
     finally:
         second.kill()
     assert_one(tmp_path)
+
+
+def test_what_accelerate_was_asked_for_is_read(tmp_path):
+    """Options count more than the configuration file, as for Accelerate."""
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "use_cpu": True}
+    config |= {"num_processes": 4, "num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+    (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(config))
+    command = ["accelerate", "launch", "--quiet", f"--config_file={tmp_path / 'cpu.yaml'}", "--machine-rank", "1"]
+    asked = processes._asked_of_accelerate([*command, "--num_processes", "6"])
+    found = asked.num_processes, asked.num_machines, asked.machine_rank, asked.main_process_ip, asked.main_process_port
+    assert found == (6, 2, 1, "10.0.0.1", 29500)
+    assert processes._asked_of_accelerate(["accelerate", "launch", "--cpu"]).num_processes == 1
+
+
+def test_machines_have_the_same_number_of_processes(monkeypatch):
+    command = ["accelerate", "launch", "--cpu", "--num_processes", "3", "--num_machines", "2", "upcycle.py"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    parent = SimpleNamespace(cmdline=lambda: command)
+    monkeypatch.setattr(processes.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    with pytest.raises(SystemExit, match="--num_processes 3 cannot be shared by 2 machines"):
+        processes.launch_cpu_processes("upcycle.py", ["upcycle.py"])
 
 
 def test_the_batch_script_is_one():

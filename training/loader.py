@@ -294,11 +294,10 @@ class _Pairs(torch.utils.data.Dataset):
             raise error
         source, share = self.arguments.source, self.arguments.max_unreadable
         self.failed += 1
+        is_new = index not in self.unreadable
+        self.unreadable.add(index)
         image = self.rows[index]["image"]
-        # Of a mixture, pairs with the same image are one
-        where = (image.get("path") if isinstance(image, dict) else image) or index
-        is_new = where not in self.unreadable
-        self.unreadable.add(where)
+        where = image.get("path") if isinstance(image, dict) else image
         so_far = f"{len(self.unreadable)} of {len(self)} pairs of {source} cannot be read so far"
         message = f"{so_far}, now {index} ({where}): {error}"
         too_many = self.tried >= STREAM_TRIAL and self.failed > share * self.tried

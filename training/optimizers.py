@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from training.stages.steps import StepsStage
 
 OptimizerName = Literal["adamw", "adamw_8bit"]
+INSTALL_TORCHAO = "adamw_8bit is torchao's: pip install torchao, or take adamw"
 # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
 FUSED = ("cuda", "xpu")
 
@@ -32,18 +33,13 @@ def make_optimizer(task: nn.Module, settings: "StepsStage", device: torch.device
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
-            raise ValueError(
-                f"{settings.name}.optimizer: adamw_8bit is torchao's: pip install torchao, or take adamw ({error})"
-            ) from error
+            raise ValueError(f"{settings.name}.optimizer: {INSTALL_TORCHAO} ({error})") from error
         return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
 
 
-def missing_library(optimizer: OptimizerName) -> str | None:
-    """What is to be installed for it, if something is."""
-    if optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        return "adamw_8bit is torchao's: pip install torchao, or take adamw"
-    return None
+def has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

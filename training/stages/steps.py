@@ -27,7 +27,7 @@ from training.expected import (
     trainable_parameters,
 )
 from training.manifests import flatten
-from training.optimizers import OptimizerName, missing_library
+from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao
 from training.samplers import Share
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, dump
@@ -148,8 +148,8 @@ class StepsStage(Stage):
         batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
         if batch % (num_processes * accumulation):
             yield "global_batch_size", self._not_shared(num_processes)
-        if missing := missing_library(self.optimizer):
-            yield "optimizer", missing
+        if self.optimizer == "adamw_8bit" and not has_torchao():
+            yield "optimizer", INSTALL_TORCHAO
         with contextlib.suppress(Unknown):
             least = batch if self.max_steps is None else batch // accumulation
             if inputs.data.known_pairs < least:
