@@ -23,7 +23,7 @@ from benchmarks.devices import described, peak_memory, synchronize
 from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from evaluation.costs import SIZES, count_activations, paper_config
+from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
 from modeling_clip_moe import CLIPMoEModel
 from training.engine import ContrastiveTask, checkpoint_layers
 from training.freezing import set_trainable
@@ -131,7 +131,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     recipe, device = RECIPES[name], torch.device(options.device)
     held_before = peak_memory()
     model = random_model(options.size, recipe, device)
-    trainable = sum(model.get_parameter(parameter).numel() for parameter in set_trainable(model, recipe.trainable)[0])
+    sizes = [model.get_parameter(parameter).numel() for parameter in set_trainable(model, recipe.trainable)[0]]
+    trainable = sum(sizes)
     if options.gradient_checkpointing:
         checkpoint_layers(model)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=options.mixed_precision)
@@ -155,7 +156,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     checkpointing, pairs = options.gradient_checkpointing, options.mini_batch_size or options.batch
     captions = len(recipe.caption_weights or [1])
-    activations = count_activations(model.config, checkpointing, captions)
+    texts = captions * recipe.tokens
+    activations = count_activations(model, checkpointing, texts) + count_largest_layer(model, texts)
     number_size = 4 if options.mixed_precision == "no" else 2
     total = sum(parameter.numel() for parameter in model.parameters())
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -165,7 +167,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         "trainable": trainable,
         "seconds": seconds[-1],
         "held": held,
-        "plan": 4 * total + 12 * trainable + pairs * number_size * activations,
+        "plan": 4 * total + 12 * (trainable + max(sizes)) + pairs * number_size * activations,
     }
 
 

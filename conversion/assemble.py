@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import CLIPConfig
 
 from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_inputs
 from conversion.files import new_folder, one_line_errors
-from conversion.processors import copy_processor
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from conversion.processors import copy_processor, require_same
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 
 # Where the repository keeps the encoder of the metadata
@@ -41,28 +42,18 @@ def convert(
         config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
 
     Raises:
-        ValueError: an expert takes other inputs or gives embeddings of another size than the first, or see
-            `CLIPMoDEModel.set_centers`.
+        ValueError: an expert takes other inputs or gives embeddings of another size than the first, or its
+            processor makes something else of them, see `require_same`; or see `CLIPMoDEModel.set_centers`.
     """
-    first = dtype = None
+    first = None
     for number, source in enumerate(experts):
         expert = load_clip(source)
-        text, vision = expert.config.text_config, expert.config.vision_config
-        sizes = {
-            "projection_dim": expert.config.projection_dim,
-            "vocab_size": text.vocab_size,
-            "eos_token_id": text.eos_token_id,
-            "max_position_embeddings": text.max_position_embeddings,
-            "image_size": vision.image_size,
-            "num_channels": vision.num_channels,
-        }
-        first, dtype = first or sizes, dtype or expert.dtype
-        for name, size in sizes.items():
-            if size != first[name]:
-                raise ValueError(f"{source} has {name} {size}, but {experts[0]} has {first[name]}")
+        first = first or expert.config
+        require_same_sizes(experts[0], first, source, expert.config)
         expert.save_pretrained(folder / f"expert_{number}")
+    require_same(experts)
     names = [f"expert_{number}" for number in range(len(experts))]
-    config = {"projection_dim": first["projection_dim"], "dtype": dtype, "routing": DEFAULT_ROUTING, **config}
+    config = {"projection_dim": first.projection_dim, "dtype": first.dtype, "routing": DEFAULT_ROUTING, **config}
     CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:
@@ -72,6 +63,21 @@ def convert(
     if encoder_folder is not None:
         shutil.copytree(encoder_folder, folder / ENCODER, dirs_exist_ok=True)  # after a kill
     verify(experts, folder)
+
+
+def require_same_sizes(
+    name: str | Path, config: CLIPConfig | CLIPMoEConfig, other: str | Path, of_other: CLIPConfig | CLIPMoEConfig
+) -> None:
+    """Raises ValueError unless two models take the same texts and images and give embeddings of the same size."""
+    sizes, sizes_of_other = (
+        {"projection_dim": config.projection_dim}
+        | {key: getattr(config.text_config, key) for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+        | {key: getattr(config.vision_config, key) for key in ("image_size", "num_channels")}
+        for config in (config, of_other)
+    )
+    for key, size in sizes_of_other.items():
+        if size != sizes[key]:
+            raise ValueError(f"{other} has {key} {size}, but {name} has {sizes[key]}")
 
 
 @torch.no_grad()

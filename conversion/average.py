@@ -12,7 +12,7 @@ from transformers import CLIPModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.files import new_folder, one_line_errors
-from conversion.processors import copy_processor
+from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoEModel
 
 
@@ -38,7 +38,8 @@ def average(sources: Sequence[str | Path]) -> CLIPModel | CLIPMoEModel:
 
 
 def convert(sources: Sequence[str | Path], folder: Path) -> None:
-    """Saves the mean of models and the processor of the first. Raises as `average`."""
+    """Saves the mean of models and the processor of the first. Raises as `average` and `require_same`."""
+    require_same(sources)
     average(sources).save_pretrained(folder)
     copy_processor(sources[0], folder)
 

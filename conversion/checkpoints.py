@@ -100,6 +100,15 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
         ValueError: another kind of model, a damaged file, weights that are not finite or quantized, missing, left-over
             or wrongly shaped tensors (named).
     """
+    return load_weights(model_class, source, config_of(model_class, source), **kwargs)
+
+
+def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
+    """The configuration of a model of exactly this class.
+
+    Raises:
+        ValueError: it is another kind of model, or see `load_config`.
+    """
     config = load_config(source)
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
@@ -107,7 +116,7 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
         if isinstance(config, CLIPMoEConfig) and not is_sparse(config):
             hint = " (it is dense, and both of its towers have one encoder)"
         raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
-    return load_weights(model_class, source, config, **kwargs)
+    return config
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, stored: int) -> None:
@@ -154,7 +163,12 @@ def load_weights(
 
 def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
     """Loads a dense or a sparse CLIP, see `load_model`."""
-    return load_model(MODELS.get(load_config(source).model_type, CLIPModel), source, **kwargs)
+    return load_model(clip_class(source), source, **kwargs)
+
+
+def clip_class(source: str | Path) -> type[CLIPModel] | type[CLIPMoEModel]:
+    """The class of a dense or a sparse CLIP; of any other model, the class that `load_model` finds it is not of."""
+    return MODELS.get(load_config(source).model_type, CLIPModel)
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -17,6 +18,9 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from conversion.messages import shortened
 
 NOTHING_LEFT = "nothing was written"
 MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
@@ -30,12 +34,13 @@ _raised: list[BaseException] = []
 def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
     """Ends the program with one line on stderr and a status that is not 0 for an error that the user can cause.
 
-    Ctrl-C and SIGTERM end it as errors do, so that temporary files are removed.
+    Ctrl-C and SIGTERM end it as errors do, so that temporary files are removed. Warnings stand beside progress bars,
+    not within them, and there are no bars where stderr is no terminal.
 
     Args:
         interrupted: what is left after Ctrl-C, and how to go on.
     """
-    with _signals_raise():
+    with _signals_raise(), _readable_output():
         try:
             try:
                 yield
@@ -52,6 +57,24 @@ def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
             sys.exit(f"error: weights could not be written or read: {_one_line(error)}")
         except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
             sys.exit(f"error: {_one_line(error)}")
+
+
+@contextlib.contextmanager
+def _readable_output() -> Iterator[None]:
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+        if "datasets" in sys.modules:  # converters do not need it
+            sys.modules["datasets"].disable_progress_bars()
+    logging.captureWarnings(True)
+    try:
+        with logging_redirect_tqdm([logging.getLogger(name) for name in ("root", "transformers", "datasets")]):
+            yield
+    finally:
+        logging.captureWarnings(False)
 
 
 def _one_line(error: BaseException) -> str:
@@ -126,20 +149,21 @@ def locked(folder: Path) -> Iterator[None]:
     beside = os.access(folder.parent, os.W_OK)
     path = folder.with_name(f".{folder.name}.lock") if beside else folder / ".lock"
     lock = FileLock(path, timeout=0.2)  # not 0: a file that its holder removes just now is tried again
-    try:
-        lock.acquire()
-    except Timeout:
-        with contextlib.suppress(OSError):
-            raise ValueError(f"{folder} is in use: {path.read_text(encoding='utf-8')}") from None
-        raise ValueError(f"{folder} was in use until just now: try again") from None
-    try:
+    try:  # from here on: a signal may arrive as soon as there is a file
+        try:
+            lock.acquire()
+        except Timeout:
+            with contextlib.suppress(OSError):
+                raise ValueError(f"{folder} is in use: {path.read_text(encoding='utf-8')}") from None
+            raise ValueError(f"{folder} was in use until just now: try again") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         holder = f"process {os.getpid()} on {socket.gethostname()} has been writing there since {since}"
         path.write_text(holder, encoding="utf-8")
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the release: whoever opened it meanwhile sees that it is gone
-        lock.release()
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # before the release: whoever opened it meanwhile sees that it is gone
+            lock.release()
 
 
 @contextlib.contextmanager
@@ -178,8 +202,8 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
         temporary = output.with_name(f".{output.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-        temporary.mkdir()
-        try:
+        try:  # from here on: a signal may arrive as soon as it is there
+            temporary.mkdir()
             yield temporary
             end_if_told_to()
             respect_umask(temporary)
@@ -264,8 +288,8 @@ def read_json(path: Path) -> Any:
     return content
 
 
-def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
-    """A dictionary with these keys, or a list, that a stage wrote as JSON.
+def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:
+    """A dictionary with values of these types, of which numbers are counts, or a list, that a stage wrote as JSON.
 
     Raises:
         ValueError: the file is damaged.
@@ -274,9 +298,10 @@ def read_record(path: Path, kind: type, keys: Iterable[str] = ()) -> Any:
         record = read_json(path)
         if not isinstance(record, kind):
             raise ValueError(f"it holds no {kind.__name__}")
-        missing = [key for key in keys if key not in record]
-        if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
+        for key, wanted in (keys or {}).items():
+            value = record.get(key)
+            if type(value) is not wanted or (wanted is int and value < 1):
+                raise ValueError(f"its {key} is {shortened(value)}")
     except ValueError as error:
         reason = str(error).removeprefix(f"{path} ")
         raise ValueError(

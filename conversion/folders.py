@@ -12,6 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 
 from conversion.files import read_json
 from conversion.own_code import kernels
+from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import check_tower
 
 # What a folder of a model may hold as JSON, all of it objects
@@ -130,7 +131,11 @@ def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
         )
         if not isinstance(config.architectures or [], list):
             raise ValueError(f"architectures must be a list of names, got {config.architectures!r}")
+        if isinstance(config, CLIPMoDEConfig) and not config.experts:
+            raise ValueError("experts must name the folders of a mixture's experts, got []")
         for tower in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+            if isinstance(tower, PreTrainedConfig) and not tower.return_dict:
+                raise ValueError("return_dict must be true: the outputs of a model have names here")
             layers = getattr(tower, "num_hidden_layers", None) or 0
             if layers > MOST_LAYERS:
                 raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")

@@ -1,8 +1,8 @@
 """How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from conversion.files import read_json, read_record
 from conversion.local_names import is_hub_name, is_url, without_paths
 from conversion.messages import cut
-from conversion.provenance import ATTEMPTS, MANIFEST, RECIPE, is_as_made, manifest_fingerprint, weights_fingerprint
+from conversion.provenance import (
+    ATTEMPTS,
+    ENVIRONMENT,
+    MANIFEST,
+    RECIPE,
+    SAMPLES,
+    is_as_made,
+    manifest_fingerprint,
+    weights_fingerprint,
+)
 from conversion.recipe_yaml import read_yaml
 from conversion.result_schema import require_result
 
@@ -28,7 +37,11 @@ TASK_TYPES = {
     "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
     "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
 }
-BUILT_IN = ("glyphs", "symbols")  # data that this package draws
+# The worlds that this package draws -> texts of theirs
+WORLDS = {
+    "glyphs": ["a picture of a star", "a picture of a heart"],
+    "symbols": ["a picture of a snowman", "a picture of an anchor"],
+}
 
 
 class Attempt(BaseModel):
@@ -43,6 +56,28 @@ class Attempt(BaseModel):
 
 
 @dataclass(frozen=True)
+class Data:
+    """What a card tells of the data of a stage.
+
+    Args:
+        name: a world, a URL, a name on the Hub, or the last part of a path.
+        where: "world", "web", "hub" or "local".
+        details: which captions, or which columns.
+        pairs: how many a stage trained on, where that is known.
+    """
+
+    name: str
+    where: str
+    details: str
+    pairs: int | None = None
+
+    def __str__(self) -> str:
+        pairs = "" if self.pairs is None else f"{self.pairs:,} pairs of "
+        details = ", ".join(filter(None, ["local" * (self.where == "local"), self.details]))
+        return f"{pairs}{self.name}{details and f' ({details})'}"
+
+
+@dataclass(frozen=True)
 class Lineage:
     """What is known of how a model came to be. No name in it is one of this machine.
 
@@ -53,8 +88,7 @@ class Lineage:
         attempts: of each of these, what its attempts ran on and took, where that was recorded.
         bases: names on the Hub of the models whose weights the first stages start from.
         unknown: the same for folders that do not tell how they were made, or tell it no more.
-        data: sources of the data of all stages that have some.
-        datasets: those that are names on the Hub.
+        data: of all stages that have some.
         results: name of a file -> the scores of these weights in the run.
         dates: name of a file -> when they were measured.
         pictures: name -> file.
@@ -65,8 +99,7 @@ class Lineage:
     attempts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    data: list[str] = field(default_factory=list)
-    datasets: list[str] = field(default_factory=list)
+    data: list[Data] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     dates: dict[str, date] = field(default_factory=dict)
     pictures: dict[str, Path] = field(default_factory=dict)
@@ -87,10 +120,9 @@ class Lineage:
         made = {origin: read_record(origin / MANIFEST, dict) for origin in _stages_before(folder, _all_inputs)}
         names = {origin: _name(origin, folder.parent) for origin in made}
         bases, unknown = _bases(folder)
-        data = [source for origin in made for source in _data(origin)]
         recipe = _read_recipe(folder.parent / RECIPE)
         inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
-        local = {*inputs, str(recipe.get("output_dir"))}.union(*map(_local_data, made.values()))
+        local = {*inputs, str(recipe.get("output_dir"))}.union(*map(local_paths, {origin.parent for origin in made}))
         return cls(
             recipe=without_paths(recipe, local),
             stages={names[origin]: without_paths(manifest, local) for origin, manifest in made.items()},
@@ -99,14 +131,19 @@ class Lineage:
             },
             bases=bases,
             unknown=unknown,
-            data=sorted({text for _, text in data}),
-            datasets=sorted({name for name, _ in data if name is not None}),
+            data=_all_data(made, local),
             **_measured(folder),
         )
 
     @property
     def other_runs(self) -> list[str]:
         return sorted({name.split("/")[0] for name in self.stages if "/" in name})
+
+    @property
+    def is_from_scratch(self) -> bool:
+        """Whether its weights began as random numbers; not where that is not known."""
+        starts = [manifest["stage"].get("stage") == "initialize" for manifest in self.stages.values()]
+        return any(starts) and not self.bases and not self.unknown
 
     @property
     def hours(self) -> float:
@@ -136,10 +173,30 @@ def _measured(folder: Path) -> dict[str, Any]:
     weights = weights_fingerprint(str(folder))
     results = _results(folder, weights)
     return {
-        "results": {name: without_paths(read_json(path) | {"source": folder.name}) for name, path in results.items()},
+        "results": {name: _published(read_json(path) | {"source": folder.name}) for name, path in results.items()},
         "dates": {name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
         "pictures": _pictures(folder, weights, {path.parent for path in results.values()}),
     }
+
+
+def _published(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without what is true on this machine alone."""
+    local = result.pop("local", [])
+    return without_paths(result, local)
+
+
+def local_paths(run: Path) -> list[str]:
+    """What in the recipe of a run was a path on the machines that it ran on, whether it is still there or not.
+
+    Raises:
+        ValueError: the file that says so is damaged.
+    """
+    path = run / ENVIRONMENT
+    content = read_json(path) if path.is_file() else {}
+    local = content.get("local", []) if isinstance(content, dict) else None
+    if not isinstance(local, list) or not all(isinstance(name, str) for name in local):
+        raise ValueError(f"{path} is damaged: its `local` is no list of paths")
+    return local
 
 
 def _is_stage(folder: Path) -> bool:
@@ -197,34 +254,36 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(hub), sorted(unknown)
 
 
-def _data(folder: Path) -> list[tuple[str | None, str]]:
-    """The name on the Hub, if it is one, and what a card calls them, of a stage's data that no stage made."""
-    manifest = read_record(folder / MANIFEST, dict)
-    data = manifest["stage"].get("data")
-    source = data.get("source") if isinstance(data, dict) else None
-    made = {reference: is_known for reference, _, is_known in _all_inputs(folder)}
-    if not isinstance(source, str) or made.get(source):
-        return []
-    if source in BUILT_IN or is_url(source):
-        return [(None, source)]
-    is_local = source in made or source in _local_data(manifest)
-    is_public = not is_local and ("commit" in _identity(manifest) or is_hub_name(source))
-    return [(source, source)] if is_public else [(None, f"{Path(without_paths(source)).name} (local)")]
+def _all_data(made: dict[Path, dict[str, Any]], local: Collection[str]) -> list[Data]:
+    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on."""
+    found: dict[Data, int | None] = {}
+    for origin, manifest in made.items():
+        settings, inputs = manifest["stage"].get("data"), {name: is_known for name, _, is_known in _all_inputs(origin)}
+        source = settings.get("source") if isinstance(settings, dict) else None
+        if isinstance(source, str) and not inputs.get(source):
+            of_hub = isinstance(manifest.get("data"), dict) and "commit" in manifest["data"]
+            is_local = source in local or source in inputs or not (of_hub or is_hub_name(source))
+            one, pairs = _data(settings, is_local), _pairs(origin / SAMPLES)
+            found[one] = max(found.get(one) or 0, pairs or 0) or None
+    return sorted((replace(one, pairs=pairs) for one, pairs in found.items()), key=str)
 
 
-def _identity(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Of a stage's data, as data.identity tells it: empty where it was not known."""
-    identity = manifest.get("data")
-    return identity if isinstance(identity, dict) else {}
+def _data(settings: dict[str, Any], is_local: bool) -> Data:
+    source = settings["source"]
+    if source in WORLDS:
+        kinds = settings.get("kinds", "all")
+        return Data(source, "world", f"{settings.get('captions', 'web')} captions{f' of {kinds}' * (kinds != 'all')}")
+    details = f"columns {settings.get('image_column', 'image')} and {settings.get('caption_column', 'caption')}"
+    if is_url(source):
+        return Data(source, "web", details)
+    return Data(without_paths(source, [source]), "local", details) if is_local else Data(source, "hub", details)
 
 
-def _local_data(manifest: dict[str, Any]) -> set[str]:
-    """What a stage's data were read from on the machine that it ran on, whether it is still there or not."""
-    data = manifest["stage"].get("data")
-    if not isinstance(data, dict):
-        return set()
-    paths = [data.get("image_root"), data.get("source") if "files" in _identity(manifest) else None]
-    return {path for path in paths if isinstance(path, str)}
+def _pairs(path: Path) -> int | None:
+    pairs = read_record(path, dict).get("pairs") if path.is_file() else None
+    if pairs is not None and type(pairs) is not int:
+        raise ValueError(f"{path} is damaged: pairs is no number")
+    return pairs
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -287,7 +346,8 @@ def _pictures(folder: Path, weights: str, measured: set[Path]) -> dict[str, Path
                 "of which; delete it and run it again",
                 file=sys.stderr,
             )
-    return {name: path / name for path in sorted(folders) for name in PICTURES if (path / name).is_file()}
+    pictures = [path / name for path in sorted(folders) for name in PICTURES]
+    return {path.name: path for path in pictures if path.is_file() and not path.is_symlink()}  # a link may be anything
 
 
 def _is_of(result: dict[str, Any], folder: Path) -> bool:

@@ -157,7 +157,8 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
     of_tower = has_file(tower_source, *IMAGE_PROCESSOR_FILES)
     if of_tower:
         processor.image_processor = load_image_processor(tower_source)
-    require_fit(config, tower_source if of_tower else source, image_processor=processor.image_processor)
+    image_source = tower_source if of_tower else source
+    require_fit(config, tower_source, image_source, image_processor=processor.image_processor)
     processor.patch_size = config.vision_config.patch_size
     save(processor, folder)
 

@@ -1,5 +1,6 @@
 """Names that hold on this machine alone, which are not published, and names on the Hub."""
 
+import glob
 import os
 import re
 from collections.abc import Collection
@@ -26,13 +27,25 @@ def is_url(text: str) -> bool:
     return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", text) is not None
 
 
+def paths_here(value: Any) -> list[str]:
+    """The texts in what JSON or YAML hold that are paths on this machine, or patterns of some.
+
+    Elsewhere `without_paths` would take one of two parts, such as `clinic/patients`, for a name on the Hub.
+    """
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return sorted({path for part in parts for path in paths_here(part)})
+    is_path = isinstance(value, str) and "/" in value and not is_url(value) and "\0" not in value
+    return [value] if is_path and (os.path.exists(value) or any(glob.iglob(value, recursive=True))) else []
+
+
 def without_paths(value: Any, known: Collection[str] = ()) -> Any:
     """What JSON or YAML hold, with the last part alone of every local path, also within a text.
 
     A path is what is there, what begins as a path does, and one with slashes that is no name on the Hub.
 
     Args:
-        known: other paths, which look like names on the Hub.
+        known: other paths, which look like names on the Hub; see `paths_here`.
     """
     if isinstance(value, dict):
         return {key: without_paths(part, known) for key, part in value.items()}

@@ -19,7 +19,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedM
 from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
 from conversion.files import new_folder, one_line_errors
 from conversion.folders import load_config
-from conversion.processors import copy_processor, set_text_length
+from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEPT_POSITIONS = 20
@@ -112,8 +112,7 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSI
         ValueError: no CLIP, or see `stretch_positions`.
     """
     lengthen(load(source), length, keep).save_pretrained(folder)
-    copy_processor(source, folder)
-    set_text_length(folder, length)
+    copy_processor(source, folder, length=length)
     verify(source, folder, keep)
 
 

@@ -1,18 +1,33 @@
 """Model cards: what a run left behind, told by `model_cards/template.md`."""
 
-import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from conversion.lineage import PICTURES, TASK_TYPES, Lineage
+from conversion.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from conversion.markdown import code, escape, one_line
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
+# Texts of examples, of what knows photos and of what knows something else
+PHOTOS = ["a photo of a cat", "a photo of a dog"]
+PLACEHOLDERS = ["one text about the image", "another text"]
+# How every OpenAI's CLIP on the Hub is called
+OPENAI = "openai/clip-"
+# CLIP's vocabulary, which Stable Diffusion's tokenizers have. Width of a text tower with it -> whose text encoder is as
+# wide, under which name it is in a pipeline, and of which class
+VOCABULARY = 49408
+TEXT_ENCODERS = {
+    768: ("Stable Diffusion 1 and the first text encoder of SDXL", "text_encoder", "CLIPMoETextModel"),
+    1024: ("Stable Diffusion 2", "text_encoder", "CLIPMoETextModel"),
+    1280: ("the second text encoder of SDXL", "text_encoder_2", "CLIPMoETextModelWithProjection"),
+}
+# Width, image size and patch size of the vision tower in LLaVA's released checkpoints, from 1.5 on
+LLAVA_TOWER = (1024, 336, 14)
+# Of a stage, those that a card shows
+SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
 # By the preset of conversion.upcycle, or the type of the model
 CITATIONS = {
     "clip_up": """@article{wang2025clipup,
@@ -65,35 +80,20 @@ def render(
     results = list(lineage.results.values())
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
-    data = ModelCardData(
-        model_name=repository.split("/")[-1],
-        license=license and one_line(license),
-        library_name="transformers",
-        pipeline_tag="zero-shot-image-classification",
-        base_model=bases[0] if len(bases) == 1 else bases or None,
-        datasets=lineage.datasets or None,
-        tags=["clip"] if config.model_type == "clip" else ["clip", "mixture-of-experts", "custom_code"],
-        eval_results=[
-            EvalResult(
-                task_type=TASK_TYPES[metric][0],
-                task_name=TASK_TYPES[metric][1],
-                dataset_type=one_line(result["task"]),
-                dataset_name=one_line(result["title"]),
-                metric_type=metric,
-                metric_name=one_line(title),
-                metric_value=round(100 * result["metrics"][metric], 2),
-            )
-            for result, metric, title in _scores(results)
-        ]
-        or None,
-    )
+    towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
     return ModelCard.from_template(
-        data,
+        _metadata(config, lineage, repository, license, bases),
         template_path=str(TEMPLATE),
         name=repository.split("/")[-1],
         repository=repository,
         config=config,
-        towers={name: getattr(config, f"{name}_config", None) for name in ("vision", "text")},
+        towers=towers,
+        examples=_examples(lineage, bases),
+        from_scratch=lineage.is_from_scratch and not bases,
+        from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
+        fits_llava=_fits_llava(towers["vision"]),
+        text_encoder=_text_encoder(towers["text"]),
+        stages=[(name, *_told(manifest)) for name, manifest in lineage.stages.items()],
         lineage=lineage,
         results=results,
         measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
@@ -107,6 +107,33 @@ def render(
     )
 
 
+def _metadata(
+    config: PreTrainedConfig, lineage: Lineage, repository: str, license: str | None, bases: list[str]
+) -> ModelCardData:
+    return ModelCardData(
+        model_name=repository.split("/")[-1],
+        license=license and one_line(license),
+        library_name="transformers",
+        pipeline_tag="zero-shot-image-classification",
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        datasets=[data.name for data in lineage.data if data.where == "hub"] or None,
+        tags=["clip"] if config.model_type == "clip" else ["clip", "mixture-of-experts", "custom_code"],
+        eval_results=[
+            EvalResult(
+                task_type=TASK_TYPES[metric][0],
+                task_name=TASK_TYPES[metric][1],
+                dataset_type=one_line(result["task"]),
+                dataset_name=one_line(result["title"]),
+                metric_type=metric,
+                metric_name=one_line(title),
+                metric_value=round(100 * result["metrics"][metric], 2),
+            )
+            for result, metric, title in _scores(list(lineage.results.values()))
+        ]
+        or None,
+    )
+
+
 def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
     """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
     if config.model_type != "clip_moe":
@@ -115,22 +142,30 @@ def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
     return [key for key in sorted(CITATIONS) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
-def result_entries(lineage: Lineage) -> dict[str, str]:
-    """File name -> YAML of the Hub's newer format of results, one file a task."""
-    files: dict[str, list[EvalResultEntry]] = {}
-    for file, result in lineage.results.items():
-        entries = [
-            EvalResultEntry(
-                dataset_id=one_line(result["task"]),
-                task_id=metric,
-                value=round(100 * result["metrics"][metric], 2),
-                date=lineage.dates[file].isoformat(),
-                notes=one_line(result["protocol"]),
-            )
-            for metric in result["primary"]
-        ]
-        files.setdefault(re.sub(r"[^A-Za-z0-9._-]+", "_", result["task"])[:100], []).extend(entries)
-    return {name: json.dumps(eval_result_entries_to_yaml(entries), indent=2) for name, entries in files.items()}
+def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
+    """Two texts that the model may know. Those of somebody's own data are not told."""
+    world = next((data.name for data in lineage.data if data.where == "world"), None)
+    if world is not None:
+        return WORLDS[world]
+    return PHOTOS if any(base.startswith(OPENAI) for base in bases) else PLACEHOLDERS
+
+
+def _fits_llava(vision: PreTrainedConfig | None) -> bool:
+    return vision is not None and (vision.hidden_size, vision.image_size, vision.patch_size) == LLAVA_TOWER
+
+
+def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:
+    return TEXT_ENCODERS.get(text.hidden_size) if text is not None and text.vocab_size == VOCABULARY else None
+
+
+def _told(manifest: dict[str, Any]) -> tuple[str, str]:
+    """What a stage does, and its settings; of a stage of somebody's own, what its docstring and its class say."""
+    stage, own = manifest["stage"], manifest.get("own")
+    does, more = (own.get("does"), own.get("settings")) if isinstance(own, dict) else (None, None)
+    names = [name for name in (*SETTINGS, *(more if isinstance(more, list) else [])) if isinstance(name, str)]
+    shown = {name: stage[name] for name in names if stage.get(name) is not None}
+    what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
+    return what, ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def _scores(results: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str, str]]:

@@ -336,11 +336,13 @@ def main(argv: list[str] | None = None) -> None:
                 "quick_gelu; models trained with open_clip need --activation gelu unless named -quickgelu",
                 file=sys.stderr,
             )
-        convert(state, args.activation or "quick_gelu", args.vision_heads, args.text_heads).save_pretrained(folder)
+        model = convert(state, args.activation or "quick_gelu", args.vision_heads, args.text_heads)
+        model.save_pretrained(folder)
         if args.processor is None:
             print("warning: the result has no processor: give one with --processor", file=sys.stderr)
         else:
-            copy_processor(args.processor, folder, required=True)
+            length = model.config.text_config.max_position_embeddings
+            copy_processor(args.processor, folder, required=True, length=length)
         model = load_model(CLIPModel, folder)
         inputs = sample_inputs(model.config)
         with torch.no_grad():

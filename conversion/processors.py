@@ -1,13 +1,18 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
+    BatchEncoding,
     CLIPTextConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -24,6 +29,9 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Settings of a tokenizer that its last call leaves there
 LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
+
+# By which two processors are compared: tokens of a text, and the side of an image
+LONGEST_TEXT, LARGEST_IMAGE = 1000, 256
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,15 +55,24 @@ def load_tokenizer(source: str | Path, **kwargs) -> PreTrainedTokenizerBase:
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
-    """The processor of a folder or hub name, which has prepared an image and a text once.
+    """The processor of a folder or hub name, which fits the model that is there.
 
     Raises:
         FileNotFoundError: it has no tokenizer or no image processor, which transformers would make up.
-        OSError, ValueError: a file is not there or damaged; named.
+        OSError, ValueError: a file is not there or damaged; named. Or see `require_fit`.
     """
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
         if not has_file(source, *names):
             raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
+    processor = _load_whole(source)
+    if has_file(source, "config.json"):
+        for config in model_configs(source):
+            require_fit(config, source, source, processor.tokenizer, processor.image_processor)
+    return processor
+
+
+def _load_whole(source: str | Path) -> ProcessorMixin:
+    """A processor that has prepared an image and a text once."""
     check_json(source)
     with loading(source):
         processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
@@ -81,6 +98,7 @@ def _check_image_processor(image_processor) -> None:
 
 def require_fit(
     config: PreTrainedConfig,
+    model: str | Path,
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     image_processor: BaseImageProcessor | None = None,
@@ -88,90 +106,169 @@ def require_fit(
     """Refuses the halves of a processor that are given, where they do not fit the towers that a model has.
 
     Args:
-        config: of a CLIP, or of a text tower alone.
+        config: of a CLIP, of a text tower alone, or of a LLaVA.
+        model: what the configuration was loaded from, for errors.
         source: what the processor was loaded from, for errors.
 
     Raises:
-        ValueError: the tokenizer has tokens that the model does not know, or images get another size than it takes.
+        ValueError: the tokenizer has tokens that the model does not know, cuts texts at a length that it does not take,
+            or a text is not pooled at its own end token; or images get another size than the model takes.
     """
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     if tokenizer is not None:
         number = max(tokenizer.get_vocab().values(), default=-1) + 1
         if number > text.vocab_size:
             raise ValueError(
-                f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size}: take the "
-                f"tokenizer that belongs to the model, or leave vocab_size out of a new one, which makes it {number}"
+                f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
+                f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be "
+                f"{number}"
             )
+        if isinstance(text, CLIPTextConfig):
+            _require_own_end_tokens(text, model, source, tokenizer)
     if image_processor is not None and vision is not None:
         # Not square, since no rule tells for all image processors what they make of such an image
-        image = Image.new("RGB", (2 * vision.image_size + 1, vision.image_size + 1))
-        made = tuple(image_processor(image, return_tensors="pt")["pixel_values"].shape[-3:])
+        made = tuple(_pixels(image_processor, vision.image_size).shape[-3:])
         taken = (vision.num_channels, vision.image_size, vision.image_size)
         if made != taken:
             raise ValueError(
                 f"the image processor of {source} makes images of {_size(made)}, but by num_channels and image_size "
-                f"the model takes {_size(taken)}: take the image processor that belongs to the model"
+                f"{model} takes {_size(taken)}: take the image processor that belongs to the model"
             )
 
 
-def require_context_length(config: CLIPTextConfig, source: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError unless a tokenizer cuts texts at a length that a text tower takes."""
-    if not 2 < tokenizer.model_max_length <= config.max_position_embeddings:
+def _require_own_end_tokens(
+    text: CLIPTextConfig, model: str | Path, source: str | Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ValueError unless a short and a long text, tokenized together, are both pooled at their last token."""
+    longest = text.max_position_embeddings
+    if not 2 < tokenizer.model_max_length <= longest:
         raise ValueError(
-            f"the tokenizer of {source} cuts captions at its model_max_length, but model_max_length is "
-            f"{tokenizer.model_max_length} and max_position_embeddings is {config.max_position_embeddings}: "
-            "model_max_length, in tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
+            f"the tokenizer of {source} cuts texts at its model_max_length, but model_max_length is "
+            f"{tokenizer.model_max_length} and max_position_embeddings is {longest} in {model}: model_max_length, in "
+            "tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
         )
+    with loading(source):
+        batch = _short_and_long(tokenizer, longest)
+    ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
+    # As the models pool: transformers takes the highest token where eos_token_id is 2
+    is_end = ids if text.eos_token_id == 2 else ids == text.eos_token_id
+    pooled = is_end.int().argmax(dim=1)
+    if not batch["attention_mask"][:, 0].all():
+        raise ValueError(
+            f"the tokenizer of {source} pads texts on the left, but {model} numbers the tokens of a text from its "
+            "first: set padding_side to right in tokenizer_config.json"
+        )
+    if (pooled != last).any():
+        raise ValueError(
+            f"eos_token_id is {text.eos_token_id} in {model}, which pools a text at "
+            f"{'its highest token' if text.eos_token_id == 2 else 'the first such token'}, but the tokenizer of "
+            f"{source} ends texts with {ids[0, last[0]]} and pads them with {tokenizer.pad_token_id}: take the "
+            "tokenizer that belongs to the model, or leave eos_token_id out of a new one"
+        )
+
+
+def _short_and_long(tokenizer: PreTrainedTokenizerBase, longest: int) -> BatchEncoding:
+    texts = ["a", " ".join(["a"] * longest)]
+    return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+
+
+def _pixels(image_processor: BaseImageProcessor, size: int) -> torch.Tensor:
+    """What becomes of an image of random colors that is about twice as wide and as high as `size`, and not square."""
+    colors = np.random.default_rng(0).integers(0, 256, (size + 1, 2 * size + 1, 3), dtype=np.uint8)
+    return torch.as_tensor(image_processor(Image.fromarray(colors), return_tensors="pt")["pixel_values"])
+
+
+def require_same(sources: Sequence[str | Path]) -> None:
+    """The processors of several models, as far as they have some, make the same of texts and images.
+
+    Raises:
+        ValueError: a processor numbers or cuts texts in another way than that of the first model, or makes other pixels
+            of an image.
+    """
+    first: dict[str, tuple[str | Path, Any]] = {}
+    for source in sources:
+        _, tokenizer, image_processor = load_halves(source)
+        made: dict[str, Any] = {}
+        if tokenizer is not None:
+            words = " ".join(sorted(tokenizer.get_vocab()))
+            cut = _short_and_long(tokenizer, min(tokenizer.model_max_length, LONGEST_TEXT))["input_ids"].tolist()
+            made["tokenizer"] = tokenizer.get_vocab(), tokenizer(words, verbose=False)["input_ids"], cut
+        if image_processor is not None:
+            made["image processor"] = _pixels(image_processor, LARGEST_IMAGE).tolist()
+        for half, of_half in made.items():
+            other, expected = first.setdefault(half, (source, of_half))
+            if of_half != expected:
+                what = "texts" if half == "tokenizer" else "images"
+                raise ValueError(
+                    f"the {half} of {source} makes something else of {what} than that of {other}, but one processor "
+                    "serves the result: take models that were trained with the same one"
+                )
 
 
 def _size(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def require_fit_to_folder(folder: Path, source: str | Path, tokenizer, image_processor) -> None:
-    """`require_fit` to the model in a folder, if there is one; to the first expert of a mixture."""
+def model_configs(source: str | Path) -> list[PreTrainedConfig]:
+    """The configuration of the model in a folder or on the Hub, or those of all experts of a mixture."""
+    config = load_config(source)
+    return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
+
+
+def require_fit_to_folder(
+    folder: Path,
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    image_processor: BaseImageProcessor | None,
+) -> None:
+    """`require_fit` to the model in a folder, if there is one."""
     if (folder / "config.json").is_file():
-        config = load_config(folder)
-        if isinstance(config, CLIPMoDEConfig):
-            config = load_config(folder / config.experts[0])
-        require_fit(config, source, tokenizer, image_processor)
+        for config in model_configs(folder):
+            require_fit(config, "the model that it is copied to", source, tokenizer, image_processor)
 
 
-def copy_processor(source: str | Path, folder: Path, required: bool = False) -> None:
+def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
+    """What a folder or hub name has of a processor, which can be saved, and its tokenizer and image processor.
+
+    Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
+
+    Raises:
+        OSError, ValueError: a file is damaged.
+    """
+    has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
+    if has_tokenizer and has_image_processor:
+        processor = _load_whole(source)
+        return processor, processor.tokenizer, processor.image_processor
+    tokenizer = load_tokenizer(source) if has_tokenizer else None
+    image_processor = load_image_processor(source) if has_image_processor else None
+    return tokenizer or image_processor, tokenizer, image_processor
+
+
+def copy_processor(source: str | Path, folder: Path, required: bool = False, length: int | None = None) -> None:
     """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
 
-    Warns on stderr about what is missing. Looks for the files first, since transformers makes up an empty tokenizer
-    for a model that has none.
+    Warns on stderr about what is missing.
+
+    Args:
+        length: at which the copy cuts texts; None: where the source does.
 
     Raises:
         FileNotFoundError: `source` has neither half, and the processor is `required`.
         ValueError: a file is damaged, or it does not fit the model that is in `folder` already, see `require_fit`.
     """
-    has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
-    tokenizer = image_processor = None
-    if has_tokenizer and has_image_processor:
-        copy = load_processor(source)
-        tokenizer, image_processor = copy.tokenizer, copy.image_processor
-    elif has_tokenizer:
-        copy = tokenizer = load_tokenizer(source)
-        print(f"warning: {source} has no image processor: only its tokenizer was copied", file=sys.stderr)
-    elif has_image_processor:
-        copy = image_processor = load_image_processor(source)
-        print(f"warning: {source} has no tokenizer: only its image processor was copied", file=sys.stderr)
-    elif required:
-        raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
-    else:
+    copy, tokenizer, image_processor = load_halves(source)
+    if copy is None:
+        if required:
+            raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
         print(f"warning: {source} has no processor: the result has none either", file=sys.stderr)
         return
+    if image_processor is None:
+        print(f"warning: {source} has no image processor: only its tokenizer was copied", file=sys.stderr)
+    if tokenizer is None:
+        print(f"warning: {source} has no tokenizer: only its image processor was copied", file=sys.stderr)
+    else:
+        tokenizer.model_max_length = length or tokenizer.model_max_length
     require_fit_to_folder(folder, source, tokenizer, image_processor)
     if tokenizer is not None:
         forget_last_call(tokenizer)
     save(copy, folder)
-
-
-def set_text_length(folder: str | Path, length: int) -> None:
-    """Makes the tokenizer in a folder, if there is one, cut texts at `length` tokens."""
-    if has_file(folder, *TOKENIZER_FILES):
-        tokenizer = load_tokenizer(folder, model_max_length=length)
-        forget_last_call(tokenizer)  # it may have been the old length
-        save(tokenizer, folder)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 # In the folder of a stage, and of a run
 MANIFEST, ATTEMPTS, RECIPE, ENVIRONMENT = "manifest.json", "attempts.json", "recipe.yaml", "environment.json"
+LOG = "log.jsonl"  # of a stage that trains
 LOGS = "logs"  # the folder of the trackers
+SAMPLES = "samples.json"  # of a stage that trained: how many pairs its data had
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
 # What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.

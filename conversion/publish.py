@@ -31,9 +31,9 @@ from conversion.files import new_folder, one_line_errors, read_json, save, write
 from conversion.folders import has_file, load_config
 from conversion.lineage import Lineage
 from conversion.local_names import is_hub_name
-from conversion.model_card import render, result_entries
+from conversion.model_card import render
 from conversion.own_code import CODE, named_code, own_code_only, require_own_code, settings_files
-from conversion.processors import forget_last_call, load_processor, require_fit_to_folder
+from conversion.processors import forget_last_call, load_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 
 # Of configurations: where they were loaded from on this machine, and files there
@@ -97,9 +97,6 @@ def build(
         (folder / "results").mkdir()
         for name, result in lineage.results.items():
             write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
-        (folder / ".eval_results").mkdir()
-        for name, text in result_entries(lineage).items():
-            write_text(folder / ".eval_results" / f"{name}.yaml", text)
     if lineage.recipe is not None:
         write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
@@ -149,7 +146,6 @@ def write_processor(source: Path, folder: Path) -> None:
         ValueError: it does not fit the model that is in `folder` already.
     """
     processor = load_processor(source)
-    require_fit_to_folder(folder, source, processor.tokenizer, processor.image_processor)
     forget_last_call(processor.tokenizer)
     save(processor, folder)
     save(processor.image_processor, folder)  # preprocessor_config.json

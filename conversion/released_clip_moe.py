@@ -38,7 +38,7 @@ from conversion.openai import (
     read_state_dict,
 )
 from conversion.presets import PRESETS
-from conversion.processors import copy_processor, set_text_length
+from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 
@@ -326,8 +326,8 @@ def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, proces
         if processor is None:
             print("warning: the result has no processor: give one with --processor", file=sys.stderr)
         else:
-            copy_processor(processor, folder, required=True)
-            set_text_length(folder, model.config.text_config.max_position_embeddings)
+            length = model.config.text_config.max_position_embeddings
+            copy_processor(processor, folder, required=True, length=length)
         verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 

@@ -1,7 +1,7 @@
 """What is in a result of an evaluation: `evaluation` writes it, model cards read it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -10,6 +10,35 @@ from conversion.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
+
+
+class TextCounts(BaseModel):
+    """What a model's tokenizer makes of the captions or prompts of a task."""
+
+    model_config = ConfigDict(strict=True)
+
+    kind: Literal["captions", "prompts"]
+    number: Count
+    # The tokenizer's `model_max_length`
+    max_length: Count
+    # Texts with more tokens than that
+    cut: Count
+    # Texts with the same token ids, after the cut, as a different text of another image or class, or of the other side
+    # of a pair
+    alike: Count
+    # Texts that are also those of another image or class, or of the other side of a pair
+    repeated: Count
+
+    @property
+    def sentence(self) -> str:
+        """Those that a model does not read whole or cannot tell apart; empty if there are none."""
+        parts = {
+            f"longer than the {self.max_length} tokens of the tokenizer and cut": self.cut,
+            "the same as another": self.repeated,
+            "with the same tokens as a different text: the model cannot tell them apart": self.alike,
+        }
+        found = "; ".join(f"{number} {what}" for what, number in parts.items() if number)
+        return found and f"of {self.number} {self.kind}, {found}"
 
 
 class Result(BaseModel):
@@ -26,10 +55,14 @@ class Result(BaseModel):
     primary: dict[str, str] = Field(min_length=1)
     num_samples: Count
     num_skipped: Count
+    # None: of a linear probe, which reads none, and in results of earlier versions
+    texts: TextCounts | None = None
     source: str
     dtype: str
     commit: str | None
     versions: dict[str, str]
+    # What in it is a path on the machine that measured; see `conversion.local_names.paths_here`.
+    local: list[str] = Field(default_factory=list)
 
 
 def require_result(content: Any, where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import CLIPModel, PreTrainedModel
+from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 
 from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
@@ -29,7 +29,7 @@ from conversion.files import new_folder, one_line_errors
 from conversion.folders import load_config
 from conversion.messages import cut
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
-from conversion.processors import copy_processor
+from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
@@ -89,7 +89,7 @@ def unify(
         raise ValueError("there are no experts to unify: give at least one")
     base_expert = base_expert and not preset.fusion_gate
     config = sparse_config(base.config, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
-    source = _gather(base, experts, "|".join(sparse_ffns(config)))
+    source = _gather(base, experts, expert_parts(base.config, config))
     return build_sparse(config, source, unifying_rules(config, base_expert), _dtype(base, experts), seed)
 
 
@@ -129,7 +129,7 @@ def unify_sparse(
     ffns = sparse_ffns(base.config)
     gated = next(iter(ffns.values())).fusion_gate
     ffn = f"(?:{'|'.join(ffns)})"
-    source = _gather(base, experts, rf"{ffn}\.{TRAINED_PARTS}")
+    source = _gather(base, experts, expert_parts(base.config, config))
     rules = stacking_rules(ffn, base_expert, new_gates=fusion_gate and not gated)
     new_parts = ("router",) if gated else ("router", "fusion_gate")
     return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
@@ -190,14 +190,31 @@ def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.d
     return functools.reduce(torch.promote_types, (model.dtype for model in (base, *experts)))
 
 
-def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: str) -> dict[str, torch.Tensor]:
+def expert_parts(base: CLIPConfig | CLIPMoEConfig, unified: CLIPMoEConfig) -> re.Pattern[str]:
+    """What the names of the parameters begin with in which an expert may differ from its base."""
+    if is_sparse(base):
+        return re.compile(rf"(?:{'|'.join(sparse_ffns(base))})\.{TRAINED_PARTS}\.")
+    return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))})\.")
+
+
+def require_expert(name: str, differing: Sequence[str]) -> None:
+    """Raises ValueError if an expert differs from its base in tensors in which it may not; names them."""
+    if differing:
+        raise ValueError(
+            f"{name} was not trained from this base, or more of it was than an expert is: it differs in "
+            f"{cut(differing)}"
+        )
+
+
+def _gather(
+    base: PreTrainedModel, experts: Sequence[PreTrainedModel], parts: re.Pattern[str]
+) -> dict[str, torch.Tensor]:
     """The tensors of all models, named I.NAME for model I; the base is model 0.
 
     Raises:
-        ValueError: an expert differs from the base in the name or shape of a tensor, or in one in whose module no
-            regular expression of `trained` is found.
+        ValueError: an expert differs from the base in the name or shape of a tensor, or in one that is not of `parts`.
     """
-    base_state, differs = base.state_dict(), re.compile(rf"(?:{trained})\.")
+    base_state = base.state_dict()
     source = {f"0.{name}": tensor for name, tensor in base_state.items()}
     for number, expert in enumerate(experts, 1):
         state = expert.state_dict()
@@ -206,14 +223,10 @@ def _gather(base: PreTrainedModel, experts: Sequence[PreTrainedModel], trained: 
             for name, tensor in base_state.items()
             if name not in state
             or state[name].shape != tensor.shape
-            or (not differs.match(name) and not (state[name] == tensor).all())
+            or (not parts.match(name) and not (state[name] == tensor).all())
         ]
         differing += sorted(state.keys() - base_state.keys())
-        if differing:
-            raise ValueError(
-                f"expert {number} was not trained from this base, or more of it was than an expert is: it differs in "
-                f"{cut(differing)}"
-            )
+        require_expert(f"expert {number}", differing)
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
     return source
 
@@ -260,8 +273,9 @@ def convert(
     """Saves the unified model of folders or hub names, and the base's processor, into `folder`, and verifies it.
 
     Raises:
-        ValueError: see `unify`, `unify_sparse` and `verify`.
+        ValueError: see `require_same`, `unify`, `unify_sparse` and `verify`.
     """
+    require_same([base, *experts])
     start = load_clip(base)
     models = [load_model(type(start), expert) for expert in experts]
     if is_sparse(start.config):

@@ -51,22 +51,32 @@ def read_tables(paths: Sequence[str]) -> Columns:
     return columns
 
 
+def count_rows(path: str) -> int:
+    """The rows of a table below its first line. Raises ValueError where it cannot be read."""
+    return max(sum(1 for _ in _lines(path)) - 1, 0)
+
+
 def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a table that are not empty, as cells, each with its number."""
+    """The rows of a table that are not empty, as cells, each with the number of the line in which it begins."""
     suffix = Path(path).suffix
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = csv.reader(file, delimiter=TABLES[suffix], strict=True)
+        start = 1
         try:
             for cells in lines:
+                "".join(cells).encode()  # bytes that are no UTF-8 were read as surrogates
                 if suffix == ".tsv" and any("\n" in cell for cell in cells):
                     raise csv.Error(
                         "a cell that begins with a quote goes on beyond the line. Where quotes are part of captions, "
                         "put such cells in quotes and double those within, as csv does"
                     )
                 if cells:
-                    yield lines.line_num, cells
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: line {lines.line_num} cannot be read: {error}") from error
+                    yield start, cells
+                start = lines.line_num + 1
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}: line {start} cannot be read: it is no UTF-8") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
 
 
 def read_annotations(path: Path, split: str) -> tuple[list[str], list[list[str]]]:

@@ -1,10 +1,12 @@
 """What the built-in worlds draw with: inks, grounds, pen strokes, and how a drawing is placed."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, Features, concatenate_datasets
 from PIL import Image as PILImage
 from sklearn.datasets import load_digits
 from transformers import CLIPImageProcessorPil
@@ -40,6 +42,8 @@ SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]
 SPLITS = {"train": 0, "test": 1}
+# Rows that are drawn before they become columns
+AT_ONCE = 1000
 TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
 
@@ -124,6 +128,12 @@ def png(image: np.ndarray) -> dict[str, bytes]:
     buffer = io.BytesIO()
     PILImage.fromarray(image).save(buffer, "png", compress_level=1)
     return {"bytes": buffer.getvalue(), "path": None}
+
+
+def drawn_rows(draw: Callable[[int], dict[str, Any]], number: int, features: Features) -> Dataset:
+    """The rows 0 to `number` - 1 of a world. Few at a time are dictionaries, which take several times the memory."""
+    parts = [range(start, min(start + AT_ONCE, number)) for start in range(0, number, AT_ONCE)]
+    return concatenate_datasets([Dataset.from_list([draw(index) for index in part], features) for part in parts])
 
 
 def build_image_processor(image_size: int) -> CLIPImageProcessorPil:

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value
@@ -30,6 +31,7 @@ from data.drawing import (
     article,
     choose,
     distort,
+    drawn_rows,
     ground,
     inked,
     photographed,
@@ -87,13 +89,14 @@ def load(
     _check(split, kinds, image_size)
     if captions not in CAPTION_STYLES:
         raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
-    rows = []
-    for index in range(num_samples):
+
+    def draw(index: int) -> dict[str, Any]:
         rng = np.random.default_rng([SPLITS[split], seed, index])
         glyph = draw_attributes(rng, kinds)
         image = render(glyph, split, rng, image_size)
         texts = [caption(glyph, captions, rng) for _ in range(captions_per_image)]
-        rows.append({"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **glyph})
+        return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **glyph}
+
     text = Value("string")
     features = Features(
         {
@@ -102,7 +105,7 @@ def load(
             **dict.fromkeys(ATTRIBUTES, text),
         }
     )
-    return Dataset.from_list(rows, features=features)
+    return drawn_rows(draw, num_samples, features)
 
 
 def load_minimal_pairs(

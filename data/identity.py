@@ -172,7 +172,7 @@ def content_digests(paths: Iterable[str]) -> list[str]:
 def _file_digests(paths: list[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
     kept, digests = _Kept(), {}
-    for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5):
+    for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5, disable=None):
         stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
         digests |= kept.get(stamps)
         missing = [path for path in stamps if path not in digests]

@@ -13,7 +13,7 @@ import PIL.Image
 
 from data.identity import image_digests
 from data.images import read_image
-from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, reading
+from data.sources import DataArguments, Rows, file_stamp, named_images, no_column, open_rows, reading
 from data.worlds import WORLDS
 
 logger = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments)
     missing = [column for column in wanted if column not in columns]
     if missing:
         raise ValueError(
-            f"{arguments.source} has no column {', '.join(missing)}; its columns are {', '.join(columns)}. Name "
-            "others (image_column and caption_column, or the columns of a captions stage's policies)"
+            f"{no_column(arguments.source, missing, columns)}. Name others (image_column and caption_column, or the "
+            "columns of a captions stage's policies)"
         )
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
     for column in wanted:

@@ -22,6 +22,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.annotations import TABLES, holds_list, read_annotations, read_json, read_tables
+from data.drawing import SPLITS
+from data.once import once
 from data.shards import open_shards, require_whole
 from data.worlds import WORLDS
 
@@ -97,6 +99,8 @@ class DataArguments:
         if is_drawn and self.captions not in WORLDS[self.source].CAPTION_STYLES:
             styles = ", ".join(WORLDS[self.source].CAPTION_STYLES)
             raise ValueError(f"{self.source} have no captions {self.captions!r}, only {styles}")
+        if is_drawn and self.split not in SPLITS:
+            raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(SPLITS)}")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
         # Of another source they are not used, but still one of those there are
@@ -132,7 +136,10 @@ def open_rows(arguments: DataArguments) -> Rows:
         ValueError: it has no such split or cannot be read; names the source and, where that is known, the file.
     """
     with reading(arguments):
-        rows = _open(arguments)
+        columns = arguments.image_column, arguments.caption_column  # which name those of a .json or of indexed shards
+        key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
+        by_columns = columns if arguments.indexed or arguments.source.endswith(".json") else ()
+        rows = once(f"rows {key} {by_columns}", lambda: _open(arguments))
         if arguments.skip is not None:
             if arguments.skip >= len(rows):
                 raise ValueError(f"skip {arguments.skip} leaves nothing of the {len(rows)} pairs of {arguments.source}")
@@ -234,13 +241,27 @@ def _open(arguments: DataArguments) -> Rows:
 
 
 def _open_tables(arguments: DataArguments) -> Rows:
-    """The csv or tsv files of a pattern, all of them, whatever the split is called."""
-    source = arguments.source
+    """The csv or tsv files of a pattern, all of them, whatever the split is called; or a slice of their rows."""
+    rows = datasets.Dataset.from_dict(read_tables(_matching(arguments.source)))
+    if set("[+") & set(arguments.split):
+        names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
+        parts = datasets.ReadInstruction.from_spec(arguments.split).to_absolute(dict.fromkeys(names, len(rows)))
+        rows = rows.select([row for part in parts for row in range(part.from_, part.to)])
+    return rows.to_iterable_dataset() if arguments.streaming else rows
+
+
+def _matching(source: str) -> list[str]:
+    """The files of a pattern. Raises FileNotFoundError where there are none."""
     files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
     if not files:
         raise FileNotFoundError(f"no file matches {source}")
-    rows = datasets.Dataset.from_dict(read_tables(files))
-    return rows.to_iterable_dataset() if arguments.streaming else rows
+    return files
+
+
+def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> str:
+    """An error's text. Names are in quotes, since they may begin or end with a space."""
+    missing, columns = (", ".join(map(repr, names)) for names in (missing, columns))
+    return f"{source} has no column {missing}; its columns are {columns}"
 
 
 def file_stamp(path: str) -> str:
@@ -262,7 +283,8 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
 
 
 def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
-    """The builder of `datasets` for a pattern or a folder, and the files of each split that is asked for.
+    """The builder of `datasets` for a pattern or a folder, "csv" for one of tables, and the files of each split that is
+    asked for.
 
     Raises:
         FileNotFoundError: there are none.
@@ -274,11 +296,15 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     # What `train`, `train[:10%]` and `train+test` name
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
-        files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
-        if not files:
-            raise FileNotFoundError(f"no file matches {source}")
-        return BUILDERS[Path(source).suffix], {names[0]: files}
-    suffixes, links = set(), []
+        builders = BUILDERS | dict.fromkeys(TABLES, "csv")
+        if Path(source).suffix not in builders:
+            raise ValueError(f"{source} is none of {', '.join(builders)}")
+        return builders[Path(source).suffix], {names[0]: _matching(source)}
+    return once(f"files {source} {names}", lambda: _files_of_folder(arguments, names))
+
+
+def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, dict[str, list[str]]]:
+    source, suffixes, links = arguments.source, set(), []
     for folder, folders, files in os.walk(source):
         suffixes |= {Path(file).suffix for file in files if file not in METADATA}
         links += [path for path in (os.path.join(folder, name) for name in folders) if os.path.islink(path)]

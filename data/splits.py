@@ -1,4 +1,4 @@
-"""Which rows of a source are in two splits."""
+"""What a split of a source is: its name, and which rows it shares with another one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,16 @@ from datasets import ReadInstruction
 
 from data.annotations import TABLES
 from data.sources import BUILDERS, DataArguments, open_rows
+
+
+def is_read_whole(source: str) -> bool:
+    """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
+    return Path(source).suffix in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+
+
+def named_split(source: str, split: str) -> str:
+    """What a reader is told of a split: its name, but of a source that is read whole at most the slice, as `[:10%]`."""
+    return split[split.find("[") :] * ("[" in split) if is_read_whole(source) else split
 
 
 def common_rows(arguments: DataArguments, other_split: str) -> int:
@@ -18,7 +28,7 @@ def common_rows(arguments: DataArguments, other_split: str) -> int:
     source, splits = Path(arguments.source), (arguments.split, other_split)
     if (source / "state.json").is_file():
         return len(open_rows(arguments))
-    is_file = source.suffix in {*BUILDERS, *TABLES} and not source.is_dir()
+    is_file = is_read_whole(arguments.source)
     names, other_names = ({part.partition("[")[0].strip() for part in split.split("+")} for split in splits)
     if not is_file and names.isdisjoint(other_names):
         return 0

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value
@@ -34,6 +35,7 @@ from data.drawing import (
     TEXTURES,
     choose,
     distort,
+    drawn_rows,
     ground,
     inked,
     photographed,
@@ -121,16 +123,17 @@ def load(
     _check(split, kinds, image_size, num_samples=num_samples, captions_per_image=captions_per_image)
     if captions not in CAPTION_STYLES:
         raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
-    rows = []
-    for index in range(num_samples):
+
+    def draw(index: int) -> dict[str, Any]:
         rng = np.random.default_rng([SPLITS[split], seed, index])
         scene = draw_scene(rng, kinds, two=two)
         image = render(scene, split, rng, image_size)
         texts = [caption(scene, captions, rng) for _ in range(captions_per_image)]
-        rows.append({"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **scene})
+        return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **scene}
+
     text = Value("string")
     features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
-    return Dataset.from_list(rows, features=Features(features | dict.fromkeys(ATTRIBUTES, text)))
+    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
 
 
 def load_minimal_pairs(

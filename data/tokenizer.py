@@ -1,10 +1,12 @@
-"""CLIP tokenizers: learned from captions, and how well one knows the words of others."""
+"""CLIP tokenizers: learned from captions, how well one knows the words of others, and what one makes of texts."""
 
+import hashlib
 import itertools
 import json
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -23,9 +25,11 @@ SMALLEST = len(BYTES) + len(SPECIAL)
 MANY_PIECES = 2
 # Captions that pieces are counted of
 SAMPLE = 1000
+# Texts whose tokens are in memory together
+AT_ONCE = 1000
 
 
-def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
+def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int | None = None) -> CLIPTokenizer:
     """CLIP's tokenizer with a vocabulary learned from captions: byte-pair encoding of words' bytes, in lower case.
 
     As in OpenAI's, the end token's number is the highest, and it pads. The same captions, in any order, give the same
@@ -33,7 +37,8 @@ def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -
 
     Args:
         vocab_size: tokens, at least `SMALLEST`; fewer come of it where the captions have fewer words.
-        max_length: tokens of a text, with the first and the last one: `model_max_length`.
+        max_length: tokens of a text, with the first and the last one: `model_max_length`. None: as many as a model
+            takes.
     """
     # CLIP's own normalization and splitting into words.
     template = CLIPTokenizer().backend_tokenizer
@@ -76,3 +81,33 @@ def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[s
             "a model from scratch, a tokenizer stage learns one from them",
             stage, pieces,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReadTexts:
+    """Texts as a tokenizer reads them.
+
+    Args:
+        max_length: the tokenizer's `model_max_length`.
+        digests: of each text's token ids, cut at that length. No model tells texts of one digest apart.
+        is_cut: whether each text has more tokens than that.
+    """
+
+    texts: list[str]
+    max_length: int
+    digests: list[bytes]
+    is_cut: list[bool]
+
+
+def read_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> ReadTexts:
+    read = ReadTexts(texts, tokenizer.model_max_length, [], [])
+    for start in range(0, len(texts), AT_ONCE):
+        part = texts[start : start + AT_ONCE]
+        ids = tokenizer(part, verbose=False)["input_ids"]
+        is_cut = [len(of_text) > read.max_length for of_text in ids]
+        if any(is_cut):
+            shorter = iter(tokenizer(list(itertools.compress(part, is_cut)), truncation=True)["input_ids"])
+            ids = [next(shorter) if cut else of_text for of_text, cut in zip(ids, is_cut, strict=True)]
+        read.digests.extend(hashlib.blake2b(json.dumps(of_text).encode(), digest_size=16).digest() for of_text in ids)
+        read.is_cut.extend(is_cut)
+    return read

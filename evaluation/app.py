@@ -9,6 +9,7 @@ images of a folder. `--space` does not open the page: it writes a Space for the 
 
 import argparse
 import html
+import logging
 import os
 import platform
 import shutil
@@ -21,12 +22,15 @@ import PIL.Image
 import yaml
 
 from conversion.files import new_folder, one_line_errors
+from conversion.messages import cut
 from conversion.publish import copy_model
 from data.images import decode_image
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.results import named_folder
 from evaluation.try_out import SUFFIXES, ImageSearch, Model, label_scores, patch_map, sparse_layers
+
+logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 64
 TEMPLATE = "a photo of a {}."
@@ -139,17 +143,15 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
     are in folders here, without what else lies there.
 
     Raises:
-        ValueError: gradio is not installed, the output is there already or lies in a folder that it gets, or see
-            `conversion.publish.copy_model`.
+        ValueError: gradio is not installed, the output is there already or lies in a folder that it gets, there is no
+            image to copy, or see `conversion.publish.copy_model`.
     """
     for source in filter(None, [model, baseline, images]):
         if Path(os.path.realpath(source)) in Path(os.path.realpath(output)).parents:
             raise ValueError(f"{output} lies in {source}, which it gets: choose a folder outside of it")
     with new_folder(output) as space:
         for room in ROOMS:
-            shutil.copytree(
-                Path(__file__).parents[1] / room, space / room, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            _copy_code(Path(__file__).parents[1] / room, space / room)
         arguments = [_carried(model, space / "model", copy_model)]
         if baseline:
             arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]
@@ -177,11 +179,42 @@ def _carried(source: str, parent: Path, copy: Callable[[Path, Path], Any]) -> st
     return f"{parent.name}/{target.name}"
 
 
-def _copy_images(source: Path, target: Path) -> None:
-    def others(folder: str, names: list[str]) -> list[str]:
-        return [n for n in names if Path(n).suffix.lower() not in SUFFIXES and not (Path(folder) / n).is_dir()]
+def _copy_code(source: Path, target: Path) -> None:
+    for path in sorted(source.rglob("*.py")):  # not what somebody keeps beside it
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
 
-    shutil.copytree(source, target, ignore=others)
+
+def _copy_images(source: Path, target: Path) -> None:
+    """Write the pixels of a folder's images into files of their own, without metadata such as where they were taken.
+
+    What is reached by a link stays behind, since it may be anything, and so does what cannot be decoded.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    folders = [(Path(folder), names) for folder, _, names in os.walk(source)]  # which follows no links
+    paths = sorted(folder / name for folder, names in folders for name in names)
+    paths, left_out, copied = [path for path in paths if path.suffix.lower() in SUFFIXES], [], 0
+    for path in paths:
+        try:
+            if path.is_symlink():
+                raise OSError("it is a link")
+            image = decode_image(str(path))
+        except OSError as error:
+            left_out.append(f"{path.relative_to(source)} ({error})")
+            continue
+        image.info.clear()  # comments and color profiles, which Pillow would write
+        copy = target / path.relative_to(source)
+        copy = copy if copy.suffix.lower() in (".png", ".jpg", ".jpeg") else copy.with_name(f"{copy.name}.png")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        image.save(copy, quality=95)
+        copied += 1
+    if copied == 0:
+        raise ValueError(f"{source} has no image that can be read, links not counted")
+    if left_out:
+        logger.warning("%d of %d images in %s are left out: %s", len(left_out), len(paths), source, cut(left_out))
 
 
 def _names(sources: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from conversion.messages import did_you_mean
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
 
 # OpenAI's, at 224 pixels and 77 tokens: width, layers, heads and patch size of the vision tower; width, layers and
 # heads of the text tower; size of the embeddings
@@ -128,41 +129,72 @@ def count_multiply_adds(model: nn.Module) -> dict[str, int]:
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
-def count_activations(config: CLIPConfig | CLIPMoEConfig, gradient_checkpointing: bool, captions: int = 1) -> int:
-    """Numbers that the backward pass needs of one image and its texts of full length, where all weights train and no
-    capacity drops a choice. Without those of the embeddings and projections, which are few.
+def count_activations(model: PreTrainedModel, gradient_checkpointing: bool, text_tokens: int) -> int:
+    """Numbers that the backward pass needs of one image and its texts, where no capacity drops a choice. Without those
+    of the embeddings and projections, which are few.
 
     Args:
-        captions: texts of an image.
+        model: a dense or sparse CLIP, of whose parameters those that train require a gradient.
         gradient_checkpointing: whether layers keep their inputs alone, and one at a time the rest.
+        text_tokens: of all texts of the image.
     """
-    text, vision = config.text_config, config.vision_config
-    lengths = (
-        (text, captions * text.max_position_embeddings),
-        (vision, (vision.image_size // vision.patch_size) ** 2 + 1),
-    )
-    towers = []
-    for tower, length in lengths:
-        moe_layers = getattr(tower, "moe_layers", ())
-        layers = [_kept_of_token(tower, layer in moe_layers) for layer in range(tower.num_hidden_layers)]
-        inputs = tower.hidden_size * len(layers) + max(layers)
-        towers.append(length * (inputs if gradient_checkpointing else sum(layers)))
-    return sum(towers)
+    total = 0
+    for length, width, kept in _kept_by_tower(model, text_tokens):
+        inputs = width * sum(of_layer > 0 for of_layer in kept) + max(kept)
+        total += length * (inputs if gradient_checkpointing else sum(kept))
+    return total
 
 
-def _kept_of_token(tower: Any, is_sparse: bool) -> int:
+def count_largest_layer(model: PreTrainedModel, text_tokens: int) -> int:
+    """Numbers of `count_activations` of the layer that keeps most: as many gradients are there while it is at them.
+    Where everything trains, they are about those that a layer computes without keeping them."""
+    return max(length * max(kept) for length, _, kept in _kept_by_tower(model, text_tokens))
+
+
+def _kept_by_tower(model: PreTrainedModel, text_tokens: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Of each tower of a CLIP the tokens of one image or its texts, the width, and what each layer keeps of a token."""
+    vision = model.config.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2 + 1
+    for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
+        *below, encoder, _ = tower.children()  # embeddings, and in the vision tower a norm
+        flows, kept = any(map(_trains, below)), []
+        for layer in encoder.layers:
+            kept.append(_kept_of_token(layer, tower.config, flows))
+            flows = flows or _trains(layer)
+        yield length, tower.config.hidden_size, kept
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _kept_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
     """Numbers that a layer keeps of a token for its backward pass.
 
-    Attention: what enters both norms and what leaves them, query, key, value and result. An FFN: what its activation
-    function gets, computes within and gives. A sparse one beside that what enters and leaves each expert of a token,
-    and with a fusion gate an FFN, the gate and a difference.
+    Attention: what enters its norm, query, key, value and result; where it trains, what leaves the norm. An FFN: what
+    enters its norm, what its activation function gets and computes within; where it trains, what leaves the norm and
+    the function. A sparse one keeps that of each expert of a token, with what enters it, and leaves it for the routers'
+    gradient; with a fusion gate, of an FFN and the gate, too.
+
+    Args:
+        flows: whether something below the layer trains.
     """
-    attention, ffn = 8 * tower.hidden_size, 3 * tower.intermediate_size
-    if not is_sparse:
-        return attention + ffn
-    chosen = tower.num_experts_per_tok * (ffn + 3 * tower.hidden_size)
-    beside = ffn + 2 * tower.hidden_size if tower.fusion_gate else 0
-    return attention + chosen + beside
+    width, inner, kept = tower.hidden_size, tower.intermediate_size, 0
+    if flows or _trains(layer.self_attn) or _trains(layer.layer_norm1):
+        kept, flows = (5 + _trains(layer.self_attn)) * width, True
+    flows = flows or _trains(layer.layer_norm2)
+    kept += flows * width
+    ffn = layer.mlp
+
+    def of_ffn(module: nn.Module) -> int:
+        trains = _trains(module)
+        return (2 * (flows or trains) + trains) * inner
+
+    if not isinstance(ffn, CLIPMoESparseMoeBlock):
+        return kept + of_ffn(ffn) + _trains(ffn) * width
+    chosen = of_ffn(ffn.experts) + (_trains(ffn.experts) + 2) * width
+    gate = 0 if ffn.base is None else of_ffn(ffn.base) + 2 * width
+    return kept + _trains(ffn) * width + tower.num_experts_per_tok * chosen + gate
 
 
 def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:

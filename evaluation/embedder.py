@@ -12,18 +12,18 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tqdm.auto import tqdm
 from transformers import CLIPModel
 
 import data.images
 import modeling_clip_moe
 from conversion.checkpoints import load_clip
 from conversion.files import output_folder
-from conversion.processors import load_processor, require_context_length, require_fit
+from conversion.processors import load_processor
 from conversion.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from evaluation import batches as reading
 from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
 from evaluation.kept import KeptEmbeddings
+from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
 
 # Batches that are written together: what a run that is killed loses
@@ -72,7 +72,7 @@ class Embedder:
         self.fingerprint = model_fingerprint(str(model), WEIGHTS)
         files = [self.fingerprint, model_fingerprint(str(processor), PROCESSOR)]
         self.processor = load_processor(processor)
-        self.source, self.processor_source, self.cache_dir = model, processor, cache_dir
+        self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         self.num_workers, self.state = num_workers, state
         # Whether torchvision is installed decides of which class a folder's image processor is, and how it resizes.
@@ -86,9 +86,6 @@ class Embedder:
         model = load_clip(self.source, dtype=self.dtype)
         if model_fingerprint(str(self.source), WEIGHTS) != self.fingerprint:
             raise ValueError(f"{self.source} was changed while it was measured: start again")
-        tokenizer = self.processor.tokenizer
-        require_fit(model.config, self.processor_source, tokenizer, self.processor.image_processor)
-        require_context_length(model.config.text_config, self.processor_source, tokenizer)
         return model.to(self.device)
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
@@ -156,8 +153,8 @@ class Embedder:
         processes, is_main = (1, True) if self.state is None else (self.state.num_processes, self.state.is_main_process)
         num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
         description = f"embedding {len(batches.items)} {what}"
-        bar = tqdm(numbers, desc=description, leave=False, disable=not is_main)
-        for number, (digest, inputs) in zip(bar, read_batches(batches, numbers, num_workers), strict=True):
+        read = progress(read_batches(batches, numbers, num_workers), description, len(numbers), is_main)
+        for number, (digest, inputs) in zip(numbers, read, strict=True):
             yield number, digest, None if inputs is None else self._normalized(what, number, embed(inputs))
 
     def _normalized(self, what: str, number: int, embeds: torch.Tensor) -> np.ndarray:

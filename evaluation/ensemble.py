@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import load_mixture
+from conversion.checkpoints import clip_class, config_of, load_mixture
 from conversion.folders import load_config, loading
 from data.images import decode_image
 from evaluation.embedder import Embedder
@@ -131,15 +131,20 @@ def open_model(
             f"{cache_dir} lies in the folder of the model {model}, where embeddings would count as its weights: choose "
             "a folder outside of it"
         )
-    try:
-        mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
-    except (OSError, ValueError):
-        mixture = False  # `Embedder` says what is wrong
-    if mixture:
+    if is_mixture(model):
         return Ensemble(model, cache_dir, *options, changes=changes, **reading)
     if changes:
         raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
     return Embedder(model, cache_dir, *options, **reading)
+
+
+def is_mixture(model: str | Path) -> bool:
+    """Whether a model that can be measured is a mixture of CLIPs, and not one CLIP. Raises a ValueError if it is
+    neither, or see `load_config`."""
+    mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
+    if not mixture:
+        config_of(clip_class(model), model)
+    return mixture
 
 
 def require_changes(changes: Mapping[str, Any]) -> None:

@@ -22,10 +22,11 @@ from accelerate.utils import set_seed
 
 from conversion.files import one_line_errors, output_folder
 from conversion.folders import load_config
+from conversion.local_names import paths_here
 from conversion.provenance import environment, model_fingerprint, weights_fingerprint
 from conversion.recipe_yaml import read_yaml
 from evaluation.embedder import usable_device
-from evaluation.ensemble import CHANGES, open_model
+from evaluation.ensemble import CHANGES, is_mixture, open_model
 from evaluation.measures import measure
 from evaluation.processes import (
     first_failure_speaks,
@@ -96,7 +97,7 @@ def evaluate_model(
     with output_folder(output_dir):
         for key, task in tasks.items():
             result = names[key] | {"title": task.title, "data": task.data, **measure(task, opened)}
-            result |= {"primary": task.primary, **of_model, **environment()}
+            result |= {"primary": task.primary, **of_model, **environment(), "local": paths_here(task.data)}
             if state is None or state.is_main_process:
                 write_result(result, output_dir)
             results.append(result)
@@ -160,6 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(GO_ON), first_failure_speaks():
         state = joined_processes(args.device)
         wanted = wanted_tasks(parse_tasks(" ".join(args.tasks)), args)
+        is_mixture(args.model)  # raises before any data are read
         results = evaluate_model(
             args.model,
             find_tasks(wanted, args.data_root, args.num_workers),

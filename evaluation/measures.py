@@ -5,39 +5,46 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from conversion.result_schema import TextCounts
 from data.pairs import present_captions
+from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
 from evaluation.ensemble import Ensemble, concatenate
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.task import Task
+from evaluation.texts import count_texts, require_told_apart
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 Model = Embedder | Ensemble
 
 
 def measure(task: Task, model: Model) -> dict[str, Any]:
-    """The metrics of a task, its number of samples and of those that could not be read, of retrieval the number of
-    captions, and of an ensemble the mean weights that the metadata gave its experts."""
+    """The metrics of a task, its number of samples and of those that could not be read, what the tokenizer made of its
+    texts, of retrieval the number of captions, and of an ensemble the mean weights that the metadata gave its experts.
+
+    Raises:
+        ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
+    """
     return MEASURES[task.kind](task, model)
 
 
 def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
     """Each image against the names of all classes."""
     rows, num_skipped = task.load()
-    images, classes = _zero_shot_embeds(task, rows, model)
+    texts, images, classes = _zero_shot_embeds(task, rows, model)
     weights, of_images = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
     embeds = concatenate(images, of_images), concatenate(classes, weights)
     metrics = zero_shot_metrics(*embeds, _labels(task, rows), task.metrics)
-    return _result(model, metrics, len(rows), num_skipped, {"classes": weights, "images": of_images})
+    return _result(model, metrics, len(rows), num_skipped, {"classes": weights, "images": of_images}, texts)
 
 
 def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
     """A zero-shot task for each group of classes: images against the names of their own group, for which an ensemble is
     routed. `accuracy` is the mean over the groups that have images."""
     rows, num_skipped = task.load()
-    images, classes = _zero_shot_embeds(task, rows, model)
+    texts, images, classes = _zero_shot_embeds(task, rows, model)
     labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
     of_images = model.image_weights(rows)
     accuracies, weights = {}, []
@@ -52,15 +59,29 @@ def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
     metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights), "images": of_images})
+    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights), "images": of_images}, texts)
 
 
-def _zero_shot_embeds(task: Task, rows: Dataset, model: Model) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Of each expert, the images (rows, D) and the classes (classes, D)."""
+def _zero_shot_embeds(
+    task: Task, rows: Dataset, model: Model
+) -> tuple[TextCounts, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """The counts of the prompts; and of each expert, the images (rows, D) and the classes (classes, D)."""
     prompts = [template.format(name) for name in task.classes for template in task.templates]
+    read = _read_texts(model, prompts)
+    if "label" not in rows.column_names:  # ImageNet's authors call two classes "sunglasses"
+        require_told_apart(task, read)
+    owners = np.repeat(np.arange(len(task.classes)), len(task.templates)).tolist()
+    groups = [task.group_of_class.get(name) for name in task.classes for _ in task.templates]
+    texts = count_texts(task, "prompts", read, owners, groups)
     shape = (len(task.classes), len(task.templates), -1)
     embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
-    return tuple(zip(*embeds, strict=True))
+    return texts, *zip(*embeds, strict=True)
+
+
+def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
+    """Of a mixture, as its experts' tokenizer reads them, which is one."""
+    embedder = model.experts[0] if isinstance(model, Ensemble) else model
+    return read_texts(embedder.processor.tokenizer, texts)
 
 
 def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
@@ -69,6 +90,7 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
     captions = [present_captions(caption) for caption in rows["caption"]]
     image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
     corpus = [text for texts in captions for text in texts]
+    counts = count_texts(task, "captions", _read_texts(model, corpus), image_of_text.tolist())
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
@@ -79,13 +101,16 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
         image_of_text,
         query_embeds=concatenate(texts, weights["queries"]),
     )
-    return _result(model, metrics, len(rows), num_skipped, weights, num_captions=len(corpus))
+    return _result(model, metrics, len(rows), num_skipped, weights, counts, num_captions=len(corpus))
 
 
 def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
     """The two images of a pair against its two captions."""
     rows, num_skipped = task.load()
     captions = [list(rows[f"caption_{side}"]) for side in range(2)]
+    of_side, of_pair = np.divmod(np.arange(2 * len(rows)), len(rows))
+    read = _read_texts(model, [*captions[0], *captions[1]])
+    counts = count_texts(task, "captions", read, of_side.tolist(), of_pair.tolist())
 
     def embed(e: Embedder) -> tuple[np.ndarray, np.ndarray]:
         images, texts = [e.images(rows, f"image_{side}") for side in range(2)], [e.texts(part) for part in captions]
@@ -98,7 +123,7 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
     embeds = concatenate(images, of_images), concatenate(texts, weights[:, None])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
-    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images})
+    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images}, counts)
 
 
 def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
@@ -146,9 +171,12 @@ def _result(
     num_samples: int,
     num_skipped: int,
     weights: dict[str, np.ndarray | None],
+    texts: TextCounts | None = None,
     **counts: int,
 ) -> dict[str, Any]:
     result = {"metrics": metrics, "num_samples": num_samples, **counts, "num_skipped": num_skipped}
+    if texts is not None:
+        result["texts"] = texts.model_dump()
     if isinstance(model, Ensemble):
         of_images = weights.pop("images", None)
         if of_images is not None:  # texts then have no weights but the experts' temperatures

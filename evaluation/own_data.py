@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from string import Formatter
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from datasets import ClassLabel, Dataset, Value
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from conversion.local_names import paths_here, without_paths
 from data.identity import identity
 from data.pairs import (
     judge,
@@ -25,8 +26,9 @@ from data.pairs import (
     with_image_root,
 )
 from data.sources import DataArguments, Rows, open_rows
-from data.splits import common_rows
+from data.splits import common_rows, named_split
 from data.worlds import WORLDS
+from evaluation.class_names import labeled_rows, require_different_names
 from evaluation.results import content_hash
 from evaluation.task import Task
 
@@ -64,7 +66,8 @@ class OwnTask:
     captions_per_line: bool = False
     # Of zero_shot and linear_probe: the classes. Of pairs: what differs in each; there may be no such column.
     label_column: str = "label"
-    # Of zero_shot and linear_probe: a file with the names of the classes, one a line.
+    # Of zero_shot and linear_probe: a file with the names of the classes, one a line. Of zero_shot where the data call
+    # them by numbers or WordNet ids: the names in the order of these.
     classes: str | None = Field(default=None, min_length=1)
     # Of zero_shot: texts with a {} for the name of the class; or one file of such, one a line.
     templates: list[str] = Field(default_factory=lambda: ["a photo of a {}."])
@@ -111,7 +114,10 @@ class OwnTask:
         return linear_probe_task(arguments, self.train_split, classes)
 
     def require_columns(self) -> None:
-        """Raises a ValueError if the dataset lacks a column, or the split. No row is read."""
+        """Raises a ValueError if the dataset lacks a column or the split, or `image_root` is no folder. No row is
+        read."""
+        if self.image_root is not None and not os.path.isdir(self.image_root):
+            raise ValueError(f"{self.dataset}: there is no folder {self.image_root} (image_root)")
         if self.dataset not in WORLDS:
             changes = {"streaming": not self.dataset.endswith(".json"), "num_samples": None}
             arguments = dataclasses.replace(self.arguments(), **changes)
@@ -163,7 +169,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
         return one_row_an_image(rows), skipped
 
     data = _data(arguments)
-    return Task("retrieval", f"retrieval, {_short_name(arguments)}", _protocol(data), load, data=data)
+    return Task("retrieval", f"retrieval, {_known_as(arguments.source)}", _protocol(data), load, data=data)
 
 
 def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
@@ -171,90 +177,30 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
 
     Args:
         classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
-            integers; None: those that the column declares, or its different texts in all rows of the split.
+            integers, or of the ids that the column has in place of names; None: those that the column declares, or its
+            different texts in all rows of the split.
 
     Raises:
         ValueError: the labels are integers without names, or some have none among `classes`; a label that is neither an
-            integer nor a text; a class without a name, two of one name, or a single one; a template without its one {};
-            images and labels are one column.
+            integer nor a text; names that are ids, or not as many for them; a class without a
+            name, two of one name, or a single one; a template without its one {}; images and labels are one column.
     """
     bad = [template for template in templates if not is_template(template)]
     if bad or not templates:
         raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
-    rows, classes = _labeled(arguments, classes)
-    _require_different_names(classes)
+    rows, classes = labeled_rows(arguments, classes, as_prompts=True)
+    require_different_names(classes)
     data = _data(arguments, classes=content_hash(classes), templates=list(templates))
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
     return Task(
         kind="zero_shot",
-        title=f"zero-shot, {_short_name(arguments)}",
+        title=f"zero-shot, {_known_as(arguments.source)}",
         protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
         load=lambda: _readable(rows, arguments),
         classes=classes,
         templates=templates,
         data=data,
     )
-
-
-def _labeled(arguments: DataArguments, classes: Sequence[str] | None) -> tuple[Dataset, Sequence[str]]:
-    """The rows with names of classes as labels, and the classes; see `zero_shot_task`."""
-    rows, column = open_rows(arguments), arguments.caption_column
-    if column not in rows.column_names:
-        raise ValueError(f"{arguments.source} has no column {column}; its columns are {', '.join(rows.column_names)}")
-    feature, labels = rows.features[column], list(rows[column])
-    for row, label in enumerate(labels):
-        if not isinstance(label, int | str):
-            raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
-    if classes is None:
-        whole = rows if arguments.num_samples is None else open_rows(dataclasses.replace(arguments, num_samples=None))
-        classes = _class_names(whole[column], feature, column)
-    names = _named_labels(labels, feature, column, classes)
-    return rows.remove_columns(column).add_column(column, names, feature=Value("string")), classes
-
-
-def _class_names(labels: Iterable[Any], feature: Any, column: str) -> list[str]:
-    """The classes that a column declares, or its different texts."""
-    if isinstance(feature, ClassLabel):
-        return feature.names
-    names = sorted({label for label in labels if isinstance(label, str)})
-    if not names:
-        raise ValueError(f"column {column} holds no names: give them with --classes")
-    return names
-
-
-def _require_different_names(classes: Sequence[str]) -> None:
-    """Raises a ValueError unless there are two classes or more, of names that a tokenizer tells apart."""
-    nameless = [number for number, name in enumerate(classes) if not name.strip()]
-    if nameless:
-        raise ValueError(f"class {nameless[0]} has no name; the classes are {', '.join(map(repr, classes[:5]))}, ...")
-    same: dict[str, list[str]] = {}
-    for name in classes:
-        same.setdefault(" ".join(name.split()).lower(), []).append(name)
-    repeated = sorted(name for names in same.values() if len(names) > 1 for name in names)
-    if repeated:
-        raise ValueError(
-            "classes need different names, but these are the same but for case and spaces: "
-            f"{', '.join(map(repr, repeated[:5]))}"
-        )
-    if len(classes) < 2:
-        raise ValueError(f"an image needs two classes or more to belong to, but there is only {classes[0]!r}")
-
-
-def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
-    """The labels of a column as names of classes."""
-    if all(isinstance(label, int) for label in labels):
-        # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
-        names = feature.names if isinstance(feature, ClassLabel) else classes
-        if labels and not 0 <= min(labels) <= max(labels) < len(names):
-            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
-        labels = [names[label] for label in labels]
-    unknown = sorted(set(labels) - set(classes))
-    if unknown:
-        raise ValueError(
-            f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
-            f"own names, and are {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}"
-        )
-    return labels
 
 
 def linear_probe_task(arguments: DataArguments, train_split: str, classes: Sequence[str] | None = None) -> Task:
@@ -268,7 +214,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         ValueError: the splits have rows in common, too.
     """
     train_arguments = dataclasses.replace(arguments, split=train_split)
-    (rows, names), (train_rows, train_names) = _labeled(arguments, classes), _labeled(train_arguments, classes)
+    (rows, names), (train_rows, train_names) = labeled_rows(arguments, classes), labeled_rows(train_arguments, classes)
     common = common_rows(arguments, train_split)
     if common:
         raise ValueError(
@@ -277,11 +223,11 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
             "file has slices, such as test[:20%] and test[20%:]; a dataset that was saved without its split has none"
         )
     classes = list(dict.fromkeys([*names, *train_names])) if classes is None else classes
-    _require_different_names(classes)
+    require_different_names(classes)
     data = _data(arguments, classes=content_hash(classes), train_split=train_split)
     return Task(
         kind="linear_probe",
-        title=f"linear probe, {_short_name(arguments)}",
+        title=f"linear probe, {_known_as(arguments.source)}",
         protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
         load=lambda: _readable(rows, arguments),
         load_train=lambda: _readable(train_rows, train_arguments),
@@ -304,7 +250,7 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
         rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
         return readable_image_pairs(rows, arguments)
 
-    return Task("pairs", f"pairs, {_short_name(arguments)}", _protocol(data), load, data=data)
+    return Task("pairs", f"pairs, {_known_as(arguments.source)}", _protocol(data), load, data=data)
 
 
 def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
@@ -423,18 +369,19 @@ def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
     return chosen | more
 
 
-def _short_name(arguments: DataArguments) -> str:
-    """A hub name, or the last two parts of a path."""
-    return "/".join(Path(arguments.source).parts[-2:])
+def _known_as(source: str) -> str:
+    """What a reader knows data by: a name on the Hub or a URL, or the last part of a path."""
+    return without_paths(source, paths_here(source))
 
 
 def _protocol(data: dict[str, Any]) -> str:
     samples = "all" if data["num_samples"] is None else f"the first {data['num_samples']}"
-    text = f"{samples} rows of {data['source']}, split {data['split']}, columns {data['image_column']} and "
-    text += data["caption_column"]
+    split = named_split(data["source"], data["split"])
+    text = f"{samples} rows of {_known_as(data['source'])}{split and f', split {split}'}, columns "
+    text += f"{data['image_column']} and {data['caption_column']}"
     text += ", one caption a line" if data["captions_per_line"] else ""
     if data["image_root"] is not None:
-        text += f", images below {data['image_root']}"
+        text += f", images below {_known_as(data['image_root'])}"
     if "seed" in data:
         text += f", {data['captions']} captions of {data['kinds']} kinds, seed {data['seed']}"
     return text

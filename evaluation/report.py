@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.markdown import escape, item, one_line
-from conversion.result_schema import read_result, require_result
+from conversion.result_schema import TextCounts, read_result, require_result
+from evaluation.figures import plt
 from evaluation.html_page import html_page
 from evaluation.results import named_folder
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
@@ -66,7 +63,8 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
 
 def write_page(path: Path, markdown: str, pictures: Mapping[str, Path]) -> None:
     """Write a text as `path.md`, and with its pictures as `path.html`."""
-    title = " ".join(part.name for part in (path.resolve().parent, path))
+    # A stage works in NAME.partial until it has finished
+    title = f"{path.resolve().parent.name.removesuffix('.partial')} {path.name}"
     with new_file(path.with_suffix(".html")) as page:
         page.write_text(html_page(markdown, pictures, title), encoding="utf-8")
         write_text(path.with_suffix(".md"), markdown)
@@ -204,7 +202,9 @@ def _protocols(table) -> str:
         for task, result in of_tasks(table).items()
     ]
     for model, results in table.items():
-        for result in results.values():
+        for task, result in results.items():
+            texts = result.get("texts") and TextCounts(**result["texts"]).sentence
+            lines += [f"{model} on {task}: {texts}"] if texts else []
             line = f"{model}: {result['source']}, {result['dtype']}, {computed_with(result)}"
             lines += [line] if line not in lines else []
     return "\n".join(map(item, lines))

@@ -12,6 +12,7 @@ from typing import Any
 from conversion.files import write_text
 from conversion.messages import shortened
 from conversion.result_schema import read_result
+from data.splits import named_split
 
 # Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60
@@ -61,8 +62,8 @@ def task_name(task: str, data: dict[str, Any]) -> str:
     that was chosen. Of one that has it already, and of other tasks, whose data their name tells, the name itself."""
     if "caption_column" not in data or task.endswith(f"-{content_hash(data)}"):
         return task
-    words = [task, Path(data["source"]).name, data["split"], data["caption_column"]]
-    return f"{_plain('-'.join(words))}-{content_hash(data)}"
+    words = [task, Path(data["source"]).name, named_split(data["source"], data["split"]), data["caption_column"]]
+    return f"{_plain('-'.join(filter(None, words)))}-{content_hash(data)}"
 
 
 def slug(text: str) -> str:

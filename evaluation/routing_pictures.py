@@ -5,17 +5,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
+from evaluation.figures import plt
 from evaluation.preferences import Caption, RoutedImages, top_patches
 from evaluation.report import plot_text
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 MOST_EXPERTS = 16  # whose captions are drawn
 LEAST_WIDTH = 8  # inches, for the title

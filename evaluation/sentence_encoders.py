@@ -23,7 +23,7 @@ from transformers import AutoModel, CLIPConfig, PreTrainedModel
 from conversion.checkpoints import check_weights, load_clip, stored_weights
 from conversion.files import save, writing
 from conversion.folders import check_json, has_file, load_config, loading
-from conversion.processors import load_processor, load_tokenizer
+from conversion.processors import load_processor, load_tokenizer, require_fit
 from modeling_clip_moe import CLIPMoEConfig
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -141,6 +141,8 @@ class TransformersEncoder:
         self.source, self.pooling = source, pooling
         self.name = name or (_name(source) if self.is_clip else f"{_name(source)}:{pooling}")
         self.tokenizer = load_tokenizer(source)
+        if self.is_clip:
+            require_fit(config, source, source, self.tokenizer)
         text_config = config.text_config if self.is_clip else config
         longest = getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         self.max_length = min(longest, self.tokenizer.model_max_length)

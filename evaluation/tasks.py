@@ -11,8 +11,10 @@ from typing import Annotated, get_args
 
 from pydantic import Discriminator, Tag, ValidationError
 
+from conversion.local_names import is_hub_name
 from conversion.messages import most_similar
-from data.sources import is_here
+from data.annotations import TABLES
+from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
@@ -123,6 +125,8 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
         for name in names:
             try:
                 if isinstance(name, OwnTask):
+                    if is_missing(name.dataset):
+                        raise FileNotFoundError(f"{name.task}: there is no file or folder {name.dataset}")
                     if name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
@@ -133,6 +137,12 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
             except (ValueError, OSError) as error:
                 problems.append(str(error))
     return list(dict.fromkeys(problems))
+
+
+def is_missing(source: str) -> bool:
+    """Whether a source of data is neither here nor anything that the Hub may have."""
+    is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
+    return source not in WORLDS and not is_here(source) and (is_file or not is_hub_name(source))
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import PIL.Image
 import torch
 from datasets import Dataset
 
-from data.images import decode_image
+from data.images import FORMATS, decode_image
 from evaluation.embedder import Embedder
 from evaluation.ensemble import Ensemble, concatenate
 from evaluation.own_data import is_template
@@ -20,7 +20,7 @@ from evaluation.routing_pictures import draw_patches
 logger = logging.getLogger(__name__)
 
 Model = Embedder | Ensemble
-SUFFIXES = set(PIL.Image.registered_extensions())
+SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 NUM_FOUND = 8
 
 

@@ -623,7 +623,7 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
     _checkpoint_conversions = []
     # Weights that a checkpoint may lack
     _optional_weights = ()
-    # What the names of a tower's weights start with in files of a whole model
+    # What the names of a tower's weights start with in files
     _tower_prefix = ""
 
     def __init__(self, config, *args, **kwargs):
@@ -689,8 +689,16 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
-        """Part of `save_pretrained`: adds the marks that make CLIP's own classes refuse the checkpoint."""
+        """
+        Part of `save_pretrained`: gives the weights of a tower the names that they have in files of a whole model, and
+        adds the marks that make CLIP's own classes refuse the checkpoint.
+        """
         self._register_conversions()  # of a model that came out of a pickle
+        # By itself, transformers adds a prefix only to what had one when it was loaded
+        if self._tower_prefix:
+            used = getattr(self, "_weight_conversions", None) or []
+            used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
+            self._weight_conversions = [*used, *self._checkpoint_conversions]
         state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves
@@ -698,19 +706,18 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             tied = self.get_expanded_tied_weights_keys()
             _require_one_encoder(state_dict, tied)
             state_dict |= {name: state_dict[source].clone() for name, source in tied.items() if source in state_dict}
-            # The names of CLIP's files, which have the tower's. If it was there at loading, it is added again below
-            used = getattr(self, "_weight_conversions", None) or []
-            added = any(isinstance(conversion, PrefixChange) for conversion in used)
-            prefix = "" if added else self._tower_prefix
             for name, module in model_to_save.named_modules():
                 if isinstance(module, CLIPMoEEncoderLayer) and module.is_sparse:
-                    state_dict[f"{prefix}{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
+                    state_dict[f"{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
         return state_dict
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # transformers' Trainer loads the files of its checkpoints as they are
         for name in [name for name in state_dict if name.endswith(SPARSE_LAYER_MARK) and state_dict[name].numel() == 0]:
             del state_dict[name]
+        in_file = f"{prefix}{self._tower_prefix}"
+        for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
+            state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def seed_router_noise(self, seed: int, process_index: int = 0) -> None:

@@ -95,7 +95,8 @@ def sources(tmp_path_factory):
         (folder / f"seed_{seed}").mkdir()
         for model in "ab":
             weights = {"weights": f"{model}{seed}", "data": {"split": "test"}, "num_captions": 3}
-            content = result(model, value=0.5 + seed / 10, **weights)
+            texts = {"kind": "captions", "number": 3, "max_length": 16, "cut": 1, "alike": 0, "repeated": 0}
+            content = result(model, value=0.5 + seed / 10, texts=texts, **weights)
             (folder / f"seed_{seed}" / f"retrieval--{model}.json").write_text(json.dumps(content))
     stage = {"name": "sparse", "stage": "upcycle", "model": str(folder / "dense"), "preset": "clip_moe"}
     (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "run"), "stages": [stage]}))

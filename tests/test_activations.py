@@ -8,13 +8,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from evaluation.costs import count_activations
 from modeling_clip_moe import CLIPMoEModel
 from training.engine import checkpoint_layers
+from training.freezing import set_trainable
 
 WIDE = {"hidden_size": 64, "intermediate_size": 192}
 PAIRS = 2
 
 
-def kept(model):
-    """Numbers of a pair that autograd keeps of the encoders, besides weights."""
+def kept(model, forward=None):
+    """Numbers of a pair that autograd keeps of a forward pass, or of the encoders, besides weights."""
     weights, storages = {parameter.data_ptr() for parameter in model.parameters()}, {}
 
     def pack(tensor):
@@ -23,11 +24,12 @@ def kept(model):
             storages[storage.data_ptr()] = storage  # held, so that no other gets its place
         return tensor
 
-    text = model.config.text_config
-    for encoder, length in ((model.text_model.encoder, text.max_position_embeddings), (model.vision_model.encoder, 5)):
-        embeddings = torch.randn(PAIRS, length, 64, requires_grad=True)
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            encoder(embeddings)
+    def encode():
+        for encoder, length in ((model.text_model.encoder, 12), (model.vision_model.encoder, 5)):
+            encoder(torch.randn(PAIRS, length, 64, requires_grad=True))
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        (forward or encode)()
     return sum(storage.nbytes() for storage in storages.values()) / 4 / PAIRS
 
 
@@ -38,11 +40,26 @@ def test_activations(moe):
     model.set_experts_implementation("eager")  # grouped_mm keeps up to 4 % less
     config = model.config
     # Beside what is counted: scalars of tokens, of norms and routers
-    assert kept(model) == pytest.approx(count_activations(config, False), rel=0.03)
+    assert kept(model) == pytest.approx(count_activations(model, False, 12), rel=0.03)
     checkpoint_layers(model)
     inputs = 3 * 64 * (12 + 5)
     assert kept(model) == pytest.approx(inputs, rel=0.03)
     attention, ffn = 8 * 64, 3 * 192
     chosen = config.text_config.num_experts_per_tok * (ffn + 3 * 64)
     largest = attention + (ffn if moe.get("moe_layers") == () else chosen + moe.get("fusion_gate", 0) * (ffn + 2 * 64))
-    assert count_activations(config, True) == inputs + (12 + 5) * largest
+    assert count_activations(model, True, 12) == inputs + (12 + 5) * largest
+
+
+PARTS = [".", r"\.mlp\.", r"\.mlp\.router\.", r"\.(experts|fusion_gate)\.", r"\.(router|fusion_gate)\."]
+
+
+@pytest.mark.parametrize("fusion_gate", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("trainable", PARTS)
+def test_what_is_frozen_keeps_less(trainable, fusion_gate):
+    """Of a whole step but the loss: frozen weights need no inputs, and nothing is kept below what trains."""
+    model = CLIPMoEModel(tiny_config((1, 2), vision=WIDE, text=WIDE, fusion_gate=fusion_gate)).train()
+    model.set_experts_implementation("eager")
+    set_trainable(model, trainable)
+    batch = torch.randint(3, 40, (PAIRS, 12)), torch.randn(PAIRS, 3, 16, 16)
+    found = kept(model, lambda: model(input_ids=batch[0], pixel_values=batch[1]))
+    assert found == pytest.approx(count_activations(model, False, 12), rel=0.07)  # embeddings, scalars of routers

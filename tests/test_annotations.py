@@ -1,5 +1,6 @@
 """Pairs in csv and tsv tables and in JSONs of COCO and Karpathy: what is read, and what is refused."""
 
+import dataclasses
 import json
 
 import datasets
@@ -63,7 +64,11 @@ def require_pairs(arguments, captions):
 def test_tables(tmp_path, name, streaming):
     separator = "\t" if name.endswith("tsv") else ","
     arguments = DataArguments(**table(tmp_path, name), streaming=streaming)
-    require_pairs(arguments, [f'{text}{separator} "said"{LINE_BREAK[separator]}NA' for text in CAPTIONS])
+    expected = [f'{text}{separator} "said"{LINE_BREAK[separator]}NA' for text in CAPTIONS]
+    require_pairs(arguments, expected)
+    slices = [dataclasses.replace(arguments, split=split) for split in ("test[:3]", "test[3:]", "a[1:2]+b[:1]")]
+    for one, part in zip(slices, (expected[:3], expected[3:], [expected[1], expected[0]]), strict=True):
+        assert [row["caption"] for row in load_pairs(one)] == part
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -113,7 +118,7 @@ def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
         ("filepath,title\n0.png\n", "line 2 has 1 cells for 2 columns"),
         ("filepath,title\n0.png,a,b\n", "line 2 has 3 cells for 2 columns"),
         ('filepath,title\n0.png,"a\n', "unexpected end of data"),
-        ("image,title\n0.png,a\n", "no column filepath; its columns are image, title"),
+        ("image, title\n0.png,a\n", "no column 'filepath', 'title'; its columns are 'image', ' title'"),
         ("filepath,title\n", "no pairs"),
     ],
 )
@@ -173,14 +178,22 @@ def test_a_mixture_of_sources_is_a_saved_dataset(tmp_path):
 def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
     lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
     (tmp_path / "pairs.tsv").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"pairs\.tsv: line 4 cannot be read: a cell that begins with a quote goes on"):
+    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
         read_tables([str(tmp_path / "pairs.tsv")])
 
 
-@pytest.mark.parametrize("content", [b'image,caption\n0.png,"Big" dog\n', b"image,caption\n0.png,caf\xe9\n"])
-def test_lines_that_cannot_be_read_are_named(tmp_path, content):
-    (tmp_path / "pairs.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=r"pairs\.csv: line \d cannot be read: "):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'0.png,"Big" dog\n', "line 4 cannot be read: "),
+        (b"0.png,caf\xe9\n", "line 4 cannot be read: it is no UTF-8"),
+        (b'0.png,"cat\n1.png,dog\n2.png,owl\n', "line 4 cannot be read: "),
+        (b'0.png,"a\ncat",b\n', "line 4 has 3 cells"),
+    ],
+)
+def test_lines_that_cannot_be_read_are_named(tmp_path, content, message):
+    (tmp_path / "pairs.csv").write_bytes(b'image,caption\n9.png,"two\nlines"\n' + content)
+    with pytest.raises(ValueError, match=rf"pairs\.csv: {message}"):
         read_tables([str(tmp_path / "pairs.csv")])
 
 

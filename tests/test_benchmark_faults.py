@@ -184,7 +184,7 @@ def test_what_the_hub_does_not_have(tmp_path, name):
 
 
 def test_a_command_ends_in_one_line(tmp_path):
-    command = ["--model", "nowhere", "--output-dir", str(tmp_path / "out"), "--tasks", "mode_26"]
+    command = ["--model", "training/symbol_clip", "--output-dir", str(tmp_path / "out"), "--tasks", "mode_26"]
     with pytest.raises(SystemExit, match="^error: there is no folder .*nope with copies of benchmarks .--data-root.$"):
         evaluate.main([*command, "--data-root", str(tmp_path / "nope")])
     with pytest.raises(SystemExit, match="^error: unknown task mode_62: did you mean 'mode_26'?"):

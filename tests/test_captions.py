@@ -181,7 +181,7 @@ def test_missing_captions_are_counted(caplog):
 
 def test_a_missing_column():
     arguments = DataArguments(source="glyphs", captions="detailed", num_samples=4)
-    with pytest.raises(ValueError, match="has no column alt_text; its columns are .*raw_caption"):
+    with pytest.raises(ValueError, match="has no column 'alt_text'; its columns are .*raw_caption"):
         caption_columns(arguments, ["alt_text"])
 
 

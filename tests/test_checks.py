@@ -8,7 +8,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from data import sources
 from training.checks import Outlook, RecipeError, find_faults
+from training.plan import plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -147,9 +149,12 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ),
         (
             {"tuned.data.source": "rows"},
-            "tuned.data: rows has no column caption; its columns are image, text, number.*",
+            "tuned.data: rows has no column 'caption'; its columns are 'image', 'text', 'number'.*",
         ),
-        ({**ROWS, "tuned.data.image_column": "img"}, "tuned.data: rows has no column img; its columns are image, *"),
+        (
+            {**ROWS, "tuned.data.image_column": "img"},
+            "tuned.data: rows has no column 'img'; its columns are 'image', *",
+        ),
         ({**ROWS, "tuned.data.image_root": "nowhere"}, "tuned.data.image_root: there is no folder nowhere"),
         (
             {"several.data.source": "rows", "several.captions": [{"policy": "full", "column": "number"}]},
@@ -157,7 +162,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ),
         (
             {"several.captions": [{"policy": "full", "column": "alt"}]},
-            "several.captions: glyphs has no column alt; its columns are caption, raw_caption",
+            "several.captions: glyphs has no column 'alt'; its columns are 'caption', 'raw_caption'",
         ),
         (
             {"tuned.data.source": "several", "tuned.data.caption_column": "text"},
@@ -241,6 +246,20 @@ def test_forty_stages_are_checked_at_once(path):
     started = time.process_time()
     list(find_faults(Outlook(recipe.stages, recipe.output_dir), set(), 1))
     assert time.process_time() - started < 1
+
+
+def test_a_folder_is_opened_once_for_all_checks(path, monkeypatch):
+    data = {"source": "rows", "caption_column": "text", "num_samples": None}
+    tasks = [{"task": "retrieval", "dataset": "rows", "split": "train", "caption_column": "text"}]
+    overrides = {f"{name}.data": data for name in ("several", "features", "expert", "tuned")} | {"scores.tasks": tasks}
+    overrides |= {"several.captions": [{"policy": "full", "column": "text"}]}
+    recipe, listed = load_recipe(path, overrides), []
+    original = sources.get_data_patterns
+    monkeypatch.setattr(sources, "get_data_patterns", lambda folder: listed.append(folder) or original(folder))
+    assert plan(recipe, recipe.stages, 1)[1] == [] and len(listed) == 1
+    # Later, the folder may hold other files
+    (path.parent / "rows" / "train.parquet").unlink()
+    assert len(plan(recipe, recipe.stages, 1)[1]) == 5
 
 
 def test_names_that_settings_know(tmp_path):

@@ -321,9 +321,9 @@ def test_two_processes_end_in_the_same_model(run, whole):
 @pytest.mark.parametrize(
     ("overrides", "only", "message"),
     [
-        ({"clusters_1.num_image_clusters": 91}, "clusters_1", "90 samples cannot make 91 clusters of image features"),
-        ({"expert_1.data.num_samples": 80}, "expert_1", "labels in .*clusters_1 belong to another dataset"),
-        ({"expert_1.data.seed": 1}, "expert_1", "belong to another dataset, another order"),
+        ({"clusters_1.num_image_clusters": 91}, "clusters_1", "90 samples cannot make 91 clusters: ask for fewer"),
+        ({"expert_1.data.num_samples": 80}, "expert_1", "clusters_1 is of other data: the number of pairs is 90"),
+        ({"expert_1.data.seed": 1}, "expert_1", "clusters_1 is of other data: seed is 0 there"),
         (
             {"expert_1.global_batch_size": 90, "expert_1.small_clusters": "drop"},
             "expert_1",

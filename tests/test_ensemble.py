@@ -225,6 +225,7 @@ def test_retrieval(ensemble, experts, weights_of):
     result = measure(Task("retrieval", "", "", lambda: (rows, 0)), ensemble)
     assert result["metrics"]["image_to_text_recall@1"] == to_text > 0.2
     assert result["metrics"]["text_to_image_recall@1"] == to_image > 0.2
+    assert result["texts"]["number"] == 40  # once for all experts
     expected = {"corpus": mean_weights(experts, [of_corpus]), "queries": mean_weights(experts, of_query)}
     assert result["routing_weights"] == expected
     wrong = with_captions(rows, swapped(captions))

@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_model(dense, tmp_path):
 
 def test_an_evaluation_that_fails_leaves_no_empty_folder(dense, tmp_path):
     evaluated(dense, tmp_path, tasks="retrieval")
-    with pytest.raises(SystemExit, match="error: .* has no column nope"):
+    with pytest.raises(SystemExit, match="error: .* has no column 'nope'"):
         evaluated(dense, tmp_path, "--caption-column", "nope", "--output-dir", str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 
@@ -109,7 +109,7 @@ def cut_weights(folder):
         (remove_tokenizer, "has no tokenizer"),
         (lambda folder: edit(folder / "tokenizer.json", add_token), "model has 724 tokens, but vocab_size is 723"),
         (lambda folder: edit(folder / "processor_config.json", enlarge), "/model makes images of 3 x 64 x 64, but by"),
-        (lambda folder: edit(folder / "tokenizer_config.json", uncut), "/model cuts captions at its model_max_length"),
+        (lambda folder: edit(folder / "tokenizer_config.json", uncut), "/model cuts texts at its model_max_length"),
         (lambda folder: (folder / "processor_config.json").unlink(), "has no image processor"),
         (replace_by_bert, "not 'bert'"),
     ],

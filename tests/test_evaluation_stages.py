@@ -60,6 +60,7 @@ def test_run(folder):
     (pairs,) = (result for result in results if result["task"].startswith("pairs") and result["model"] == "dense")
     assert pairs["num_samples"] == 6 and any(name.startswith("group/") for name in pairs["metrics"])
     report = (out / "scores" / "report.md").read_text()
+    assert "<title>scores report</title>" in (out / "scores" / "report.html").read_text(encoding="utf-8")
     assert "MMVP-VLM: image score" in report and "Urban-1k: R@1" in report
     looked = json.loads((out / "looked" / "experts.json").read_text())
     assert [name.split("-")[0] for name in looked["metrics"]] == ["urban1k", "retrieval"]
@@ -110,14 +111,17 @@ def test_faults_are_told_before_the_first_stage(folder, change, fault):
 @pytest.mark.parametrize(
     ("task", "fault"),
     [
-        ({"task": "retrieval", "caption_column": "text"}, "own has no column text; its columns are image, caption"),
+        (
+            {"task": "retrieval", "caption_column": "text"},
+            "own has no column 'text'; its columns are 'image', 'caption'",
+        ),
         ({"task": "retrieval", "split": "val"}, "own has no split 'val', only "),
         (
             {"task": "zero_shot", "label_column": "kind", "classes": "CLASSES"},
             "column kind has labels that are no class",
         ),
         ({"task": "zero_shot", "label_column": "kind", "classes": "nowhere.txt"}, "nowhere.txt"),
-        ({"task": "pairs", "image_column": "picture"}, "has no column picture_0, picture_1"),
+        ({"task": "pairs", "image_column": "picture"}, "has no column 'picture_0', 'picture_1'"),
         ({"task": "zero_shot", "label_column": "kind", "templates": ["a photo"]}, "templates need one {}"),
     ],
 )

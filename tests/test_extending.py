@@ -159,9 +159,12 @@ def test_the_resolved_recipe_is_a_recipe(there):
 def test_it_is_published_with_a_card(there, tmp_path, capsys):
     publish.main(["runs/my_method/mine", "user/mine", "--dry-run", str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
-    for stage, name in (("expert_1", EXPERTS), ("routed", ROUTER), ("mine", "my_method.interpolate:InterpolateStage")):
-        assert f"| {stage} | {name} |" in card.replace("\\", "")
-    assert "Attribute pairs" in card
+    for stage, what, setting in (
+        ("expert_1", f"{EXPERTS}: One expert, trained on its cluster with the sigmoid loss.", "bias -10"),
+        ("mine", "my_method.interpolate:InterpolateStage: A model between two (WiSE-FT, arXiv:2109.01903).", "weight"),
+    ):
+        assert re.search(rf"\| {stage} \| {re.escape(what)} \| .*{setting}", card.replace("\\", ""))
+    assert "Data: 256 pairs of glyphs (detailed captions of seen)." in card and "Attribute pairs" in card
 
 
 def own_loss(function, share=slice(None)):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from converters import COMMANDS, make_sources, run
+from filelock import FileLock
 from safetensors.torch import save_file
 from test_upcycle import processor, tiny_clip
 
@@ -123,6 +124,21 @@ def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, num
         assert error[-1] == "interrupted: nothing was written"
 
 
+@pytest.mark.parametrize("function", [(Path, "mkdir"), (FileLock, "acquire")])
+def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatch, function):
+    original = getattr(*function)
+
+    def and_a_signal(self, *arguments, **options):
+        original(self, *arguments, **options)
+        if "out" in str(getattr(self, "name", "out")):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(*function, and_a_signal)
+    with pytest.raises(SystemExit), one_line_errors(), new_folder(tmp_path / "out"):
+        pytest.fail("it went on")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_that_a_library_takes_for_an_error_ends_the_program_all_the_same(number, status, capsys):
     def storage():  # as torch, where a signal arrives while it looks at one
@@ -209,7 +225,7 @@ def test_on_a_full_disk_processors_end_in_one_line(sources, tmp_path, full_disk,
     source = Path(shutil.copytree(sources / "dense", tmp_path / "source"))
     if size == 300_000:  # larger than the weights, which the encoder saves before
         tokenizer = processor().tokenizer
-        tokenizer.add_tokens([str(number) * 1000 for number in range(300)])
+        tokenizer.chat_template = "long" * 100_000
         tokenizer.save_pretrained(source)
     with pytest.raises(SystemExit, match="error: cannot write .*out.*too large"), one_line_errors():
         with new_folder(tmp_path / "out") as folder:

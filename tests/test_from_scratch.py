@@ -162,19 +162,19 @@ def test_merge_keys_of_yaml(tmp_path):
         """
 output_dir: out
 stages:
-  - &first {name: first, stage: train, model: base, max_steps: 1, learning_rate: 1, global_batch_size: 8}
-  - &second {<<: *first, name: second, learning_rate: 2}
+  - &first {name: first, stage: train, model: base, max_steps: 1, learning_rate: 0.1, global_batch_size: 8}
+  - &second {<<: *first, name: second, learning_rate: 0.2}
   - {<<: [*second, *first], name: third}
-  - {<<: {max_steps: 7}, name: fourth, stage: train, model: base, learning_rate: 3, global_batch_size: 8}
+  - {<<: {max_steps: 7}, name: fourth, stage: train, model: base, learning_rate: 0.3, global_batch_size: 8}
 defaults: {train: {data: {source: glyphs, num_samples: 8}}}
 """
     )
     stages = load_recipe(path).stages
     assert [(stage.name, stage.learning_rate, stage.max_steps) for stage in stages] == [
-        ("first", 1, 1),
-        ("second", 2, 1),
-        ("third", 2, 1),
-        ("fourth", 3, 7),
+        ("first", 0.1, 1),
+        ("second", 0.2, 1),
+        ("third", 0.2, 1),
+        ("fourth", 0.3, 7),
     ]
     path.write_text("output_dir: out\nstages: [{<<: {name: a}, <<: {name: b}}]")
     with pytest.raises(ValueError, match="the key << is given twice"):

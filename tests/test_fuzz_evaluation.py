@@ -117,7 +117,8 @@ RESULT_FILE = [functools.partial(text, content) for content in NO_OBJECT]
 RESULT_FILE += CUTS + [functools.partial(bytes_of, lambda content: b"\xff" + content)]
 
 
-RESULT_FIELDS = fields([*result("a"), "weights", "data", "num_captions", ("metrics", "recall"), ("primary", "recall")])
+RESULT_FIELDS = fields([*result("a"), "weights", "data", "num_captions", "texts", ("texts", "cut"), ("texts", "kind")])
+RESULT_FIELDS += fields([("metrics", "recall"), ("primary", "recall")])
 
 
 def test_results_that_are_there_and_kept_embeddings(check, sources, tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from conversion import publish
 from conversion.lineage import Lineage
-from conversion.model_card import render, result_entries
+from conversion.model_card import render
 from conversion.provenance import weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
 from training.recipe import load_recipe
@@ -91,6 +91,8 @@ def test_scores_are_those_of_the_weights(run, capsys):
     lineage = Lineage.of(run / "sparse")
     assert list(lineage.results) == ["glyphs_pairs--a.json"] and list(lineage.pictures) == ["report.png"]
     warning = capsys.readouterr().err
+    (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
+    assert list(Lineage.of(run / "sparse").pictures) == ["report.png"]
     assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
     assert "evaluation/glyphs_pairs--alike.json, evaluation/glyphs_pairs--old.json" in warning
     (score,) = card_of(lineage).data.eval_results
@@ -137,8 +139,7 @@ def test_of_two_measurements_the_later_one_counts(run):
     lineage = Lineage.of(run / "sparse")
     assert [result["metrics"]["group"] for result in lineage.results.values()] == [0.5, 0.25]
     assert list(lineage.results) == ["glyphs_pairs--a.json", "other--glyphs_pairs--a.json"]
-    entries = yaml.safe_load(result_entries(lineage)["glyphs_pairs"])
-    assert [entry["value"] for entry in entries] == [50, 25]
+    assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
 
 
 def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
@@ -249,11 +250,14 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
     manifest["stage"] |= {"model": "openai/clip", "clusters": "user/encoder"}
     manifest["inputs"] = {"openai/clip": "openai/clip@" + "a" * 40, "user/encoder": "user/encoder@None"}
     sources = {
-        "user/pairs": (["user/pairs"], "user/pairs"),
-        "user/local": (None, "local (local)"),
-        "user/no/name": (None, "name (local)"),
-        "glyphs": (None, "glyphs"),
-        "hf://datasets/user/name/*.parquet": (None, "hf://datasets/user/name/\\*.parquet"),
+        "user/pairs": (["user/pairs"], "user/pairs (columns image and caption)"),
+        "user/local": (None, "local (local, columns image and caption)"),
+        "user/no/name": (None, "name (local, columns image and caption)"),
+        "glyphs": (None, "glyphs (web captions)"),
+        "hf://datasets/user/name/*.parquet": (
+            None,
+            "hf://datasets/user/name/\\*.parquet (columns image and caption)",
+        ),
     }
     for source, (datasets, text) in sources.items():
         manifest["stage"]["data"] = {"source": source}
@@ -264,26 +268,30 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("identity", "datasets", "published"),
+    ("local", "datasets", "published"),
     [
-        ({"commit": "a" * 40}, ["private/photos"], "private/photos"),
-        ({"files": 3, "sha256": "0" * 64}, None, "photos"),
-        (None, ["private/photos"], "private/photos"),  # not known, as in runs that are older
+        (["private/photos", "private/images", "private/test"], None, "photos"),
+        ([], ["private/photos"], "private/photos"),
     ],
 )
-def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, identity, datasets, published):
+def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, local, datasets, published):
+    """What was a path here when the run began is one, in all that is published."""
     path = run / "sparse" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["stage"]["data"] = {"source": "private/photos", "image_root": "private/images"}
-    path.write_text(json.dumps(manifest | {"data": identity}))
+    path.write_text(json.dumps(manifest))
+    (run / "environment.json").write_text(json.dumps({"local": local}))
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["stages"][0]["data"] = manifest["stage"]["data"]
+    recipe["stages"].append({"name": "scores", "tasks": [{"task": "retrieval", "dataset": "private/test"}]})
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     lineage = Lineage.of(run / "sparse")
     card = card_of(lineage)
     assert card.data.datasets == datasets
-    assert f"Data: {published}{'' if datasets else ' (local)'}." in card.text
-    assert lineage.recipe["stages"][0]["data"] == {"source": published, "image_root": "images"}
+    assert f"Data: {published} ({'' if datasets else 'local, '}columns image and caption)." in card.text
+    published_root, published_test = ("private/images", "private/test") if datasets else ("images", "test")
+    assert lineage.recipe["stages"][0]["data"] == {"source": published, "image_root": published_root}
+    assert lineage.recipe["stages"][1]["tasks"][0]["dataset"] == published_test
     assert lineage.stages["sparse"]["stage"]["data"]["source"] == published
 
 
@@ -380,14 +388,6 @@ def test_any_text_is_shown_as_it_is(run, text):
     parts = [part for token in tokens for part in token.children or ()]
     assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
     assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics
-    assert len(result_entries(lineage)) == 1 and "/" not in next(iter(result_entries(lineage)))
-
-
-def test_ordinary_names_look_as_before(run):
-    write_result(run, weights_fingerprint(str(run / "sparse")), title="zero-shot, unseen kinds")
-    text = card_of(Lineage.of(run / "sparse"), license="apache-2.0").text
-    assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
-    assert "| sparse | upcycle | preset clip_moe, model mean |" in text
 
 
 def test_a_preset_and_an_output_folder_that_are_lists(run):

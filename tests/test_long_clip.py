@@ -176,7 +176,7 @@ def test_short_captions_count(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": GLYPHS}, "tuned: image 0 of glyphs has no long and short caption: '"),
+        ({"data": GLYPHS}, "tuned.caption_weights: 2 weights, but the images of glyphs have one caption"),
         ({"caption_weights": [0.2, 0.3, 0.5]}, "tuned.caption_weights"),
         ({"caption_weights": [0.5, 0.6]}, "sum to 1.1, not to 1"),
         ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),

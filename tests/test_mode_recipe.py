@@ -295,14 +295,15 @@ def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, fu
 def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     target = copy(out, "others", "dense", "captions", "fine")
     more = {**DATA, "num_samples": 300, "seed": 5}
-    run("others", {"assigned.data": more}, only=["assigned", "coarse"])
+    of_experts = {f"{name}.data": more for name in ("expert_1", "expert_2", "retrieved")}
+    run("others", {"assigned.data": more} | of_experts, only=["assigned", "coarse"])
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     labels = np.concatenate([part for _, part in read_parts(target / "assigned" / PARTS, "labels", 300)])
     assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
     assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows, images=False))) == 300
-    with pytest.raises(ValueError, match="belong to another dataset"):
+    with pytest.raises(ValueError, match="expert_1.clusters, expert_2.clusters: coarse is of other data: seed is 5"):
         run("others", {"assigned.data": more}, only=["expert_1"])
 
 
@@ -327,10 +328,10 @@ def test_sparse_experts_make_a_mixture_of_two_levels(run, out, tmp_path):
     ("overrides", "part", "message"),
     [
         ({"expert_1.global_batch_size": 128}, "expert_1", "has [0-9]+ pairs, fewer than global_batch_size 128"),
-        ({"expert_1.cluster": 2}, "expert_1", "there is no cluster 2; coarse has 2"),
-        ({"coarse.num_experts": 9}, "coarse", "8 centers cannot be shared by 9 experts"),
-        ({"fine.num_centers": 121}, "fine", "120 samples cannot make 121 clusters"),
-        ({"selected.num_nearest": 9}, "selected", "num_nearest 9 of 8 centers"),
+        ({"expert_1.cluster": 2}, "expert_1", "expert_1.cluster: there is no cluster 2: those of coarse are 0 to 1"),
+        ({"coarse.num_experts": 9}, "coarse", "coarse.num_experts: 8 centers cannot make 9 clusters"),
+        ({"fine.num_centers": 121}, "fine", "fine.num_centers: 120 captions cannot make 121 clusters"),
+        ({"selected.num_nearest": 9}, "selected", "selected.num_nearest: 9 of 8 centers"),
         ({"selected.metadata": ["zebra"]}, "selected", "knows no word of 'zebra'"),
         ({"captions.dim": 999}, "captions", "different words, fewer than dim 999"),
         ({"captions.encoder": "nowhere/at/all"}, "captions", "nowhere/at/all"),

@@ -1,5 +1,6 @@
 """Saving and loading against their traps."""
 
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForImageClassification,
     AutoModelForZeroShotImageClassification,
+    CLIPForImageClassification,
     CLIPModel,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -123,7 +125,6 @@ def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
 def test_a_tower_built_alone_saves_and_loads(saved, tmp_path):
     model, _ = saved
     model.vision_model.save_pretrained(tmp_path)
-    assert "embeddings.class_embedding" in load_file(tmp_path / "model.safetensors")
     tower = AutoModel.from_pretrained(tmp_path)
     assert type(tower) is CLIPMoEVisionModel
     assert_same_weights(tower, model.vision_model)
@@ -199,6 +200,44 @@ def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class)
         getattr(model, "text_model" if dense_class is CLIPTextModel else "vision_model").save_pretrained(tmp_path)
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             dense_class.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "clips"),
+    [
+        (CLIPMoEModel, CLIPModel),
+        (MyModel, CLIPModel),
+        (CLIPMoEForImageClassification, CLIPForImageClassification),
+        (CLIPMoETextModel, CLIPTextModel),
+        (CLIPMoETextModelWithProjection, CLIPTextModelWithProjection),
+        (CLIPMoEVisionModel, CLIPVisionModel),
+        (MyVisionModel, CLIPVisionModel),
+        (CLIPMoEVisionModelWithProjection, CLIPVisionModelWithProjection),
+    ],
+)
+def test_names_in_files_stay(tmp_path, model_class, clips):
+    """Made here, loaded, or loaded out of a whole model: one class has one set of names, which are CLIP's own."""
+
+    def names(model):
+        model.save_pretrained(tmp_path / "again")
+        return set(load_file(tmp_path / "again" / "model.safetensors"))
+
+    for moe_layers in ([1, 2], []):
+        tiny_model(moe_layers).save_pretrained(tmp_path / "whole")
+        of_whole = model_class.from_pretrained(tmp_path / "whole")
+        expected = names(of_whole)
+        new = model_class(of_whole.config)
+        assert names(new) == expected
+        weights = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+        loaded = model_class.from_pretrained(tmp_path / "again")
+        assert names(loaded) == expected
+        # As transformers' Trainer goes on
+        of_whole.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
+        for model in (loaded, of_whole):
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"model_type": "clip"}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    assert names(clips.from_pretrained(tmp_path / "whole")) == expected
 
 
 @pytest.mark.parametrize("tower", [CLIPMoEVisionModel, CLIPMoETextModel])

@@ -42,6 +42,11 @@ def test_saved_and_loaded(make, inputs, tmp_path):
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, routing_temperature=0.1)
     assert half.dtype == torch.bfloat16 and half.config.routing_temperature == 0.1
     assert half.centers.dtype == torch.float32
+    loaded.save_pretrained(tmp_path / "again")
+    again = {
+        path.relative_to(tmp_path / "again"): load_file(path) for path in (tmp_path / "again").rglob("*.safetensors")
+    }
+    assert len(again) == 4 and all(load_file(tmp_path / name).keys() == found.keys() for name, found in again.items())
     verbose = AutoModel.from_pretrained(tmp_path, output_hidden_states=True)
     outputs = verbose(**inputs, routing_weights=weights).expert_outputs
     assert all(len(output.vision_model_output.hidden_states) == 3 for output in outputs)

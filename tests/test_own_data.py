@@ -67,7 +67,7 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
     command = ["--model", str(dense), "--dataset", str(tmp_path / "pairs.parquet"), "--image-column", "photo"]
     command += ["--caption-column", "text", "--image-root", str(tmp_path / "pictures"), "--tasks", "pairs"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert "pairs-pairs.parquet-test-text-" in capsys.readouterr().out
+    assert "pairs-pairs.parquet-text-" in capsys.readouterr().out
     (tmp_path / "pictures" / "2_1.png").unlink()
     with pytest.raises(SystemExit, match="1 of 4 pairs of .* cannot be used; the first is pair 2: its image cannot"):
         evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])

@@ -50,7 +50,7 @@ def test_many_unreadable_pairs_are_an_error(tmp_path, share):
 
 def test_missing_column(tmp_path):
     source = parquet(tmp_path) | {"caption_column": "text"}
-    with pytest.raises(ValueError, match="no column text; its columns are picture, caption"):
+    with pytest.raises(ValueError, match="no column 'text'; its columns are 'picture', 'caption'"):
         load_pairs(DataArguments(**source))
 
 
@@ -92,5 +92,5 @@ def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
     rows = datasets.IterableDataset.from_generator(lambda: iter([{"picture": "a.png", "text": "a", "more": 1}]))
     arguments = DataArguments(source="x", image_column="picture", caption_column="text", streaming=True)
     assert list(select_columns(rows, arguments)) == [{"image": "a.png", "caption": "a"}]
-    with pytest.raises(ValueError, match="x has no column txt; its columns are picture, text, more"):
+    with pytest.raises(ValueError, match="x has no column 'txt'; its columns are 'picture', 'text', 'more'"):
         select_columns(rows, dataclasses.replace(arguments, caption_column="txt"))

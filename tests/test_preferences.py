@@ -54,7 +54,7 @@ def test_patches_are_routed_as_the_model_records_it(sparse, embedder):
 def test_what_is_left_beside_the_patches_is_not_drawn(side, patch, patches, tmp_path, figures):
     processor = build_processor("glyphs", 12, side)
     processor.save_pretrained(tmp_path)
-    text = {"vocab_size": len(processor.tokenizer)}
+    text = {"vocab_size": len(processor.tokenizer), "eos_token_id": processor.tokenizer.eos_token_id}
     tiny_model(text=text, vision={"image_size": side, "patch_size": patch}).save_pretrained(tmp_path)
     embedder = Embedder(tmp_path, None, 4, torch.device("cpu"))
     routed = route_images(embedder, list(glyphs.load("test", "web", 1)["image"]), layer=1)

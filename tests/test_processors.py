@@ -4,11 +4,10 @@ import pytest
 from test_upcycle import processor, tiny_clip
 from transformers import AutoProcessor, CLIPConfig, CLIPImageProcessorPil, CLIPProcessor
 
-from conversion.processors import copy_processor, require_context_length, require_fit
-from conversion.publish import write_processor
+from conversion.processors import copy_processor, require_fit
 from modeling_clip_moe import CLIPMoDEModel
 
-OTHER_IMAGES = r"source makes images of 3 x 24 x 24, but .* the model takes 3 x 16 x 16: take the image processor that"
+OTHER_IMAGES = r"source makes images of 3 x 24 x 24, but .* takes 3 x 16 x 16: take the image processor that"
 
 
 @pytest.fixture
@@ -19,17 +18,16 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-@pytest.mark.parametrize("write", [copy_processor, write_processor])
-def test_images_of_another_size_are_refused(source, tmp_path, write):
+def test_images_of_another_size_are_refused(source, tmp_path):
     folder = tmp_path / "model"
     tiny_clip().save_pretrained(folder)
     before = sorted(folder.iterdir())
     with pytest.raises(ValueError, match=OTHER_IMAGES):
-        write(source, folder)
+        copy_processor(source, folder)
     assert sorted(folder.iterdir()) == before
     sizes = {"image_size": 24, "patch_size": 8}
     CLIPConfig(text_config={"vocab_size": 40, "eos_token_id": 39}, vision_config=sizes).save_pretrained(folder)
-    write(source, folder)
+    copy_processor(source, folder)
     assert AutoProcessor.from_pretrained(folder).to_dict() == AutoProcessor.from_pretrained(source).to_dict()
 
 
@@ -43,15 +41,15 @@ def test_an_image_processor_that_keeps_an_image_s_shape_is_seen():
     """It gets square images right."""
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, do_center_crop=False)
     with pytest.raises(ValueError, match=r"images of 3 x 16 x 31, but"):
-        require_fit(tiny_clip().config, "source", image_processor=images)
+        require_fit(tiny_clip().config, "model", "source", image_processor=images)
 
 
 def test_a_text_tower_alone_takes_any_images(source):
     config = tiny_clip().config.text_config
-    require_fit(config, source, processor().tokenizer, CLIPImageProcessorPil())
+    require_fit(config, "model", source, processor().tokenizer, CLIPImageProcessorPil())
     config.vocab_size = 39
-    with pytest.raises(ValueError, match="the tokenizer of source has 40 tokens, but vocab_size is 39"):
-        require_fit(config, "source", processor().tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer of source has 40 tokens, but vocab_size is 39 in model"):
+        require_fit(config, "model", "source", processor().tokenizer)
 
 
 @pytest.mark.parametrize("length, fits", [(2, False), (3, True), (12, True), (13, False), (10**30, False)])
@@ -59,7 +57,7 @@ def test_context_length(length, fits):
     tokenizer, config = processor().tokenizer, tiny_clip().config.text_config  # of 12 positions
     tokenizer.model_max_length = length
     if fits:
-        require_context_length(config, "source", tokenizer)
+        require_fit(config, "model", "source", tokenizer)
     else:
         with pytest.raises(ValueError, match=f"model_max_length is {length} and max_position_embeddings is 12"):
-            require_context_length(config, "source", tokenizer)
+            require_fit(config, "model", "source", tokenizer)

@@ -115,7 +115,11 @@ def test_damaged_records_are_named(write, monkeypatch):
     run_recipe(load_recipe(path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+INDEX = {"part_size": 8, "captions": 1, "num_rows": 8, "encoder": "x", "data": {}}
+WRONG = [INDEX | {"part_size": size, "dataset_fingerprint": "", "weights": ""} for size in ("8", True, 8.0, 0, -8)]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", *map(json.dumps, WRONG)])
 def test_damaged_indices_are_named(tmp_path, text):
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):

@@ -115,8 +115,12 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes):
         ([0, None], ["one", "two"], ["a {}"], "row 1 of column label has None"),
         (["one", None], None, ["a {}"], "row 1 of column label has None"),
         ([0.0, 1.0], ["one", "two"], ["a {}"], "row 0 of column label has 0.0"),
-        ([0, 1], ["crane", "crane"], ["a {}"], "the same but for case and spaces: 'crane', 'crane'"),
-        (["emu", "Emu ", "a  b", "A b"], None, ["a {}"], "spaces: 'A b', 'Emu ', 'a  b', 'emu'"),
+        ([0, 1], ["crane", "crane"], ["a {}"], r"the same but for spaces and .*NFD\): 'crane', 'crane'"),
+        (["emu", "emu ", "e\u0301", "\xe9"], None, ["a {}"], r"NFD\): 'emu', 'emu ', 'e\\u0301', '\\xe9'"),
+        (["n01440764", "cat", "n01443537"], None, ["a {}"], "calls its classes cat, n01440764, n01443537, ..., which"),
+        (["10", "9", "2"], None, ["a {}"], r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
+        (["10", "9", "2"], ["a", "b"], ["a {}"], "their 3 names in this order .*, 3 lines and not 2, as tench"),
+        (["0", "1"], ["1", "2"], ["a {}"], "labels that are no class: 0; "),
         (["one", "one"], None, ["a {}"], "two classes or more to belong to, but there is only 'one'"),
     ],
 )
@@ -160,6 +164,43 @@ def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
     assert sorted(task.classes) == ["a", "b", "c", "d"]
     for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
         assert "".join(load()[0]["caption"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "captions"),
+    [
+        (["n01443537", "n01440764"], ["tench", "goldfish"], ["goldfish", "tench"]),
+        (["10", "9", "3"], ["three", "nine", "ten"], ["ten", "nine", "three"]),
+        (["0", "1"], ["0", "1"], ["0", "1"]),  # digits that are called so
+        (["cat", "1", "dog"], None, ["cat", "1", "dog"]),
+    ],
+)
+def test_names_for_classes_that_the_data_number(tmp_path, labels, classes, captions):
+    for features in (None, datasets.ClassLabel(names=sorted(labels))):
+        task = zero_shot_task(labeled(tmp_path, labels, features), ["a {}"], classes)
+        assert list(task.load()[0]["caption"]) == captions and list(task.classes) == (classes or sorted(labels))
+    part = dataclasses.replace(labeled(tmp_path, labels), num_samples=1)
+    assert list(zero_shot_task(part, ["a {}"], classes).load()[0]["caption"]) == captions[:1]
+
+
+def test_folders_of_ids(tmp_path):
+    """A probe takes them for labels as they are; prompts need names."""
+    arguments = class_folders(tmp_path / "folders", train=["n01440764", "n01443537"], test=["n01440764", "n01443537"])
+    assert list(linear_probe_task(arguments, "train").classes) == ["n01440764", "n01443537"]
+    with pytest.raises(ValueError, match="folders calls its classes n01440764, n01443537, ..., which say nothing"):
+        zero_shot_task(arguments, ["{}"])
+    rows, _ = zero_shot_task(arguments, ["{}"], ["tench", "goldfish"]).load()
+    assert list(rows["caption"]) == ["tench"] * 2 + ["goldfish"] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"), [(["\xe9", "e\u0301"], True), (["a b", "a  b"], True), (["a", "A"], False)]
+)
+def test_labels_of_a_probe_differ_as_texts(tmp_path, names, refused):
+    arguments = labeled(tmp_path, names * 4)
+    arguments = dataclasses.replace(arguments, split="test[:4]")
+    with pytest.raises(ValueError, match="the same but for spaces") if refused else contextlib.nullcontext():
+        assert sorted(linear_probe_task(arguments, "test[4:]").classes) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -216,16 +257,37 @@ def test_command_on_columns(dense, tmp_path, capsys):
     command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
     out = capsys.readouterr().out
-    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-test-texts-" in out
-    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-test-kind-*--dense.json")
+    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-texts-" in out
+    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-kind-*--dense.json")
     assert json.loads(file.read_text())["protocol"] == (
-        f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and kind; {len(set(rows['kind']))} "
-        "classes, 1 templates: 'a photo of a {}.'"
+        f"all rows of glyphs.parquet, columns jpg and kind; {len(set(rows['kind']))} classes, 1 templates: 'a photo of "
+        "a {}.'"
     )
     (file,) = (tmp_path / "scores").glob("retrieval-*.json")
     result = json.loads(file.read_text())
-    assert result["protocol"] == f"all rows of {tmp_path / 'glyphs.parquet'}, split test, columns jpg and texts"
-    assert result["num_captions"] == 40
+    assert result["protocol"] == "all rows of glyphs.parquet, columns jpg and texts"
+    assert result["num_captions"] == 40 and result["local"] == [str(tmp_path / "glyphs.parquet")]
+
+
+@pytest.mark.parametrize(
+    ("source", "split", "told"),
+    [
+        ("clinic/patients", "test", "all rows of patients, split test, columns"),
+        ("clinic/*.parquet", "test", "all rows of *.parquet, columns"),
+        ("clinic/patients/a.csv", "test[:10%]", "all rows of a.csv, split [:10%], columns"),
+        ("user/pairs", "test", "all rows of user/pairs, split test, columns"),
+        ("symbols", "test", "the first 5 rows of symbols, split test, columns"),
+    ],
+)
+def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told):
+    """The folder above the data is nobody's business."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clinic" / "patients").mkdir(parents=True)
+    for name in ("all.parquet", "patients/a.csv"):
+        (tmp_path / "clinic" / name).write_text("")
+    task = retrieval_task(DataArguments(source=source, split=split, num_samples=5 if source == "symbols" else None))
+    name = source if source in ("user/pairs", "symbols") else source.split("/")[-1]
+    assert task.title == f"retrieval, {name}" and task.protocol.startswith(told)
 
 
 def test_skipped_images_are_in_the_result(dense, tmp_path):
@@ -248,7 +310,7 @@ def test_skipped_images_are_in_the_result(dense, tmp_path):
         (b"one\ntwo\n\n", "classes.txt has no class in line 3"),
         (b"", "classes.txt has no class in line 1"),
         (b"one\ntwo \xff", "classes.txt is no text in UTF-8"),
-        (b"one\none", "the same but for case and spaces: 'one', 'one'"),
+        (b"one\none", "the same but for spaces and Unicode's forms (NFC, NFD): 'one', 'one'"),
         (None, "classes.txt"),
     ],
 )

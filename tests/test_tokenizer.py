@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -106,6 +108,18 @@ def test_all_captions_of_an_image_are_learned_from(run, tmp_path):
     output = run([{**WORDS, "data": data}])
     one_each = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
     assert AutoTokenizer.from_pretrained(output / "words").get_vocab() == one_each.get_vocab()
+
+
+def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, tmp_path):
+    rows = {"image": [b"no image"] * len(HARBOR_CAPTIONS), "caption": HARBOR_CAPTIONS}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
+    words = {key: value for key, value in WORDS.items() if key != "max_length"}
+    data = {"source": str(tmp_path / "rows.parquet")}
+    output = run([{**words, "data": data}, {**DENSE, "tokenizer": "words"}])
+    tokenizer = AutoTokenizer.from_pretrained(output / "dense")
+    assert tokenizer.model_max_length == DENSE["text_config"]["max_position_embeddings"] == 16
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(output / "words").get_vocab()
+    assert len(tokenizer("harbour " * 99, truncation=True)["input_ids"]) == 16
 
 
 def test_experts_bring_their_tokenizer(tmp_path):

@@ -11,11 +11,16 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import DistributedType
+from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from tiny_runs import losses, recipe, same_weights
 
+from training import training_state
+from training.engine import ContrastiveTask
 from training.recipe import load_recipe
 from training.runner import run_recipe
+from training.settings import STRICT
+from training.stages.train import TrainStage
 from training.training_state import require_support
 
 
@@ -52,6 +57,11 @@ def run(tmp_path):
 def checkpoint(run):
     """Of step 4 of 6."""
     return run(stop=5) / "tuned.partial" / "checkpoints" / "step-00000004"
+
+
+def rewrite(path, **changes):
+    """Writes a record of a checkpoint as one of the run that says something else."""
+    training_state._write(path, training_state._read(path) | changes)
 
 
 def evil(marker):
@@ -100,9 +110,9 @@ def test_weights_of_another_shape_or_type_are_refused(run, checkpoint):
     name = "model.visual_projection.weight"
     for bad, found in ((good[name][:3], r"\(3, 16\)"), (good[name].to(torch.int8), "torch.int8")):
         save_file(good | {name: bad}, path)
-        state = json.loads((checkpoint / "state.json").read_text())
-        state["sha256"]["model.safetensors"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        (checkpoint / "state.json").write_text(json.dumps(state))
+        digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
+        digests["model.safetensors"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        rewrite(checkpoint / "state.json", sha256=digests)
         with pytest.raises(ValueError, match=f"{name} is .*{found}"):
             run()
 
@@ -132,8 +142,7 @@ def test_a_damaged_log_is_begun_anew(run, line):
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(run, checkpoint):
-    state = json.loads((checkpoint / "state.json").read_text())
-    (checkpoint / "state.json").write_text(json.dumps(state | {"step": 99}))
+    rewrite(checkpoint / "state.json", step=99)
     checkpoint.rename(checkpoint.with_name("step-00000099"))
     with pytest.raises(ValueError, match="it has 99 steps, of 6"):
         run()
@@ -171,6 +180,79 @@ def test_resumed_with_jitter_and_dropout_is_the_same(run, monkeypatch, stop, in_
     assert not same_weights(whole / "tuned", run(output="without", data=data) / "tuned")
 
 
+class BalancedTask(ContrastiveTask):
+    """Buffers, in the task and in the model, change with each batch, and the loss with them."""
+
+    def __init__(self, model, settings):
+        super().__init__(model, settings)
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("is_odd", torch.tensor(False))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        model.text_projection.register_buffer("usage", torch.zeros(16))
+
+    def forward(self, batch, **options):
+        loss, metrics = super().forward(batch, **options)
+        usage = self.model.text_projection.usage
+        with torch.no_grad():
+            self.batches += 1
+            self.is_odd.logical_not_()
+            usage.mul_(0.9).add_(loss)
+        loss = loss * (1 + usage.mean() + self.batches + self.is_odd)
+        return loss, metrics | {"loss": loss.detach()}
+
+
+@dataclass(config=STRICT, kw_only=True)
+class BalancedStage(TrainStage):
+    def task(self, model):
+        return BalancedTask(model, self)
+
+    def train_model(self, model, processor, loader, accelerator, context, directory, evaluation=None):
+        """At the end the model's buffer is added to a weight: its class has none."""
+        super().train_model(model, processor, loader, accelerator, context, directory, evaluation)
+        weights = load_file(directory / "model.safetensors")
+        weights["text_projection.weight"] += weights.pop("text_projection.usage")
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
+    """Whole numbers, true or false, and real numbers; those of a loss stay out of the model's file."""
+    original = recipe
+
+    def balanced(**training):
+        changed = original(**training)
+        changed["stages"][2]["stage"] = f"{__name__}:BalancedStage"
+        return changed
+
+    monkeypatch.setitem(globals(), "recipe", balanced)
+    resumed = run(stop=5, ema_decay=ema_decay)
+    kept = load_file(resumed / "tuned.partial/checkpoints/step-00000004/model.safetensors")
+    assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
+    assert kept["model.text_projection.usage"].any()
+    run(ema_decay=ema_decay)
+    whole = run(output="whole", ema_decay=ema_decay)
+    assert losses(resumed / "tuned") == losses(whole / "tuned")
+    assert same_weights(resumed / "tuned", whole / "tuned")
+
+
+@pytest.mark.parametrize("evaluation", [None, {"tasks": ["glyphs_pairs"], "every_steps": 100, "at_start": True}])
+def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evaluation):
+    """Without a checkpoint there is nothing to go on from, whatever was logged and measured."""
+    original = recipe
+
+    def steep(**training):
+        changed = original(**training)
+        changed["stages"][1]["changes"]["router_z_loss_coef"] = 1e17
+        return changed
+
+    monkeypatch.setitem(globals(), "recipe", steep)
+    settings = {"save_steps": None, "evaluation": evaluation}
+    with pytest.raises(FloatingPointError, match="no checkpoint was written before it. Lower the learning rate"):
+        run(learning_rate=1, **settings)
+    lower = run(**settings)
+    assert same_weights(lower / "tuned", run(output="whole") / "tuned")
+
+
 def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, monkeypatch):
     """Its loss and gradient are finite: only the weights tell."""
     original = torch.optim.AdamW.step
@@ -203,8 +285,7 @@ def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, mon
 
 
 def test_another_number_of_processes_is_said(run, checkpoint, capsys):
-    state = json.loads((checkpoint / "state.json").read_text())
-    (checkpoint / "state.json").write_text(json.dumps(state | {"num_processes": 2}))
+    rewrite(checkpoint / "state.json", num_processes=2)
     run()
     assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
 

@@ -5,7 +5,10 @@ import shutil
 import sys
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
+import PIL.ImageCms
+import PIL.PngImagePlugin
 import pytest
 import small_evaluation
 import torch
@@ -159,10 +162,47 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
     shown = (label_scores(opened(folder), images / "a.png", "7\na star") for folder in (copy, sparse))
     assert next(shown) == next(shown)
     found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}
-    assert found == {"a.png", "below/b.JPG", "c.png", "broken.png"}
+    assert found == {"a.png", "below/b.JPG", "c.png"}
     assert (space / "evaluation" / "app.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
         app.main(arguments)
+
+
+def test_a_space_gets_pixels_alone(tmp_path, caplog):
+    """No file that Pillow only writes, nothing behind a link, and nothing that a camera says of a picture."""
+    elsewhere, images = tmp_path / "elsewhere", tmp_path / "images"
+    for folder in (elsewhere, images):
+        folder.mkdir()
+    picture = PIL.Image.effect_noise((40, 30), 90).convert("RGB")
+    picture.save(elsewhere / "private.png")
+    (elsewhere / "recipe.yaml").write_text("a secret")
+    for link, target in (("key.png", "recipe.yaml"), ("photo.png", "private.png"), ("below", ".")):
+        (images / link).symlink_to(elsewhere / target)
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = 6
+    exif.get_ifd(PIL.ExifTags.IFD.GPSInfo)[PIL.ExifTags.GPS.GPSLatitude] = (48.0, 8.0, 0.0)
+    profile = PIL.ImageCms.ImageCmsProfile(PIL.ImageCms.createProfile("sRGB")).tobytes()
+    picture.save(images / "a.jpg", exif=exif, comment=b"a secret", icc_profile=profile)
+    picture.save(images / "b.webp", exif=exif, lossless=True)
+    text = PIL.PngImagePlugin.PngInfo()
+    text.add_text("Comment", "a secret")
+    picture.save(images / "c.png", pnginfo=text, icc_profile=profile, dpi=(72, 72))
+    picture.save(images / "d.pdf")
+    for name in ("e.h5", "f.eps", "g.png"):
+        (images / name).write_text("a secret")
+    app._copy_images(images, tmp_path / "space")
+    files = {path.relative_to(tmp_path / "space").as_posix(): path for path in (tmp_path / "space").rglob("*.*")}
+    assert set(files) == {"a.jpg", "b.webp.png", "c.png"} and not any(path.is_symlink() for path in files.values())
+    assert "3 of 6 images" in caplog.text and "key.png (it is a link)" in caplog.text and "g.png" in caplog.text
+    for path in files.values():
+        with PIL.Image.open(path) as image:
+            assert not image.getexif() and not {"comment", "Comment", "icc_profile", "exif", "dpi"} & set(image.info)
+        assert b"secret" not in path.read_bytes()
+    assert PIL.Image.open(files["a.jpg"]).size == (30, 40)
+    assert np.array_equal(PIL.Image.open(files["c.png"]), picture)
+    with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
+        (elsewhere / "below").mkdir()
+        app._copy_images(elsewhere / "below", tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("source", ["model", "baseline", "images"])

@@ -127,15 +127,18 @@ def load_caption_clusters(directory: Path) -> tuple[CaptionClusters, dict[str, s
         return CaptionClusters(**arrays), file.metadata()
 
 
-def load_expert_of_pair(directory: Path, dataset_fingerprint: str) -> np.ndarray:
+def load_expert_of_pair(directory: Path, dataset_fingerprint: str | None = None) -> np.ndarray:
     """(pairs,) the expert of each pair, or -1.
+
+    Args:
+        dataset_fingerprint: of the pairs that they are to be used for; None: of none.
 
     Raises:
         FileNotFoundError: the folder has no labels.
         ValueError: the file is damaged, or the labels are of other pairs.
     """
     with open_arrays(directory / LABELS, "a cluster_coarse or select stage") as file:
-        if file.metadata()["dataset_fingerprint"] != dataset_fingerprint:
+        if dataset_fingerprint not in (None, file.metadata()["dataset_fingerprint"]):
             raise ValueError(
                 f"the labels in {directory} belong to {OTHER_DATA}: use the same data settings in all stages"
             )
@@ -155,4 +158,5 @@ def load_index(directory: Path, maker: str) -> dict:
     """
     if not (directory / INDEX).is_file():
         raise FileNotFoundError(f"{directory} is not the folder of {maker}")
-    return read_record(directory / INDEX, dict, ("num_rows", "part_size", "encoder", "data", "dataset_fingerprint"))
+    keys = {"num_rows": int, "part_size": int, "encoder": str, "data": dict, "dataset_fingerprint": str}
+    return read_record(directory / INDEX, dict, keys)

@@ -1,11 +1,13 @@
 """A recipe checked whole before its first stage runs: all faults at once, each of which a run would meet later."""
 
+import copy
 import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -13,10 +15,11 @@ from conversion.files import read_record
 from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
-from data.annotations import TABLES, holds_list
-from data.sources import BUILDERS, DataArguments, is_here, is_saved
+from data.annotations import holds_list
+from data.sources import DataArguments, is_here
 from data.worlds import WORLDS
-from training.expected import Expected, Unknown, count_pairs, is_cached, model_configs
+from evaluation.tasks import is_missing
+from training.expected import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
 from training.stages.base import Reference, Stage, each_value, kinds, map_inputs, references
@@ -33,6 +36,12 @@ SETTING_ERRORS = (
 )
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
+
+
+def one_line(error: Exception) -> str:
+    """What an error says; of one that is not ours, such as a KeyError, with its kind."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 class RecipeError(ValueError):
@@ -82,6 +91,10 @@ class Outlook:
     def _output(self, stage: Stage) -> Expected:
         inputs = self.inputs[stage.name]
         try:
+            known = stage.known(inputs)
+        except (Unknown, *SETTING_ERRORS):
+            known = {}
+        try:
             if stage.makes_model and self.finished(stage.name):
                 configs = model_configs(str(self.output_dir / stage.name))
             else:
@@ -92,21 +105,39 @@ class Outlook:
         except SETTING_ERRORS as error:
             self.wrong[stage.name] = str(error)
             configs = f"{stage.name} has a fault"
-        return Expected(configs, _pairs(inputs))
+        folder = self.output_dir / stage.name if self.finished(stage.name) else None
+        processor = (folder if stage.makes_model else None) or _first(inputs, "processor")
+        readable = None if stage.makes_model else _first(inputs, "readable")
+        return Expected(configs, _pairs(inputs), folder, processor, readable, **known)
 
     def _look_up(self, value: str | DataArguments, reads: Reads) -> Expected:
+        """Each stage gets configurations of its own, as it may change them."""
         if isinstance(value, DataArguments):
-            made = self._stage(value.source)
-            if made is None:
-                return self._once(json.dumps(dump(value)), lambda: Expected(pairs=count_pairs(value, self.thorough)))
-            if isinstance(made.pairs, int):
-                return dataclasses.replace(made, pairs=type(made.pairs)(value.taken(made.pairs)))
-            return made
-        if value in reads.literals:
-            return Expected()
-        if "model" not in reads.kinds:
-            return self._stage(value) or Expected()
-        return self._stage(value) or self._once(value, lambda: Expected(model_configs(value, self.thorough)))
+            found = self.data(value)
+        elif value in reads.literals:
+            found = Expected()
+        elif "model" not in reads.kinds:
+            found = self._stage(value) or Expected(folder=_folder(value))
+        else:
+            found = self._stage(value) or self._once(value, lambda: self._model(value))
+        return dataclasses.replace(found, configs=copy.deepcopy(found.configs))
+
+    def data(self, arguments: DataArguments) -> Expected:
+        """What is known of data, which a stage may make."""
+        made = self._stage(arguments.source)
+        if made is None:
+            key = json.dumps(dump(arguments))
+            counted = self._once(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
+            looked_at = self._once(f"captions of {key}", lambda: Expected(captions=kind_of_captions(arguments)))
+            readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
+            return dataclasses.replace(counted, captions=looked_at.captions, data=arguments, readable=readable)
+        readable = made.folder and dataclasses.replace(arguments, source=str(made.folder))
+        pairs = type(made.pairs)(arguments.taken(made.pairs)) if isinstance(made.pairs, int) else made.pairs
+        return dataclasses.replace(made, pairs=pairs, data=arguments, readable=readable)
+
+    def _model(self, source: str) -> Expected:
+        configs, folder = model_configs(source, self.thorough), _folder(source)
+        return Expected(configs, folder=folder, processor=folder, weights=((source, frozenset()),))
 
     def _stage(self, name: str) -> Expected | None:
         if name in self.broken or name in self.stages:
@@ -121,9 +152,19 @@ class Outlook:
             except Unknown as why:
                 self._known[key] = Expected.unknown(str(why))
             except SETTING_ERRORS as error:
-                self.wrong[key] = str(error)
-                self._known[key] = Expected.unknown("see the faults")
+                self.wrong[key] = one_line(error)
+                self._known[key] = Expected.unknown(self.wrong[key])
         return self._known[key]
+
+
+def _folder(name: str | float) -> Path | None:
+    return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
+
+
+def _first(inputs: SimpleNamespace, field: str) -> Any:
+    """What the first input that has it says in a field of `Expected`."""
+    read = (one for value in vars(inputs).values() for _, one in each_value("", value) if isinstance(one, Expected))
+    return next((found for one in read if (found := vars(one)[field])), None)
 
 
 def _pairs(inputs: SimpleNamespace) -> int | str:
@@ -180,8 +221,7 @@ def find_faults(outlook: Outlook, wanted: Collection[str], num_processes: int) -
             yield _line(stage, "", outlook.wrong[stage.name])
         problems = stage.problems(outlook.inputs[stage.name], num_processes)
         try:
-            for setting, problem in problems:
-                yield _line(stage, setting, problem)
+            yield from (_line(stage, setting, problem) for setting, problem in problems if problem)
         except Unknown:
             pass
         except SETTING_ERRORS as error:
@@ -209,7 +249,8 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
     for name, value in vars(stage).items():
         for setting, arguments in each_value(name, value):
             if isinstance(arguments, DataArguments):
-                problems = _problems_of_data(stage, arguments, outlook)
+                uncounted = outlook.wrong.get(json.dumps(dump(arguments)))
+                problems = [*_problems_of_data(stage, arguments, outlook)] or [f": {uncounted}"] * bool(uncounted)
                 yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
     yield from (_line(stage, *problem) for problem in stage.data_problems())
 
@@ -244,7 +285,7 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
     if root is not None and not Path(root).is_dir():
         yield f".image_root: there is no folder {root}"
     if not is_here(source):
-        if Path(source).suffix in (*BUILDERS, *TABLES, ".json") or not is_hub_name(source):
+        if is_missing(source):
             yield f".source: there is no file or folder {source}"
         return
     try:
@@ -252,16 +293,9 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
             if arguments.split != "train":
                 yield f".split: {source} has no split {arguments.split!r}, only train"
         else:
-            # Of `train[:10%]` and `train+test`, a stream takes the first name; all have been looked for
-            split = arguments.split if is_saved(source) else arguments.split.partition("+")[0].partition("[")[0].strip()
-            changes = {
-                "streaming": True,
-                "indexed": False,
-                "in_memory": False,
-                "skip": None,
-                "num_samples": None,
-                "split": split,
-            }
-            stage.open_data(dataclasses.replace(arguments, **changes))
+            stage.open_data(as_stream(arguments))
     except SETTING_ERRORS as error:
         yield f": {error}"
+        return
+    if outlook.data(arguments).pairs == 0:
+        yield f".skip: {arguments.skip} leaves no pair of {source}" if arguments.skip else f": {source} has no pairs"

@@ -33,10 +33,7 @@ def contact_sheet(
         labels: (samples,), the cluster of each row. Of more than `MAX_LINES` clusters, the largest are drawn.
         names: by the numbers of clusters, if labels are these; lines are in the order of names.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from evaluation.figures import plt
 
     clusters, sizes = np.unique(labels, return_counts=True)
     names = clusters if names is None else names[clusters]

@@ -13,15 +13,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import matplotlib
-
 from conversion.files import new_file, one_line_errors, output_folder
+from conversion.provenance import LOG
+from evaluation.figures import plt
 from evaluation.report import markdown_table, plot_text
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
-
-LOG = "log.jsonl"
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
 TITLES = {
     "loss": "loss",

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from conversion.checkpoints import is_sparse
 from conversion.files import new_file
+from conversion.provenance import LOG
+from evaluation.progress import Progress
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.gradient_cache import cached_gradient
@@ -97,8 +98,10 @@ class ContrastiveTask(nn.Module):
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Turn gradient checkpointing on, without a backward pass through layers that lie below all that trains."""
+    # The name before transformers 5.23
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     # Reentrant checkpointing would lose the gradient of the router losses without a word.
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable({"use_reentrant": False})
     # transformers makes the embeddings' output require a gradient, for the reentrant kind. The other needs none.
     model.disable_input_require_grads()
 
@@ -148,26 +151,28 @@ def train(
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
-    log = Log(directory / "log.jsonl", step, settings.global_batch_size, accelerator, settings.name)
+    log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
     weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
     if step == 0:
         _measure(scores, 0, total_steps, weights, log)
-    bar = tqdm(total=total_steps, initial=step, desc=settings.name, disable=not accelerator.is_main_process)
+    progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
-        kept = f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before it"
+        kept = "no checkpoint was written before it"
+        if latest:
+            kept = f"the last good checkpoint is {latest} (delete {directory} to begin anew with other settings)"
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
         grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
         _take_step(optimizer, scheduler, model, settings, average)
         step += 1
-        bar.update()
-        if step % settings.logging_steps == 0 or step == total_steps:
-            bar.set_postfix_str(log.write(step, _mean_values(accelerator, metrics, grad_norm, learning_rate)))
+        is_logged = step % settings.logging_steps == 0 or step == total_steps
+        values = _mean_values(accelerator, metrics, grad_norm, learning_rate) if is_logged else None
+        progress.update(log.write(step, values) if values else "")
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             kept_of_it = checkpoints, step, settings.save_total_limit, average
             latest = save_checkpoint(accelerator, task, optimizer, *kept_of_it)
-    bar.close()
+    progress.bar.close()
     state_dict = weights()
     require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
     return state_dict
@@ -315,7 +320,9 @@ def _gather_weights(
         state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
         if average is not None:  # on one process these are the parameters themselves
             state_dict = {name: value.clone() for name, value in state_dict.items()}
-    state_dict = {plain_name(name).removeprefix("model."): value for name, value in state_dict.items()}
+    named = ((plain_name(name), value) for name, value in state_dict.items())
+    # Others are what a loss keeps
+    state_dict = {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}
     if settings.lora is not None and state_dict:
         from training.lora import merge_adapters  # which needs pydantic
 

@@ -1,9 +1,11 @@
 """What is known of models and data before anything is computed: configurations and numbers of pairs."""
 
 import functools
+import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import datasets
 import pyarrow.parquet
@@ -19,16 +21,20 @@ from transformers import (
     PreTrainedModel,
 )
 
-from conversion.checkpoints import load_config
+from conversion import processors
 from conversion.local_names import is_hub_name
+from conversion.processors import load_processor
 from data import annotations
-from data.sources import DataArguments, is_here, is_saved, split_files
+from data.pairs import all_captions, load_pairs, select_columns
+from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, split_files
 from data.worlds import WORLDS
-from evaluation.costs import count_parameters, meta_model
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig
-from training.freezing import set_trainable
+from evaluation.costs import count_largest_layer, count_parameters, meta_model
+from modeling_clip_moe import CLIPMoEConfig
+from training.settings import dump
 
 SECONDS_FOR_THE_HUB = 5
+# Pairs whose captions tell how long texts are
+LOOKED_AT = 256
 
 
 class Unknown(Exception):
@@ -36,12 +42,18 @@ class Unknown(Exception):
 
 
 class AtMost(int):
-    """A number that may turn out smaller."""
+    """A number that may turn out smaller, as then may its sums, products and quotients."""
 
+    def __add__(self, other: int) -> "AtMost":
+        return AtMost(int(self) + int(other))
 
-def bound_as(given: int, computed: int) -> int:
-    """A number that was computed with another one, and is an upper bound if that is one."""
-    return AtMost(computed) if isinstance(given, AtMost) else computed
+    def __mul__(self, other: int) -> "AtMost":
+        return AtMost(int(self) * int(other))
+
+    def __floordiv__(self, other: int) -> "AtMost":
+        return AtMost(int(self) // int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,29 @@ class Expected:
     Args:
         configs: that of a model or an encoder, or those of all experts of a mixture; a text: why they are not known.
         pairs: of data, or those that a stage's output is of; a text: why their number is not known.
+        folder: where it lies, if it is there.
+        processor: the folder that has the processor of a model, if that is there already.
+        readable: the settings of data that can be read already.
+        data: the settings of data.
+        captions: of an image: a text, a list of so many, or lists. None: not known.
+        rows: of what has a row for each pair, such as features or labels: the data whose rows they are.
+        weights: of a model: where it comes from, and each training since: the stage, and the names of the parameters
+            that it changes. Empty: not known.
+        clusters: how many clusters or centers there are, of clusters within clusters the first ones.
+        encoder: what embeds captions, under a name that other encoders have not.
     """
 
     configs: tuple[PreTrainedConfig, ...] | str = "it is no model"
     pairs: int | str = "it is of no data"
+    folder: Path | None = None
+    processor: Path | None = None
+    readable: DataArguments | None = None
+    data: DataArguments | None = None
+    captions: int | Literal["text", "lists"] | None = None
+    rows: "Expected | None" = None
+    weights: tuple[tuple[str, frozenset[str]], ...] = ()
+    clusters: int | None = None
+    encoder: str | None = None
 
     @classmethod
     def unknown(cls, why: str) -> "Expected":
@@ -97,13 +128,15 @@ def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig,
 
     Raises:
         Unknown: it is a hub name, and cannot be had now.
-        OSError, ValueError: see `load_config`.
+        OSError, ValueError: see `load_config`; or the processor that is there does not fit, see `require_fit`.
     """
     folder = source if Path(source).is_dir() else _snapshot(source, ask_hub)
-    config = load_config(folder)
-    if isinstance(config, CLIPMoDEConfig):
-        return tuple(load_config(folder, name) for name in config.experts)
-    return (config,)
+    configs = tuple(processors.model_configs(folder))
+    if all(isinstance(config, CLIPConfig | CLIPMoEConfig) for config in configs):
+        _, tokenizer, image_processor = processors.load_halves(folder)
+        for config in configs:
+            processors.require_fit(config, source, source, tokenizer, image_processor)
+    return configs
 
 
 def is_cached(name: str) -> bool:
@@ -125,7 +158,8 @@ def _snapshot(name: str, ask_hub: bool) -> Path:
 
 
 def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
-    """The pairs of a source, with those that cannot be read, whose number only reading them all tells.
+    """The pairs of a source, with those that cannot be read, whose number only reading them all tells; where nothing
+    else tells, `num_samples`.
 
     Args:
         read_json: whether to read a whole .json to count its entries.
@@ -138,9 +172,12 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
         return arguments.num_samples
     if arguments.streaming:
         raise Unknown(f"{arguments.source} is a stream")
-    if not is_here(arguments.source) and arguments.num_samples is not None:
+    try:
+        return AtMost(arguments.taken(_count_rows(arguments, read_json)))
+    except Unknown:
+        if arguments.num_samples is None:
+            raise
         return AtMost(arguments.num_samples)
-    return AtMost(arguments.taken(_count_rows(arguments, read_json)))
 
 
 def _count_rows(arguments: DataArguments, read_json: bool) -> int:
@@ -159,11 +196,83 @@ def _count_rows(arguments: DataArguments, read_json: bool) -> int:
         raise Unknown(f"only loading {source} tells how many pairs it has")
     builder, by_split = split_files(arguments)
     files = [file for of_split in by_split.values() for file in of_split]
+    if builder == "csv":
+        return sum(map(annotations.count_rows, files))
     if builder == "parquet":
         return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
     if builder == "imagefolder":
         return sum(file.lower().endswith(tuple(ImageFolder.EXTENSIONS)) for file in files)
     raise Unknown(f"only loading {source} tells how many pairs it has")
+
+
+def as_stream(arguments: DataArguments) -> DataArguments:
+    """How data are opened to see their columns: of `train[:10%]` and `train+test`, a stream takes the first name."""
+    split = arguments.split.partition("+")[0].partition("[")[0].strip()
+    changes = {"streaming": True, "indexed": False, "in_memory": False, "skip": None, "num_samples": None}
+    changes["split"] = arguments.split if is_saved(arguments.source) else split
+    return replace(arguments, **changes)
+
+
+def kind_of_captions(arguments: DataArguments) -> Literal["text", "lists"] | None:
+    """What the caption column of a source holds; None: it is not known. No row is read."""
+    source = arguments.source
+    if source in WORLDS or not is_here(source):
+        return "text" if source in WORLDS else None
+    if arguments.captions_per_line:
+        return "lists"
+    if source.endswith(".json"):
+        return "text" if annotations.holds_list(source) else "lists"
+    if Path(source).suffix in annotations.TABLES and not Path(source).is_dir():
+        return "text"
+    feature = (open_rows(as_stream(arguments)).features or {}).get(arguments.caption_column)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return "lists"
+    return "text" if isinstance(feature, datasets.Value) else None
+
+
+def text_length(model: Expected, data: Expected) -> int:
+    """Tokens of the longest of the first captions; where these or the tokenizer are not here, and at most, what the
+    model reads. Raises Unknown."""
+    most = model.clip.text_config.max_position_embeddings
+    if model.processor is None or data.readable is None:
+        return AtMost(most)
+    return min(most, _longest_caption(json.dumps(dump(data.readable)), model.processor))
+
+
+def bytes_at_a_time(model: Expected, text_tokens: int, pairs: int) -> int:
+    """Of what the largest layer computes of so many images or texts, where nothing trains. Raises Unknown."""
+    return 4 * pairs * count_largest_layer(described(model.clip).requires_grad_(True), text_tokens)
+
+
+def bytes_of_images(model: Expected, images: int) -> int:
+    """As a CLIP takes them, in float32. Raises Unknown."""
+    vision = model.clip.vision_config
+    return images * 4 * vision.num_channels * vision.image_size**2
+
+
+def bytes_of_rows(data: Expected) -> int:
+    """What the drawn pictures of a built-in world take in memory; other data are mapped from files. Raises Unknown."""
+    if data.readable is None or data.readable.source not in WORLDS:
+        return 0
+    first = _first_pairs(json.dumps(dump(data.readable)))
+    return first.data.nbytes * data.known_pairs // len(first)
+
+
+@functools.lru_cache(maxsize=16)
+def _longest_caption(data: str, processor: Path) -> int:
+    captions = [*itertools.islice(all_captions(_first_pairs(data)), LOOKED_AT)]
+    tokenizer = load_processor(processor).tokenizer
+    return max(map(len, tokenizer(captions, verbose=False)["input_ids"]), default=0)
+
+
+@functools.lru_cache(maxsize=16)
+def _first_pairs(data: str) -> Rows:
+    """The first pairs of settings in JSON, of other data than worlds read as a stream."""
+    arguments = DataArguments(**json.loads(data))
+    number = min(arguments.num_samples or LOOKED_AT, LOOKED_AT)
+    if arguments.source in WORLDS:
+        return load_pairs(replace(arguments, num_samples=number))
+    return select_columns(open_rows(replace(as_stream(arguments), num_samples=number)), arguments)
 
 
 def described(config: PreTrainedConfig) -> PreTrainedModel:
@@ -196,11 +305,9 @@ def parameters(configs: tuple[PreTrainedConfig, ...]) -> dict[str, int]:
     return sums
 
 
-def trainable_parameters(config: PreTrainedConfig, pattern: str) -> int:
-    """The number of those that train, see `set_trainable`."""
-    model = described(config)
-    set_trainable(model, pattern)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def bytes_in_memory(configs: tuple[PreTrainedConfig, ...]) -> int:
+    """Bytes of the weights of a model in float32, or of all experts of a mixture."""
+    return 4 * parameters(configs)["total"]
 
 
 def size_of_weights(configs: tuple[PreTrainedConfig, ...]) -> int:

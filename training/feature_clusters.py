@@ -128,11 +128,11 @@ def save_feature_clusters(
     save_arrays(directory / FEATURE_CLUSTERS, asdict(clusters), metadata)
 
 
-def load_feature_clusters(directory: Path, dataset_fingerprint: str) -> FeatureClusters:
+def load_feature_clusters(directory: Path, dataset_fingerprint: str | None = None) -> FeatureClusters:
     """The clusters of a cluster stage.
 
     Args:
-        dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for.
+        dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for; None: of none.
 
     Raises:
         FileNotFoundError: the folder has no clusters.
@@ -141,7 +141,7 @@ def load_feature_clusters(directory: Path, dataset_fingerprint: str) -> FeatureC
     with open_arrays(directory / FEATURE_CLUSTERS, "a cluster stage") as file:
         found = file.metadata()["dataset_fingerprint"]
         arrays = {name: file.get_tensor(name) for name in ("labels", "tuples", "centers")}
-    if found != dataset_fingerprint:
+    if dataset_fingerprint not in (None, found):
         raise ValueError(
             f"the labels in {directory} belong to {OTHER_DATA} (fingerprint "
             f"{found[:12]}, not {dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and "

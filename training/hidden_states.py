@@ -22,6 +22,7 @@ from training.loader import PairLoader
 from training.parts import INDEX, part_file, write_parts
 
 BATCHES_PER_PART = 8
+SEVERAL = "hidden states need caption_weights where images have several captions"
 
 
 def frozen_weights_hash(model: CLIPMoEModel) -> str:
@@ -60,7 +61,7 @@ def captions_per_image(rows: datasets.Dataset, caption_weights: Sequence[float] 
     if caption_weights is not None:
         return len(caption_weights)
     if not isinstance(rows[0]["caption"], str):
-        raise ValueError("hidden states need caption_weights where images have several captions")
+        raise ValueError(SEVERAL)
     return 1
 
 
@@ -151,7 +152,8 @@ class HiddenStates:
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):
         if not (directory / INDEX).is_file():
             raise FileNotFoundError(f"{directory} is not the folder of a hidden_states stage: there is no {INDEX}")
-        index = read_record(directory / INDEX, dict, ("part_size", "captions", "dataset_fingerprint", "weights"))
+        keys = {"part_size": int, "captions": int, "dataset_fingerprint": str, "weights": str}
+        index = read_record(directory / INDEX, dict, keys)
         if index["dataset_fingerprint"] != dataset_fingerprint:
             raise ValueError(f"the hidden states in {directory} are of {OTHER_DATA}")
         if index["captions"] != num_captions:

@@ -22,6 +22,7 @@ from transformers import (
     CLIPVisionConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from conversion.folders import MOST_LAYERS, has_file, require_source
 from conversion.processors import (
@@ -30,7 +31,6 @@ from conversion.processors import (
     forget_last_call,
     load_image_processor,
     load_tokenizer,
-    require_context_length,
     require_fit,
 )
 from conversion.upcycle import check_memory
@@ -171,10 +171,8 @@ def clip_config(
     width = {"projection_dim": projection_dim}
     with _as_value_errors():
         config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
-        require_fit(config, source, processor.tokenizer)
-        require_context_length(config.text_config, source, processor.tokenizer)
-        _require_end_token(processor.tokenizer, config.text_config, source)
-        require_fit(config, given or "CLIP", image_processor=processor.image_processor)
+        require_fit(config, "the new model", source, processor.tokenizer)
+        require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
     return config, processor
 
 
@@ -203,6 +201,8 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
         source = processor if tokenizer is None else tokenizer
         _require_half(source, "tokenizer", TOKENIZER_FILES)
         texts = load_tokenizer(source)
+        if texts.model_max_length >= LARGE_INTEGER:  # it says none
+            texts.model_max_length = context_length
     return CLIPProcessor(image_processor=images, tokenizer=texts)
 
 
@@ -238,13 +238,3 @@ def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> 
         )
     numbers = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
     return {"vocab_size": max(tokenizer.get_vocab().values()) + 1, **numbers}
-
-
-def _require_end_token(tokenizer: PreTrainedTokenizerBase, config: CLIPTextConfig, source: str) -> None:
-    # By the number 2, as OpenAI's configuration has it, transformers knows that the end token is the highest of a text
-    end = max(tokenizer.get_vocab().values()) if config.eos_token_id == 2 else config.eos_token_id
-    if end != tokenizer.eos_token_id:
-        raise ValueError(
-            f"text_config.eos_token_id is {config.eos_token_id}, where CLIP takes the features of a text, but the "
-            f"tokenizer of {source} ends texts with {tokenizer.eos_token_id}: leave eos_token_id out"
-        )

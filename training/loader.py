@@ -19,6 +19,7 @@ from data.images import read_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, present_captions, read_pair
 from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
+from data.tokenizer import read_texts
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
@@ -127,14 +128,13 @@ class PairLoader:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
         captions = [caption for of_image in rows for caption in present_captions(of_image)]
-        tokenizer = self.processor.tokenizer
-        limit = tokenizer.model_max_length
-        cut = sum(len(ids) > limit for ids in tokenizer(captions, verbose=False)["input_ids"]) if captions else 0
+        read = read_texts(self.processor.tokenizer, captions)
+        cut = sum(read.is_cut)
         if cut:
             logger.warning(
                 "%.1f%% of the captions of %s (%d looked at) are longer than the %d tokens of the tokenizer and are "
                 "cut: a `captions` stage makes shorter ones of them, a `long_context` stage a model that reads more",
-                100 * cut / len(captions), self.arguments.source, len(captions), limit,
+                100 * cut / len(captions), self.arguments.source, len(captions), read.max_length,
             )  # fmt: skip
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -268,7 +268,10 @@ class _Pairs(torch.utils.data.Dataset):
         self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
         if arguments.in_memory and with_images:
-            self.pixel_values = torch.stack([images.read(row["image"], None) for row in self.rows])
+            first = images.read(self.rows[0]["image"], None)
+            self.pixel_values = first.new_empty(len(self.rows), *first.shape)  # stacked, all would be there twice
+            for index, row in enumerate(self.rows):
+                self.pixel_values[index] = images.read(row["image"], None)
         if arguments.in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as distributed
 import torch.nn.functional as F
 
 from modeling_clip_moe import (
@@ -219,7 +218,23 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     """
     if _world_size() == 1:
         return tensor
-    return torch.cat(distributed.all_gather(tensor.contiguous()))
+    return _Gather.apply(tensor)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all processes (processes * B, D). The gradient of a row is the sum of what all processes have."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty(_world_size() * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(parts, gradient.contiguous())
+        return parts.unflatten(0, (_world_size(), -1)).sum(dim=0)
 
 
 def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +248,21 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     processes, and over all parts of a batch that is computed in parts."""
     if SumsOfParts.active is not None:
         return SumsOfParts.active.add(tensor)
-    return tensor if _world_size() == 1 else distributed.all_reduce(tensor)
+    return tensor if _world_size() == 1 else _Sum.apply(tensor)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, of a tensor and of its gradients."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(gradient)
 
 
 class SumsOfParts:

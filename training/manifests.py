@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from conversion.files import read_record
-from conversion.provenance import ATTEMPTS, MANIFEST, is_as_made, manifest_fingerprint, model_fingerprint
+from conversion.provenance import ATTEMPTS, LOG, MANIFEST, is_as_made, manifest_fingerprint, model_fingerprint
 from data.identity import newest_file
 from data.sources import DataArguments
+from training.engine import CHECKPOINTS
 
 # How often something is logged or saved, and how data is read ahead, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor"}
@@ -33,9 +34,10 @@ def input_fingerprint(model: str) -> str:
 
 
 def has_work(partial: Path) -> bool:
-    """Whether a stage that has not finished has written more than what tells how it was begun."""
-    begun = (MANIFEST, ATTEMPTS)
-    return any(path.name not in begun and path.suffix not in (".partial", ".tmp") for path in partial.glob("*"))
+    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is."""
+    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/*")]
+    no_work = (MANIFEST, ATTEMPTS, LOG, CHECKPOINTS)
+    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
 
 
 def comparable(settings: Any) -> Any:
@@ -73,6 +75,7 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     old, new = read_record(folder / MANIFEST, dict), dict(new)
     for manifest in (old, new):
         manifest.pop("weights", None)  # known when it has finished
+        manifest.pop("own", None)  # in its code
     # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
     data_then, data_now = old.pop("data", None), new.pop("data", None)
     # An input that is younger than the manifest counts as the same, and so does one that is not here now: the settings

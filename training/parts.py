@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from tqdm.auto import tqdm
 
+from evaluation.progress import progress
 from training.arrays import open_arrays, save_arrays
 
 # The folder of the parts, and what tells all that is to know of them, in the folder of their stage
@@ -43,7 +43,7 @@ def write_parts(
     """
     folder.mkdir(exist_ok=True)
     starts = range(0, num_rows, part_size)[accelerator.process_index :: accelerator.num_processes]
-    for start in tqdm(starts, desc=f"{name} of {num_rows} rows", disable=not accelerator.is_main_process):
+    for start in progress(starts, f"{name} of {num_rows} rows", len(starts), accelerator.is_main_process):
         path = part_file(folder, start)
         if not path.exists():
             save_arrays(path, compute(start, min(start + part_size, num_rows)))

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from conversion.files import read_record
 from conversion.provenance import MANIFEST
-from training.checks import SETTING_ERRORS, Outlook, find_faults
+from data.once import opened_once
+from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
 from training.engine import CHECKPOINTS
 from training.expected import AtMost, Unknown, parameters
 from training.manifests import comparable, has_work, require_same
@@ -46,13 +49,14 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
     Args:
         stages: those to run.
     """
-    outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
-    stages = list(stages)
-    rows, faults = [], [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
+    stages, rows = list(stages), []
+    with opened_once():
+        outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
+        faults = [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
     for stage in stages:
         errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
         faults += [f"{stage.name}: {error}" for error in errors]
-        rows.append(replace(_row(stage, outlook), **({"state": "made otherwise"} if errors else {})))
+        rows.append(replace(_row(stage, outlook, num_processes), **({"state": "made otherwise"} if errors else {})))
     return rows, faults
 
 
@@ -67,7 +71,7 @@ def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[
             yield error
 
 
-def _row(stage: Stage, outlook: Outlook) -> Row:
+def _row(stage: Stage, outlook: Outlook, num_processes: int) -> Row:
     inputs, output = outlook.inputs[stage.name], outlook.outputs[stage.name]
     reads = [reference.value for reference in references(stage)]
     state = _state(stage, outlook)
@@ -77,6 +81,7 @@ def _row(stage: Stage, outlook: Outlook) -> Row:
         asked["activated"] = lambda: parameters(output.known_configs)["activated"]
     if state != "done":
         asked |= stage.amounts(inputs, output)
+        asked["memory"] = lambda: stage.memory(inputs, output, num_processes)
         asked["disk"] = lambda: stage.disk(inputs, output)[0]
         asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
     numbers = {name: number for name, ask in asked.items() if (number := _told(ask)) != 0}
@@ -88,8 +93,8 @@ def _told(ask: Callable[[], int]) -> int | str:
         return ask()
     except Unknown as why:
         return str(why)
-    except SETTING_ERRORS:
-        return "see the faults"
+    except SETTING_ERRORS as error:
+        return one_line(error)
 
 
 def _state(stage: Stage, outlook: Outlook) -> str:
@@ -108,7 +113,7 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
     first = [["stage", "kind", "state", "reads"]]
     first += [[row.name, row.kind, row.state, ", ".join(row.reads) or "-"] for row in rows]
     second = [["stage", *NUMBERS]]
-    second += [[row.name, *(_cell(name, row.numbers.get(name, 0), reasons) for name in NUMBERS)] for row in rows]
+    second += [[row.name, *(_numbered(name, row.numbers.get(name, 0), reasons) for name in NUMBERS)] for row in rows]
     second.append(["in all", *(_sum(name, rows) for name in NUMBERS)])
     notes = [f"unknown ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join(
@@ -121,20 +126,33 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             *([""] if notes else []),
             *notes,
             "",
-            "memory: of a process, for weights, gradients, AdamW's two moments and averaged weights, in float32; "
-            "moments of adamw_8bit in 8 bits",
-            "memory a pair: of activations, for each pair that a process computes at a time, in float32; half in bf16",
-            "memory of a cluster stage: for the features that K-means holds",
+            "memory: the most that a process takes for weights, gradients, moments, activations, images and features, "
+            "in float32; moments of adamw_8bit in 8 bits",
+            f"peak: on a CPU, a process holds this memory and {_formatted('memory', held_before())} of Python and its "
+            "libraries (measured now)",
+            "memory a pair: of it, for each pair that a process computes at a time; half in bf16",
             "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
         ]
     )
 
 
-def _cell(name: str, value: int | str, reasons: list[str]) -> str:
+def held_before() -> int:
+    """Bytes that a process holds when it has imported and looked at everything, but computed nothing: this one."""
+    return psutil.Process().memory_info().rss
+
+
+def _numbered(name: str, value: int | str, reasons: list[str]) -> str:
+    if isinstance(value, int):
+        return cell(name, value)
+    if value not in reasons:
+        reasons.append(value)
+    return f"unknown ({reasons.index(value) + 1})"
+
+
+def cell(name: str, value: int | str) -> str:
+    """A number of a row as it is printed."""
     if isinstance(value, str):
-        if value not in reasons:
-            reasons.append(value)
-        return f"unknown ({reasons.index(value) + 1})"
+        return "unknown"
     return ("≤ " if isinstance(value, AtMost) else "") + _formatted(name, value)
 
 
@@ -143,7 +161,9 @@ def _formatted(name: str, value: int) -> str:
         return "-"
     if name in BYTES:
         return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
-    return f"{value / 1e6:,.2f} M" if name in COUNTS else f"{value:,}"
+    if name in COUNTS:
+        return f"{value / 1e6:,.2f} M" if value >= 1e6 else f"{value / 1e3:,.2f} k"
+    return f"{value:,}"
 
 
 def _sum(name: str, rows: list[Row]) -> str:

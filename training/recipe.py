@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -17,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from conversion.messages import most_similar, shortened, what_is_meant
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
+from data.once import opened_once
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.settings import STRICT, dump
 from training.stages import STAGES
@@ -31,7 +33,7 @@ class Recipe:
     # The folder in which each stage has a folder.
     output_dir: str = Field(min_length=1)
     # Of all kinds, or classes of your own: `package.module:Class`.
-    stages: list[SkipValidation[Stage]] = Field(min_length=1)
+    stages: list[SkipValidation[Stage]]
     # Of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
     # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
@@ -131,8 +133,9 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         raw["push_to_hub"] = {name: repository for name, repository in pushed.items() if name not in broken}
     recipe = _validate(Recipe, raw | {"stages": stages}, "", problems) if stages else None
     if problems:
-        outlook = Outlook(stages, str(raw.get("output_dir")), broken)
-        problems += find_faults(outlook, set(outlook.stages), int(os.environ.get("WORLD_SIZE", 1)))
+        with opened_once():
+            outlook = Outlook(stages, str(raw.get("output_dir")), broken)
+            problems += find_faults(outlook, set(outlook.stages), int(os.environ.get("WORLD_SIZE", 1)))
         raise RecipeError(path, problems)
     recipe.title = str(path)
     return recipe
@@ -169,12 +172,26 @@ def _read_stages(
 def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[str]) -> Any:
     """The settings as an object; or None, with a line for each of their problems."""
     try:
-        return TypeAdapter(kind).validate_python(settings)
+        validated = TypeAdapter(kind).validate_python(settings)
+        numbers = [*_booleans_as_numbers(settings, validated)]
+        problems += [f"{prefix}{key}: a number is needed, not true or false" for key in numbers]
+        return None if numbers else validated
     except ValidationError as error:
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
             got = "" if e["type"] == "value_error" else f" (got {shortened(e['input'])})"  # our own errors say it
             problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)}{got}")
+
+
+def _booleans_as_numbers(given: Any, read: Any) -> Iterator[str]:
+    """The keys of settings whose `true` or `false` was read as a number, as Python and pydantic do."""
+    if not isinstance(given, dict | list):
+        return
+    for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+        inner = read[key] if isinstance(read, dict | list) else getattr(read, key)
+        if isinstance(value, bool) and type(inner) in (int, float):
+            yield str(key)
+        yield from (f"{key}.{rest}" for rest in _booleans_as_numbers(value, inner))
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -206,7 +223,7 @@ def _require_stages(raw: Any, path: Path) -> None:
     """Raises:
     ValueError: what the overrides and the defaults have to find in a recipe is not there.
     """
-    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list) or not raw["stages"]:
         raise ValueError(f"{path} has no list of stages")
     for stage in raw["stages"]:
         keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []

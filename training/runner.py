@@ -26,6 +26,8 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import require_loadable
 from conversion.files import locked, read_record, respect_umask, write_text
+from conversion.lineage import local_paths
+from conversion.local_names import paths_here
 from conversion.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
@@ -35,6 +37,7 @@ from conversion.provenance import (
     manifest_fingerprint,
     weights_fingerprint,
 )
+from data.once import opened_once
 from training.checks import Outlook, RecipeError, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
@@ -42,7 +45,7 @@ from training.manifests import comparable, has_work, input_fingerprint, require_
 from training.recipe import Recipe, dump_recipe, expert_number
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
-from training.stages.custom import own_code
+from training.stages.custom import own_code, own_description
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 
@@ -67,10 +70,10 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
-    faults = find_faults(
-        Outlook(recipe.stages, output_dir), {stage.name for stage in stages}, accelerator.num_processes
-    )
-    if faults := list(faults):
+    with opened_once():
+        outlook = Outlook(recipe.stages, output_dir)
+        faults = list(find_faults(outlook, {stage.name for stage in stages}, accelerator.num_processes))
+    if faults:
         raise RecipeError(recipe.title, faults)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
@@ -79,7 +82,8 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(dump_recipe(recipe), sort_keys=False))
-            write_text(output_dir / ENVIRONMENT, json.dumps(environment(), indent=2))
+            local = sorted({*local_paths(output_dir), *paths_here(dump_recipe(recipe))})
+            write_text(output_dir / ENVIRONMENT, json.dumps(environment() | {"local": local}, indent=2))
         for stage in stages:
             with stage_errors(stage):
                 runner.run_stage(stage)
@@ -224,7 +228,7 @@ class Runner:
         code = own_code(type(stage))
         return {
             "stage": comparable(dump(stage)),
-            **({"code": code} if code else {}),
+            **({"code": code, "own": own_description(type(stage))} if code else {}),
             "seed": context.seed,
             "mixed_precision": context.accelerator.mixed_precision,
             "inputs": fingerprints | stage.fingerprints(resolve(stage, context)),

@@ -1,7 +1,8 @@
 """Checkpoints of a training run: safetensors and JSON, which run no code when they are read.
 
-`step-N/` holds `model.safetensors`, `optimizer.safetensors`, with `ema_decay` `average.safetensors`, `state.json` and,
-for each process, `random_states_RANK.json`. Accelerate's own checkpoints, and DeepSpeed's, are pickles.
+`step-N/` holds `model.safetensors` with the parameters and persistent buffers, `optimizer.safetensors`, with
+`ema_decay` `average.safetensors`, `state.json` and, for each process, `random_states_RANK.json`. Accelerate's own
+checkpoints, and DeepSpeed's, are pickles.
 """
 
 import hashlib
@@ -65,7 +66,8 @@ def save_checkpoint(
     """
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
     parameters = _named_parameters(accelerator, model)
-    tensors = {MODEL: dict(_whole(accelerator, parameters.items()))}
+    buffers = _named_buffers(accelerator, model)
+    tensors = {MODEL: dict(_whole(accelerator, (parameters | buffers).items()))}
     states = _named_states(parameters, optimizer)
     tensors[OPTIMIZER] = dict(_whole(accelerator, _flat(states).items()))
     if average is not None:
@@ -78,7 +80,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     try:
         path = partial / f"{RANDOM_STATES}_{accelerator.process_index}.json"
-        path.write_text(json.dumps(_random_states(accelerator.device)), encoding="utf-8")
+        _write(path, _random_states(accelerator.device))
         if accelerator.is_main_process:
             for name, of_file in tensors.items():
                 save_file(of_file, partial / name)
@@ -86,7 +88,7 @@ def save_checkpoint(
             scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
             state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
             state |= {"trained": list(states), "sha256": digests}
-            (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+            _write(partial / STATE, state)
     except (OSError, SafetensorError) as error:  # safetensors raises its own when the disk is full
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,18 +122,19 @@ def load_checkpoint(
     parameters = _named_parameters(accelerator, model)
     state = _read(checkpoint / STATE)
     trained = [name for name in state["trained"] if name in parameters]
-    unknown = sorted(set(state["trained"]) - set(trained), key=str)
+    unknown = sorted(set(state["trained"]) - set(trained))
     if unknown:
-        raise _unfit(checkpoint, f"it is of another model: {', '.join(map(str, unknown[:3]))}")
+        raise _unfit(checkpoint, f"it is of another model: {', '.join(unknown[:3])}")
     make_states(optimizer.optimizer)
     for name in parameters.keys() - set(trained):
         optimizer.optimizer.state.pop(parameters[name], None)
-    files = {MODEL: parameters, OPTIMIZER: _flat(_named_states(parameters, optimizer))}
+    files = {MODEL: parameters | _named_buffers(accelerator, model)}
+    files[OPTIMIZER] = _flat(_named_states(parameters, optimizer))
     if average is not None:
         files[AVERAGE] = average.averages
     for name, there in files.items():
         kept = _read(checkpoint / name)
-        if state["sha256"].get(name) != _digest(checkpoint / name):
+        if state["sha256"][name] != _digest(checkpoint / name):
             raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
         _fill(there, kept, checkpoint / name)
     if accelerator.scaler is not None:
@@ -140,7 +143,7 @@ def load_checkpoint(
         accelerator.scaler.load_state_dict(state["scaler"])
     if state["num_processes"] == accelerator.num_processes:
         path = checkpoint / f"{RANDOM_STATES}_{accelerator.process_index}.json"
-        _read_random_states(_read(path), accelerator.device, checkpoint)
+        _set_random_states(_read(path), accelerator.device)
     else:
         accelerator.on_main_process(print)(
             f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
@@ -168,9 +171,6 @@ def finished_steps(checkpoint: Path, total_steps: int) -> int:
         ValueError: its state is missing or damaged, or of more steps than the run has.
     """
     state = _read(checkpoint / STATE)
-    kinds = {"step": int, "num_processes": int, "scaler": dict | None, "trained": list, "sha256": dict}
-    if not isinstance(state, dict) or any(not isinstance(state.get(key), kind) for key, kind in kinds.items()):
-        raise _unfit(checkpoint, f"{STATE} is damaged")
     if checkpoint.name != f"step-{state['step']:08d}":
         raise _unfit(checkpoint, f"its {STATE} is of step {state['step']}")
     if state["step"] > total_steps:
@@ -210,6 +210,13 @@ def _finished(checkpoints: Path) -> list[Path]:
 
 def _named_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in accelerator.unwrap_model(model).named_parameters()}
+
+
+def _named_buffers(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent ones. Where processes have different values, those of the main process are kept."""
+    model = accelerator.unwrap_model(model)
+    persistent = model.state_dict().keys()
+    return {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -278,23 +285,28 @@ def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state)
 
 
-def _read_random_states(states: dict[str, Any], device: torch.device, checkpoint: Path) -> None:
-    try:
-        _set_random_states(states, device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _unfit(checkpoint, f"its random states are damaged: {error}") from error
+def _seal(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
 
-def _read(path: Path) -> Any:
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """With a hash of what it says: a damaged random state, say, would go on with other numbers, or kill the process."""
+    path.write_text(json.dumps(record | {"seal": _seal(record)}), encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
     """A file of a checkpoint."""
     if not path.is_file():
         raise _unfit(path.parent, f"it has no {path.name}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or record.pop("seal", None) != _seal(record):
+            raise ValueError("it is not what was written")
     except (SafetensorError, ValueError, RecursionError) as error:
         raise _unfit(path.parent, f"{path.name} is damaged: {error}") from error
+    return record
 
 
 def _unfit(checkpoint: Path, reason: str) -> ValueError:

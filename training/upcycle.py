@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="print what the run would do and take, without computing or writing anything",
+        help="print what the run would do and take, without computing or writing anything; your own stages "
+        "(module:Class) are imported",
     )
     known, rest = parser.parse_known_args(argv)
     silence_other_processes()

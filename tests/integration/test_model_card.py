@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_models import save_dense_llava, stable_diffusion
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, LlavaForConditionalGeneration
 
-from conversion import publish
+from conversion import model_card, publish
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,21 @@ def examples(folder, language):
 
 
 @pytest.fixture(scope="module")
-def place(repository, tmp_path_factory):
+def card(source, tmp_path_factory):
+    """What is published of a model, as if LLaVA and Stable Diffusion had towers as small as the glyph CLIP's."""
+    config, folder = CLIPModel.from_pretrained(BASE).config, tmp_path_factory.mktemp("published") / "model"
+    vision, text = config.vision_config, config.text_config
+    encoder = ("Stable Diffusion 1", "text_encoder", "CLIPMoETextModel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_card, "LLAVA_TOWER", (vision.hidden_size, vision.image_size, vision.patch_size))
+        patch.setattr(model_card, "VOCABULARY", text.vocab_size)
+        patch.setattr(model_card, "TEXT_ENCODERS", {text.hidden_size: encoder})
+        publish.main([str(source), NAME, "--dry-run", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(card, tmp_path_factory):
     """Where the examples run: what they name is there."""
     place = tmp_path_factory.mktemp("card")
     Image.effect_noise((40, 32), 80).convert("RGB").save(place / "image.png")
@@ -35,7 +49,7 @@ def place(repository, tmp_path_factory):
     pipeline.save_pretrained(place / "STABLE-DIFFUSION")
     save_dense_llava(place / "LLAVA")
     (place / "user").mkdir()
-    (place / NAME).symlink_to(repository)
+    (place / NAME).symlink_to(card)
     return place
 
 
@@ -46,20 +60,20 @@ def run(command, place):
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_examples_run(repository, place, number):
-    found = examples(repository, "python")
+def test_examples_run(card, place, number):
+    found = examples(card, "python")
     assert len(found) == 5
     # Where a card does not ask for the package, it is not needed
     without = 'import sys; sys.modules["modeling_clip_moe"] = None\n' if "trust_remote_code" in found[number] else ""
-    shows = "\nfrom PIL import Image; Image.open('cat.png')" if "cat.png" in found[number] else ""
+    shows = "\nfrom PIL import Image; Image.open('drawn.png')" if "drawn.png" in found[number] else ""
     run([sys.executable, "-c", without + found[number] + shows], place)
 
 
-def test_the_command_runs(repository, place):
-    (command,) = examples(repository, "bash")
+def test_the_command_runs(card, place):
+    (command,) = examples(card, "bash")
     run([sys.executable, *command.split()[1:]], place)
     found = LlavaForConditionalGeneration.from_pretrained(place / "OUTPUT").model.vision_tower.state_dict()
-    expected = CLIPMoEVisionModel.from_pretrained(repository).state_dict()
+    expected = CLIPMoEVisionModel.from_pretrained(card).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 

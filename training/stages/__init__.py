@@ -3,6 +3,7 @@
 from typing import get_args
 
 from training.stages import (
+    assemble,
     data_experts,
     evaluate,
     features,
@@ -34,7 +35,7 @@ AnyStage = (
     | long_clip.TrainLongCLIPStage
     | train.TrainExpertsStage
     | train_data_expert.TrainDataExpertStage
-    | data_experts.AssembleStage
+    | assemble.AssembleStage
     | models.AverageStage
     | models.DenseStage
     | models.UnifyStage

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from data.pairs import select_columns
 from data.sources import DataArguments, Rows, open_rows
 from training.context import Context
-from training.expected import Expected, size_of_weights
+from training.expected import Expected, bytes_in_memory, bytes_of_rows, size_of_weights
 from training.settings import STRICT, Reads
 
 
@@ -58,8 +58,8 @@ class Stage:
     # `run`, each an `Expected` in place of a folder or source; of what is not known, these raise `Unknown`.
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        """What is wrong that can be seen before anything runs: settings and messages. Data, references and what
-        `output_config` raises are looked at in any case."""
+        """What is wrong that can be seen before anything runs: settings and messages, which are empty where nothing is.
+        Data, references and what `output_config` raises are looked at in any case."""
         return iter(())
 
     def data_problems(self) -> Iterator[tuple[str, str]]:
@@ -77,6 +77,16 @@ class Stage:
         """
         return next((of_one.known_configs for of_one in vars(inputs).values() if isinstance(of_one, Expected)), ())
 
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        """What is known of its output besides its configuration and pairs: fields of `Expected`. Here: a new model, or
+        what the first of its inputs hands on."""
+        data = getattr(inputs, "data", None)
+        read = [one for one in vars(inputs).values() if isinstance(one, Expected)]
+        handed_on = {name: [getattr(one, name) for one in read] for name in ("rows", "weights", "clusters", "encoder")}
+        known = {name: next((value for value in values if value), None) for name, values in handed_on.items()}
+        weights = ((self.name, frozenset()),) if self.makes_model else known["weights"] or ()
+        return known | {"rows": data or known["rows"], "weights": weights}
+
     def open_data(self, arguments: DataArguments) -> Rows:
         """The columns that it needs of its data, of which no row is read."""
         return select_columns(open_rows(arguments), arguments)
@@ -84,6 +94,17 @@ class Stage:
     def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
         """What it computes: functions for columns of --plan, which may raise `Unknown`."""
         return {"samples": lambda: output.known_pairs} if getattr(self, "data", None) is not None else {}
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """The most bytes that a process holds beside those that it begins with: here the weights of all models that it
+        reads and makes, in float32, and drawn pictures.
+
+        Raises:
+            Unknown
+        """
+        made = bytes_in_memory(output.known_configs) if self.makes_model else 0
+        rows = 0 if self.makes_model else bytes_of_rows(output)
+        return made + rows + sum(bytes_in_memory(model.known_configs) for model in models_of(self, inputs))
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """Bytes of its folder when it is done, and the most that it has while it runs. Small files do not count.
@@ -163,6 +184,13 @@ def map_inputs(stage: Stage, look_up: Callable[[str | DataArguments, Reads], Any
 
     settings = _reading_settings(type(stage))
     return SimpleNamespace(**{setting: looked_up(getattr(stage, setting), reads) for setting, reads in settings})
+
+
+def models_of(stage: Stage, inputs: SimpleNamespace) -> list[Any]:
+    """The models among what a stage reads."""
+    values = [getattr(inputs, setting) for setting, reads in _reading_settings(type(stage)) if "model" in reads.kinds]
+    found = [model for value in values for _, model in each_value("", value)]
+    return [model for model in found if model is not None and model != Expected()]
 
 
 def kinds(stage: type[Stage]) -> list[str]:

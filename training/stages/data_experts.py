@@ -1,6 +1,8 @@
 """The stages of MoDE: clusters of captions, their data experts, and the mixture of these."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +14,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
-from conversion import assemble
 from conversion.files import new_folder
 from data.identity import data_fingerprint
 from data.sources import DataArguments
@@ -24,7 +25,6 @@ from evaluation.sentence_encoders import (
     load_encoder,
     open_encoder,
 )
-from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,
@@ -34,7 +34,6 @@ from training.caption_clusters import (
     captions_of,
     embed_rows,
     group_centers,
-    load_caption_clusters,
     load_centers,
     load_index,
     save_caption_clusters,
@@ -43,10 +42,11 @@ from training.caption_clusters import (
 )
 from training.contact_sheet import contact_sheet
 from training.context import Context
-from training.expected import Expected, bound_as, size_of_weights
+from training.expected import AtMost, Expected, Unknown, size_of_weights
+from training.fits import other_encoder, too_many
 from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
-from training.stages.base import Data, Model, Stage
+from training.stages.base import Data, Stage
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
@@ -116,13 +116,29 @@ class EmbedCaptionsStage(Stage):
         (config,) = inputs.encoder.known_configs
         return config
 
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Also a part of the embeddings, and what the encoder's layers compute of a batch."""
+        if self.encoder == "tfidf":
+            raise Unknown("tfidf counts all words of the captions")
+        config = getattr(output.known_configs[0], "text_config", output.known_configs[0])
+        tokens = config.max_position_embeddings * (8 * config.hidden_size + 3 * config.intermediate_size)
+        part = BATCHES_PER_PART * self.batch_size * _embedding_size(output) * 4
+        return AtMost(super().memory(inputs, output, num_processes) + part + self.batch_size * 4 * tokens)
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """The embeddings, and the encoder where that is not on the Hub."""
         (config,) = output.known_configs
-        size = getattr(config, "projection_dim", None) or config.hidden_size
+        size = _embedding_size(output)
         kept = size_of_weights((config,)) if Path(self.encoder).is_dir() else 0
         pairs = inputs.data.known_pairs
-        return (bound_as(pairs, pairs * size * np.dtype(self.dtype).itemsize + kept),) * 2
+        return (pairs * size * np.dtype(self.dtype).itemsize + kept,) * 2
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        """The name of an encoder in a folder tells nothing: a copy of it may have another one."""
+        other = None if Path(self.encoder).is_dir() else f"{self.encoder} ({self.modality}, {self.pooling})"
+        return super().known(inputs) | {
+            "encoder": f"tfidf of {self.name}" if self.encoder == "tfidf" else inputs.encoder.encoder or other
+        }
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
@@ -154,6 +170,14 @@ class ClusterFineStage(Stage):
     # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        with contextlib.suppress(Unknown):
+            captions = min(inputs.captions.known_pairs, self.num_samples or inputs.captions.known_pairs)
+            yield "num_centers", too_many(self.num_centers, captions, "captions")
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        return super().known(inputs) | {"clusters": self.num_centers}
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         captions, device = Path(inputs.captions), context.accelerator.device
         index = load_index(captions, "an embed_captions stage")
@@ -167,6 +191,12 @@ class ClusterFineStage(Stage):
             f"{self.name}: {len(centers)} centers of {len(sample)} captions, of which {sizes.min()} to {sizes.max()} "
             "are nearest to one"
         )
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """The embeddings that the centers are learned from."""
+        pairs = inputs.captions.known_pairs
+        rows = min(pairs, self.num_samples or pairs)
+        return rows * _embedding_size(inputs.captions) * 4
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -189,6 +219,9 @@ class AssignStage(Stage):
         if self.data is not None and self.data.streaming:
             raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
         return self
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "centers", other_encoder(self.centers, inputs.centers, self.captions, inputs.captions)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator, captions = context.accelerator, Path(inputs.captions)
@@ -227,20 +260,38 @@ class AssignStage(Stage):
         save_index(directory, index)
         print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """A part of the embeddings, and drawn pictures."""
+        part = BATCHES_PER_PART * self.batch_size * _embedding_size(inputs.captions) * 4
+        return AtMost(super().memory(inputs, output, num_processes) + part)
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """An int32 a pair."""
-        return (bound_as(output.known_pairs, 4 * output.known_pairs),) * 2
+        return (4 * output.known_pairs,) * 2
+
+
+class LabelsStage(Stage):
+    """A stage that keeps the expert of every pair."""
+
+    main_process_only: ClassVar[bool] = True
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Drawn pictures, and the labels, twice when they are put together."""
+        return super().memory(inputs, output, num_processes) + 4 * output.known_pairs
+
+    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
+        """An int16 a pair."""
+        return (2 * output.known_pairs,) * 2
 
 
 @dataclass(config=STRICT, kw_only=True)
-class ClusterCoarseStage(Stage):
+class ClusterCoarseStage(LabelsStage):
     """The fine-grained centers grouped into data experts, and the expert of every pair (MoDE eq. 2 and 3).
 
     Cluster 0 has the largest range, and is to be trained first where there is no time for all.
     """
 
     kind: ClassVar[str] = "cluster_coarse"
-    main_process_only: ClassVar[bool] = True
 
     # An assign stage.
     assignment: Annotated[str, Reads("assign")]
@@ -249,25 +300,25 @@ class ClusterCoarseStage(Stage):
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "num_experts", too_many(self.num_experts, inputs.assignment.clusters, "centers")
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        return super().known(inputs) | {"clusters": self.num_experts}
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, _ = load_centers(Path(inputs.assignment))
-        if len(centers) < self.num_experts:
-            raise ValueError(f"{self.name}: {len(centers)} centers cannot be shared by {self.num_experts} experts")
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
         clusters = CaptionClusters(centers, expert_of_center, coarse_centers)
         _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        return _size_of_labels(output)
-
 
 @dataclass(config=STRICT, kw_only=True)
-class SelectStage(Stage):
+class SelectStage(LabelsStage):
     """One cluster, 0, of the pairs whose fine-grained centers are nearest to the metadata of tasks that are known
     before training (MoDE section 5.5, retrieval-enhanced)."""
 
     kind: ClassVar[str] = "select"
-    main_process_only: ClassVar[bool] = True
 
     # An assign stage.
     assignment: Annotated[str, Reads("assign")]
@@ -277,6 +328,14 @@ class SelectStage(Stage):
     metadata: list[str] = Field(min_length=1)
     # How many centers each of them selects.
     num_nearest: int = Field(default=1, gt=0)
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "captions", other_encoder(self.assignment, inputs.assignment, self.captions, inputs.captions)
+        if self.num_nearest > (inputs.assignment.clusters or self.num_nearest):
+            yield "num_nearest", f"{self.num_nearest} of {inputs.assignment.clusters} centers"
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        return super().known(inputs) | {"clusters": 1}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, encoder_name = load_centers(Path(inputs.assignment))
@@ -296,74 +355,11 @@ class SelectStage(Stage):
         clusters = CaptionClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
         _save_experts(self, Path(inputs.assignment), context, directory, clusters)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        return _size_of_labels(output)
 
-
-@dataclass(config=STRICT, kw_only=True)
-class AssembleStage(Stage):
-    """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
-
-    kind: ClassVar[str] = "assemble"
-    makes_model: ClassVar[bool] = True
-    main_process_only: ClassVar[bool] = True
-
-    # Of the clusters 0, 1, ... in this order: earlier stages, folders or hub names. Fewer than there are clusters make
-    # a model that others can be added to.
-    experts: list[Model] = Field(min_length=1)
-    # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
-    clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
-    # An embed_captions stage of its encoder.
-    captions: Annotated[str, Reads("embed_captions")] | None = None
-    # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
-    # coarse center for each expert.
-    centers: Literal["fine", "coarse"] = "fine"
-    # lambda in MoDE eq. 5.
-    routing_temperature: float = Field(default=0.2, gt=0)
-    # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
-    # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
-    routing: Literal["paper", "released"] = DEFAULT_ROUTING
-    # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
-    # appendix D).
-    feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
-
-    @model_validator(mode="after")
-    def _check(self):
-        if (self.clusters is None) != (self.captions is None):
-            raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
-        return self
-
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        experts = inputs.experts
-        config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
-        if self.clusters is None:
-            assemble.convert(experts, directory, **config)
-            return
-        clusters, metadata = load_caption_clusters(Path(inputs.clusters))
-        folder = Path(inputs.captions) / ENCODER
-        encoder = load_encoder(folder)
-        if encoder.name != metadata["encoder"]:
-            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder.name}")
-        number, known = len(experts), len(clusters.coarse_centers)
-        if number > known:
-            raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
-        if self.centers == "coarse":
-            centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
-        else:
-            ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
-            centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
-        centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
-        config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
-        config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
-        assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
-
-    def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
-        return tuple(expert.clip for expert in inputs.experts)
-
-
-def _size_of_labels(output: Expected) -> tuple[int, int]:
-    """See `Stage.disk`: an int16 a pair."""
-    return (bound_as(output.known_pairs, 2 * output.known_pairs),) * 2
+def _embedding_size(captions: Expected) -> int:
+    """Of an embedding, by the configuration of its encoder. Raises Unknown."""
+    (config,) = captions.known_configs
+    return getattr(config, "projection_dim", None) or config.hidden_size
 
 
 def _index(

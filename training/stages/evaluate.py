@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
 from conversion.messages import cut
@@ -16,11 +17,12 @@ from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
+from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
-from training.expected import Unknown
+from training.expected import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
-from training.stages.base import Model, Stage
+from training.stages.base import Model, Stage, models_of
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -71,6 +73,11 @@ class EvaluateStage(MeasuringStage):
         if self.baseline is not None and self.baseline not in self.models:
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """The largest model, or expert of a mixture, and a batch: one after the other."""
+        configs = [config for model in models_of(self, inputs) for config in model.known_configs]
+        return max(_bytes_of_measured(config, self.batch_size) for config in configs)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         results, tasks = [], self.open_tasks()
@@ -127,7 +134,16 @@ class AnalyzeStage(MeasuringStage):
             if self.capacity_factors and not config.vision_config.moe_layers:
                 yield "capacity_factors", "the vision tower is dense and drops no patch"
 
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        return _bytes_of_measured(inputs.model.clip, self.batch_size)
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
         options = {name: getattr(self, name) for name in names}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
+
+
+def _bytes_of_measured(config: CLIPConfig | CLIPMoEConfig, batch_size: int) -> int:
+    """Of a model and a batch of images, or of texts that are as long as they can be."""
+    longest = AtMost(config.text_config.max_position_embeddings)
+    return AtMost(bytes_in_memory((config,)) + bytes_at_a_time(Expected((config,)), longest, batch_size))

@@ -1,10 +1,11 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,13 +18,21 @@ from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
-from data.sources import DataArguments, Rows
+from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
-from training.expected import AtMost, Expected, Unknown, bound_as
+from training.expected import (
+    AtMost,
+    Expected,
+    Unknown,
+    bytes_at_a_time,
+    bytes_of_images,
+    bytes_of_rows,
+    text_length,
+)
 from training.feature_clusters import (
     FeatureClusters,
     accumulate,
@@ -32,8 +41,11 @@ from training.feature_clusters import (
     save_feature_clusters,
     split,
 )
+from training.fits import other_rows, too_many, wrong_weights
 from training.hidden_states import (
+    BATCHES_PER_PART,
     INDEX,
+    SEVERAL,
     announce_size,
     captions_per_image,
     frozen_weights_hash,
@@ -87,13 +99,17 @@ class CaptionsStage(Stage):
         columns = ("caption", "raw_caption")
         for policy in self.captions if self.data.source in WORLDS else ():
             if policy.column not in columns:
-                yield (
-                    "captions",
-                    f"{self.data.source} has no column {policy.column}; its columns are {', '.join(columns)}",
-                )
+                yield "captions", no_column(self.data.source, [policy.column], columns)
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        return super().known(inputs) | {"captions": sum(policy.count for policy in self.captions)}
 
     def open_data(self, arguments: DataArguments) -> Rows:
         return caption_columns(arguments, {policy.column for policy in self.captions})
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Drawn pictures, once more where they have their captions. Of the model, only the tokenizer is read."""
+        return 2 * bytes_of_rows(inputs.data)
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         raise Unknown(f"a copy of {self.data.source} with other captions")
@@ -130,11 +146,17 @@ class EmbedStage(Stage):
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        return super().memory(inputs, output, num_processes) + _bytes_of_batch(self, inputs)
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """Features of images and texts in float32; their parts are there until they are joined."""
         pairs = inputs.data.known_pairs
         size = pairs * 2 * inputs.model.clip.projection_dim * 4
-        return bound_as(pairs, size), bound_as(pairs, 2 * size)
+        return size, 2 * size
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -186,6 +208,14 @@ class HiddenStatesStage(Stage):
         if accelerator.is_main_process:
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
+        if self.caption_weights is None and inputs.data.captions not in ("text", None):
+            yield "caption_weights", SEVERAL
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        return super().known(inputs) | {"captions": len(self.caption_weights or [1])}
+
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         config = inputs.model.clip
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
@@ -193,11 +223,24 @@ class HiddenStatesStage(Stage):
                 raise ValueError(f"{self.name}.model: {no_sparse_layer(tower)}")
         return config
 
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Also what all layers make of a batch, and a part of what is kept, twice when it is put together."""
+        pairs, config = inputs.data.known_pairs, inputs.model.clip
+        at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
+        layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
+        kept = layers * self._size(config, at_a_time, tokens)
+        kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_PART), tokens)
+        return super().memory(inputs, output, num_processes) + kept + _bytes_of_batch(self, inputs)
+
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """Texts as long as they can be."""
-        (config,), images = output.known_configs, inputs.data.known_pairs
-        tokens = images * len(self.caption_weights or [1]) * config.text_config.max_position_embeddings
-        return (AtMost(size_on_disk(config, images, tokens, getattr(torch, self.dtype))),) * 2
+        (config,) = output.known_configs
+        return (self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings)),) * 2
+
+    def _size(self, config: CLIPMoEConfig, images: int, tokens: int) -> int:
+        """Of the hidden states of so many images and their texts of so many tokens each."""
+        tokens = tokens * images * len(self.caption_weights or [1])
+        return size_on_disk(config, images, tokens, getattr(torch, self.dtype))
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -276,23 +319,36 @@ class ClusterStage(Stage):
         if self.method == "faiss" and not has_faiss():
             yield "method", INSTALL_FAISS
 
-    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        return {"memory": lambda: self.memory(inputs)}
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        previous, pairs = inputs.previous or Expected(), inputs.features.pairs
+        yield "previous", other_rows(f"{self.previous}", previous, inputs.features.rows or Expected())
+        groups = previous.clusters if self.within and type(previous.clusters) is int else 1
+        of = pairs // groups or None if isinstance(pairs, int) else None  # of more groups, `previous` is the fault
+        for name in ("num_image_clusters", "num_text_clusters", "num_random_clusters"):
+            yield name, too_many(getattr(self, name), of, "samples" if groups == 1 else "samples each")
 
-    def memory(self, inputs: SimpleNamespace) -> int:
-        """Bytes of the features that K-means holds. Raises Unknown."""
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        """Of combined labels, some may have no samples."""
+        numbers = (self.num_image_clusters, self.num_text_clusters, self.num_random_clusters)
+        alone = sum(number > 1 for number in numbers) == 1
+        first = math.prod(numbers) if alone else AtMost(math.prod(numbers))
+        return super().known(inputs) | {"clusters": (inputs.previous and inputs.previous.clusters) or first}
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Also the features that K-means holds."""
+        rows = super().memory(inputs, output, num_processes)
         if not self._has_kmeans:
-            return 0
+            return rows
         size = inputs.features.clip.projection_dim * 4
         if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
             most = max(self.num_image_clusters, self.num_text_clusters)
-            return AtMost(Method(num_samples=self.num_samples).samples(most) * size)
+            return AtMost(rows + Method(num_samples=self.num_samples).samples(most) * size)
         pairs = inputs.features.known_pairs
-        return bound_as(pairs, 2 * pairs * size)  # scikit-learn centers a copy
+        return rows + 2 * pairs * size  # scikit-learn centers a copy
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """An int64 a pair."""
-        return (bound_as(output.known_pairs, 8 * output.known_pairs),) * 2
+        return (8 * output.known_pairs,) * 2
 
     @property
     def _has_kmeans(self) -> bool:
@@ -316,3 +372,13 @@ class ClusterStage(Stage):
         columns = split(features, numbers, seed, groups, method, stage)
         labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
         return columns, accumulate(labels, [features["image"], features["text"]], previous)
+
+
+def _bytes_of_batch(stage: EmbedStage | HiddenStatesStage, inputs: SimpleNamespace) -> int:
+    """What a layer computes of a batch, and its images or all that are kept in memory."""
+    pairs, captions = inputs.data.known_pairs, len(stage.caption_weights or [1])
+    at_a_time = min(stage.batch_size, pairs)
+    tokens = text_length(inputs.model, inputs.data)
+    computed = bytes_at_a_time(inputs.model, tokens * captions, at_a_time)
+    images = pairs + at_a_time if stage.data.in_memory else at_a_time
+    return computed + bytes_of_images(inputs.model, images)

@@ -22,7 +22,7 @@ from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from training.context import Context
 from training.conversations import ConversationLoader, Prompt
-from training.expected import Unknown, described
+from training.expected import Expected, Unknown, described
 from training.freezing import set_trainable
 from training.losses import all_reduce_sum
 from training.settings import STRICT
@@ -190,6 +190,10 @@ class TrainLlavaStage(StepsStage):
                     f"{self.max_length} must be more than the {image} tokens of an image{before}, and at most the "
                     f"{positions} that the language model reads",
                 )
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        known = super().memory(inputs, output, num_processes)
+        raise Unknown(f"{known / 1e9:,.2f} GB, and activations, which depend on how long the conversations are")
 
     def output_config(self, inputs: SimpleNamespace) -> LlavaConfig:
         config = copy.deepcopy(inputs.model.known_configs[0])

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import datasets
 from pydantic import Field, model_validator
@@ -97,6 +97,15 @@ class MixtureStage(Stage):
         for number, source in enumerate(inputs.sources):
             if source.pairs == 0:
                 yield f"sources.{number}", "it has no pairs"
+        sizes = [source.pairs for source in inputs.sources]
+        if all(type(size) is int for size in sizes):
+            self._require_an_end(sizes)
+
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        """Where one source has lists of captions, all have."""
+        captions = {source.captions for source in inputs.sources}
+        found = None if None in captions else captions.pop() if len(captions) == 1 else "lists"
+        return super().known(inputs) | {"captions": found}
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         raise Unknown("only mixing tells how many pairs there are")

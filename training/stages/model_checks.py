@@ -1,7 +1,7 @@
 """What the settings of a stage that trains ask of its model."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -113,14 +113,20 @@ def require_frozen_below(stage: "TrainStage", model: PreTrainedModel, trainable:
     """Nothing that trains may lie below the first sparse layers, whose input is kept."""
     if stage.hidden_states is None:
         return
-    kept = []
     if not is_sparse(model.config):
         raise ValueError(f"{stage.name}: hidden_states go with a sparse model, but {stage.model} is dense")
-    for tower in ("text_model", "vision_model"):
-        below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
-        pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
-        kept += [name for name in trainable if pattern.match(name)]
+    kept = below_sparse_layers(model, trainable)
     if kept:
         raise ValueError(
             f"{stage.name}: hidden_states go with frozen layers below the first sparse ones, but {cut(kept)} train"
         )
+
+
+def below_sparse_layers(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names of parameters below the first sparse layer of a tower of a sparse model."""
+    found = []
+    for tower in ("text_model", "vision_model"):
+        below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
+        pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
+        found += [name for name in names if pattern.match(name)]
+    return found

@@ -1,9 +1,10 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
+import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.expected import Unknown
+from training.expected import Expected, Unknown, bytes_in_memory
+from training.fits import trained_apart
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
@@ -103,8 +105,15 @@ class InitializeStage(Stage):
         tokenizer = self.tokenizer
         if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
             (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
-            sizes = {"vocab_size": vocabulary.vocab_size, "eos_token_id": vocabulary.vocab_size - 1}
-            return CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
+            sizes = {name: getattr(vocabulary, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+            config = CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
+            positions, needed = config.text_config.max_position_embeddings, vocabulary.max_position_embeddings
+            if positions < needed:
+                raise ValueError(
+                    f"{self.name}.text_config: max_position_embeddings is {positions}, but the tokenizer {tokenizer} "
+                    f"cuts captions at its max_length, {needed}: leave that out, or lower it"
+                )
+            return config
         for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
             if source not in (None, *WORLDS) and not (source and Path(source).is_dir()):
                 if not is_hub_name(source):
@@ -141,8 +150,9 @@ class TokenizerStage(Stage):
     data: Data
     # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
     vocab_size: int = Field(default=49408, ge=SMALLEST)
-    # Tokens of a caption, with the first and the last one; at most the model's max_position_embeddings.
-    max_length: int = Field(default=77, ge=3)
+    # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
+    # for. None: as many as these.
+    max_length: int | None = Field(default=None, ge=3)
 
     @model_validator(mode="after")
     def _check(self):
@@ -151,15 +161,16 @@ class TokenizerStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        rows = context.pairs(inputs.data)
+        rows = context.pairs(inputs.data, images=False)
         tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
         save(tokenizer, directory)
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
         print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
-        """Of a text tower with all tokens that it may learn."""
-        return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length)
+        """Of a text tower with all tokens that it may learn, and the fewest positions."""
+        special = {"bos_token_id": self.vocab_size - 2, "eos_token_id": self.vocab_size - 1}
+        return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length or 3, **special)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -281,6 +292,16 @@ class UnifyStage(Stage):
         config.dtype = functools.reduce(torch.promote_types, dtypes)
         return config
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        with contextlib.suppress(Unknown):
+            parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
+            for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
+                differing = [one for one in sorted(trained_apart(inputs.model, expert)) if not parts.match(one)]
+                try:
+                    unify.require_expert(name, differing)
+                except ValueError as error:
+                    yield f"experts.{number}", f"{error}: train the sparse FFNs alone (trainable, in its stage)"
+
     def _require_fit(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
         ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
@@ -313,6 +334,10 @@ class AverageStage(Stage):
             if type(other) is not type(first) or _shape(other) != _shape(first):
                 raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
         return first
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Sums in float64, the first model and another one."""
+        return 4 * bytes_in_memory(output.known_configs)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -348,6 +373,10 @@ class DenseStage(Stage):
             dense.require_expert(config, self.take)
         except ValueError as error:
             raise ValueError(f"{self.name}.take: {error}") from error
+        try:
+            dense.layer_scales(config, self.take, 1.0 if isinstance(self.scale, str) else self.scale)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.scale: {error}") from error
         return dense.dense_config(config)
 
 

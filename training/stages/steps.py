@@ -21,11 +21,10 @@ from training.expected import (
     AtMost,
     Expected,
     Unknown,
-    bound_as,
-    parameters,
+    described,
     size_of_weights,
-    trainable_parameters,
 )
+from training.freezing import set_trainable
 from training.manifests import flatten
 from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao
 from training.samplers import Share
@@ -58,8 +57,8 @@ class StepsStage(Stage):
     # Passes through the data.
     num_epochs: int | None = Field(default=None, gt=0)
 
-    # Of AdamW, after the warm-up.
-    learning_rate: float = Field(gt=0)
+    # AdamW's learning rate after warm-up: about how far each weight moves in a step.
+    learning_rate: float = Field(gt=0, le=1)
     # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
     weight_decay: float = Field(default=0.0, ge=0)
     # Weight decay on all that trains (CLIP-MoE's released code).
@@ -158,45 +157,59 @@ class StepsStage(Stage):
                     f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
                 )
 
+    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+        before, names = inputs.model.weights, frozenset(self.trained_names(inputs))
+        return super().known(inputs) | {"weights": (*before, (self.name, names)) if before else ()}
+
+    def trained_names(self, inputs: SimpleNamespace) -> list[str]:
+        """The names of the parameters that differ in the trained model. Raises Unknown."""
+        return set_trainable(described(self.output_config(inputs)), self.trainable)[0]
+
     def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
         return {
-            "trainable": lambda: self._trainable_parameters(inputs),
+            "trainable": lambda: sum(_sizes(self.trained_model(inputs))),
             "steps": lambda: self.steps(inputs),
-            "samples": lambda: bound_as(self.steps(inputs), self.steps(inputs) * self.global_batch_size),
-            "memory": lambda: self.memory(inputs),
+            "samples": lambda: self.steps(inputs) * self.global_batch_size,
         }
 
     def steps(self, inputs: SimpleNamespace) -> int:
         """Optimizer steps in all. Raises Unknown."""
         if self.max_steps is not None:
             return self.max_steps
-        return bound_as(inputs.data.known_pairs, self.num_epochs * (inputs.data.known_pairs // self.global_batch_size))
+        return self.num_epochs * (inputs.data.known_pairs // self.global_batch_size)
 
-    def memory(self, inputs: SimpleNamespace) -> int:
-        """Bytes of the weights, of their gradients, of AdamW's two moments and of averaged weights. Raises Unknown."""
-        kept = 4 + self._bytes_of_states()
-        return 4 * parameters((self.output_config(inputs),))["total"] + kept * self._trainable_parameters(inputs)
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Bytes of the weights, of their gradients, of AdamW's two moments, of averaged weights, and of the three
+        numbers that AdamW computes at a time for each of the largest weight."""
+        model = self.trained_model(inputs)
+        weights, sizes = 4 * model.num_parameters(), _sizes(model)
+        return weights + (4 + self._bytes_of_states()) * sum(sizes) + 12 * max(sizes)
 
     def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
         """With checkpoints: one more than `save_total_limit` while the newest is written."""
         weights = size_of_weights(output.known_configs)
         if self.save_steps is None:
             return weights, weights
-        checkpoint = weights + self._bytes_of_states() * self._trainable_parameters(inputs)
+        sizes = _sizes(self.trained_model(inputs))
+        checkpoint = weights + self._bytes_of_states() * sum(sizes) + 4 * len(sizes)  # AdamW counts its steps of each
         try:
             steps = self.steps(inputs)
         except Unknown:
             steps = AtMost(self.save_steps * (self.save_total_limit + 2))
         written = (steps - 1) // self.save_steps
         kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
-        return weights, bound_as(steps, max(weights + kept * checkpoint, at_once * checkpoint))
+        most = max(weights + kept * checkpoint, at_once * checkpoint)
+        return weights, AtMost(most) if isinstance(steps, AtMost) else most
 
     def _bytes_of_states(self) -> int:
         """Of a parameter that trains: two moments, and the average of its values."""
         return (8 if self.optimizer == "adamw" else 2) + (0 if self.ema_decay is None else 4)
 
-    def _trainable_parameters(self, inputs: SimpleNamespace) -> int:
-        return trainable_parameters(self.output_config(inputs), self.trainable)
+    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
+        """Without its weights, of which those that train require a gradient. Raises Unknown."""
+        model = described(self.output_config(inputs))
+        set_trainable(model, self.trainable)
+        return model
 
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -221,3 +234,8 @@ class StepsStage(Stage):
                 "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
             )
         return total_steps
+
+
+def _sizes(model: PreTrainedModel) -> list[int]:
+    """Of the weights that train."""
+    return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]

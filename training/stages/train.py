@@ -6,6 +6,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import contextlib
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,28 +20,39 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from conversion.checkpoints import load_clip
+from conversion.checkpoints import is_sparse, load_clip
+from conversion.files import write_text
 from conversion.messages import cut
 from conversion.processors import load_processor
+from conversion.provenance import SAMPLES
 from data.augmentation import Augmentation
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
-from evaluation.costs import count_activations
+from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.engine import ContrastiveTask, drop_activations
-from training.expected import AtMost, Expected, Unknown, bound_as, described
+from training.expected import (
+    AtMost,
+    Expected,
+    Unknown,
+    bytes_of_images,
+    bytes_of_rows,
+    described,
+    text_length,
+)
 from training.feature_clusters import FeatureClusters, load_feature_clusters
+from training.fits import no_cluster, other_rows, trained_apart, wrong_weights
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
-from training.lora import LoraSettings, add_adapters
+from training.lora import LoraSettings, adapted_names, add_adapters
 from training.losses import contrastive_loss, entropy_losses, multi_positive_loss, router_losses
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
 from training.settings import STRICT, Reads
-from training.stages.model_checks import checks_of_model
+from training.stages.model_checks import below_sparse_layers, checks_of_model
 from training.stages.steps import StepsStage
 
 BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
@@ -190,12 +202,30 @@ class TrainStage(StepsStage):
         return loss + entropy, metrics | entropy_metrics
 
     def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        captions = len(self.caption_weights or [1])
-        return super().amounts(inputs, output) | {
-            "memory a pair": lambda: AtMost(
-                4 * count_activations(self.output_config(inputs), self.gradient_checkpointing, captions)
-            )
-        }
+        return super().amounts(inputs, output) | {"memory a pair": lambda: self._memory_a_pair(inputs)}
+
+    def _memory_a_pair(self, inputs: SimpleNamespace) -> int:
+        """Bytes of the activations of an image and its texts, and of the gradients of a layer's."""
+        tokens = text_length(inputs.model, inputs.data)
+        of_texts = tokens * len(self.caption_weights or [1])
+        model = self.trained_model(inputs)
+        activations = count_activations(model, self.gradient_checkpointing, of_texts)
+        return 4 * (activations + count_largest_layer(model, of_texts))
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """Also the activations of the pairs that are computed at a time, the images of a batch or of all pairs, their
+        similarities with their gradients, and drawn pictures."""
+        a_pair, config = self._memory_a_pair(inputs), inputs.model.clip
+        batch = self.global_batch_size // self.gradient_accumulation_steps
+        share = batch // num_processes
+        rows, captions = min(share, self.loss_chunk_size or share), len(self.caption_weights or [1])
+        # Images with texts and texts with images, and as many gradients; embeddings, and as many gradients
+        compared = 16 * captions * (rows * batch + batch * config.projection_dim)
+        images = 0 if self.hidden_states is not None else share
+        if self.data.in_memory and images:
+            images += inputs.data.known_pairs
+        held = super().memory(inputs, output, num_processes) + compared + bytes_of_rows(inputs.data)
+        return held + bytes_of_images(inputs.model, images) + (self.mini_batch_size or share) * a_pair
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -229,6 +259,8 @@ class TrainStage(StepsStage):
                 warn_of_many_pieces(processor.tokenizer, all_captions(rows), self.name)
                 loader.report_cut_captions()
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
+        if accelerator.is_main_process and not self.data.streaming:
+            write_text(directory / SAMPLES, json.dumps({"pairs": len(rows)}))
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs, num_processes)
@@ -237,6 +269,10 @@ class TrainStage(StepsStage):
             yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
             yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_names())
+        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
+        if inputs.hidden_states is not None:
+            yield "hidden_states", other_rows(f"{self.hidden_states}", inputs.hidden_states, inputs.data)
+            yield "hidden_states", self._other_captions(inputs.hidden_states.captions)
         with contextlib.suppress(Unknown):
             model = described(inputs.model.clip)
             try:
@@ -249,6 +285,13 @@ class TrainStage(StepsStage):
                     check()
                 except ValueError as error:
                     yield setting, str(error)
+            if inputs.hidden_states is not None and is_sparse(model.config):
+                changed = below_sparse_layers(model, sorted(trained_apart(inputs.hidden_states, inputs.model)))
+                yield "hidden_states", changed and f"{self.hidden_states} is of a model before {cut(changed)} trained"
+
+    def _other_captions(self, kept: int | None) -> str:
+        ours = len(self.caption_weights or [1])
+        return "" if kept in (None, ours) else f"{self.hidden_states} is of {kept} captions of an image, not of {ours}"
 
     def data_problems(self) -> Iterator[tuple[str, str]]:
         if self.evaluation is not None:
@@ -270,7 +313,7 @@ class TrainStage(StepsStage):
         """With the model that is measured, and the best one."""
         weights, most = super().disk(inputs, output)
         models = 0 if self.evaluation is None else 1 if self.evaluation.keep_best is None else 2
-        return weights, bound_as(most, most + models * weights)
+        return weights, most + models * weights
 
     def _set_trainable(self, model: PreTrainedModel, seed: int = 0) -> list[str]:
         """The names of the parameters that train."""
@@ -279,12 +322,16 @@ class TrainStage(StepsStage):
         add_adapters(model, self.lora, seed)
         return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
-    def _trainable_parameters(self, inputs: SimpleNamespace) -> int:
+    def trained_names(self, inputs: SimpleNamespace) -> list[str]:
         if self.lora is None:
-            return super()._trainable_parameters(inputs)
-        model = copy.deepcopy(described(self.output_config(inputs)))
+            return super().trained_names(inputs)
+        return adapted_names(described(self.output_config(inputs)), self.lora)
+
+    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
+        model = described(self.output_config(inputs))
+        model = copy.deepcopy(model) if self.lora else model
         self._set_trainable(model)
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return model
 
     def _hidden_states(
         self, model: PreTrainedModel, rows: Rows, inputs: SimpleNamespace, context: Context
@@ -323,9 +370,19 @@ class TrainExpertsStage(TrainStage):
             raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
         return self
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs, num_processes)
+        yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
+        yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
+
     def steps(self, inputs: SimpleNamespace) -> int:
-        """Fewer where samples do not fill a batch of their cluster, or are of other clusters."""
-        return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
+        """Before there are clusters, as if all samples were in the one, or in several that they fill with batches."""
+        if self.num_epochs is None or inputs.clusters.folder is None:
+            return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
+        batch_size = self.global_batch_size // self.gradient_accumulation_steps
+        labels = self._choices(load_feature_clusters(inputs.clusters.folder), batch_size)[self.small_clusters]
+        batches = (np.unique(labels[labels >= 0], return_counts=True)[1] // batch_size).sum()
+        return self.num_epochs * int(batches // self.gradient_accumulation_steps)
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
@@ -334,7 +391,21 @@ class TrainExpertsStage(TrainStage):
         return ClusterBatchSampler(labels, *share, self.order)
 
     def labels(self, clusters: FeatureClusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
-        """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused.
+        """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused."""
+        choices = self._choices(clusters, batch_size)
+        for setting, choice in choices.items():
+            sizes = np.unique(choice[choice >= 0], return_counts=True)[1]
+            unused = (sizes % batch_size).sum()
+            accelerator.on_main_process(print)(
+                f"{self.name}: {len(sizes)} clusters with small_clusters: {setting}"
+                f"{' (chosen)' if setting == self.small_clusters else ''}, {(sizes < batch_size).sum()} of them "
+                f"smaller than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "
+                f"({unused / sizes.sum():.1%}) unused in an epoch"
+            )
+        return choices[self.small_clusters]
+
+    def _choices(self, clusters: FeatureClusters, batch_size: int) -> dict[str, np.ndarray]:
+        """For each `small_clusters`, the labels.
 
         Raises:
             ValueError: there is no such first-level cluster.
@@ -348,17 +419,7 @@ class TrainExpertsStage(TrainStage):
         ours = labels >= 0
         merged = labels.copy()
         merged[ours] = merge_small_clusters(labels[ours], clusters.centers, batch_size)
-        choices = {"drop": labels, "merge": merged}
-        for setting, choice in choices.items():
-            sizes = np.unique(choice[ours], return_counts=True)[1]
-            unused = (sizes % batch_size).sum()
-            accelerator.on_main_process(print)(
-                f"{self.name}: {len(sizes)} clusters with small_clusters: {setting}"
-                f"{' (chosen)' if setting == self.small_clusters else ''}, {(sizes < batch_size).sum()} of them "
-                f"smaller than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "
-                f"({unused / sizes.sum():.1%}) unused in an epoch"
-            )
-        return choices[self.small_clusters]
+        return {"drop": labels, "merge": merged}
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -1,5 +1,6 @@
 """The stage that trains an expert of MoDE."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar
@@ -9,9 +10,11 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.sources import Rows
+from data.worlds import WORLDS
 from training.caption_clusters import READABLE, load_caption_clusters, load_expert_of_pair
 from training.context import Context
-from training.expected import Unknown
+from training.expected import AtMost, Expected
+from training.fits import no_cluster, other_rows
 from training.settings import STRICT, Reads
 from training.stages.train import TrainStage
 
@@ -36,9 +39,23 @@ class TrainDataExpertStage(TrainStage):
         return self
 
     def steps(self, inputs: SimpleNamespace) -> int:
-        if self.num_epochs is not None:
-            raise Unknown(f"how many pairs each of its clusters has, {self.clusters} tells when it is done")
-        return super().steps(inputs)
+        """Before there are clusters, as if all pairs were in the one."""
+        folder = inputs.clusters.folder
+        if self.num_epochs is None or folder is None:
+            return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
+        pairs = int((load_expert_of_pair(folder) == self.cluster).sum())
+        known = _of_images(folder) or self.data.source in WORLDS  # of others, images may be found unreadable
+        return self.num_epochs * ((pairs if known else AtMost(pairs)) // self.global_batch_size)
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """At most, where images are kept in memory: only those of the cluster are."""
+        held = super().memory(inputs, output, num_processes)
+        return AtMost(held) if self.data.in_memory else held
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs, num_processes)
+        yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
+        yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
         """Of pairs that were clustered by captions alone, images are looked at now, and only those of the cluster."""

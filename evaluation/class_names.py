@@ -1,0 +1,104 @@
+"""The names of the classes of own data."""
+
+import dataclasses
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import ClassLabel, Dataset, Value
+
+from data.sources import DataArguments, no_column, open_rows
+
+# Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
+IDS = re.compile(r"n\d{8}|\d+")
+
+
+def labeled_rows(
+    arguments: DataArguments, classes: Sequence[str] | None, as_prompts: bool = False
+) -> tuple[Dataset, Sequence[str]]:
+    """The rows with names of classes as labels, and the classes; see `evaluation.own_data.zero_shot_task`.
+
+    Args:
+        as_prompts: whether a model reads the names.
+    """
+    rows, column = open_rows(arguments), arguments.caption_column
+    if column not in rows.column_names:
+        raise ValueError(no_column(arguments.source, [column], rows.column_names))
+    feature, labels = rows.features[column], list(rows[column])
+    for row, label in enumerate(labels):
+        if not isinstance(label, int | str):
+            raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
+    own = _own_names(rows, arguments)
+    if classes is None and not own:
+        raise ValueError(f"column {column} holds no names: give them with --classes")
+    if as_prompts and _are_ids(own) and set(own).isdisjoint(classes or ()):
+        name_of = _names_of_ids(own, classes, arguments.source)
+        names = [name_of[label] for label in _named_labels(labels, feature, column, own)]
+    else:
+        classes = own if classes is None else classes
+        names = _named_labels(labels, feature, column, classes)
+    return rows.remove_columns(column).add_column(column, names, feature=Value("string")), classes
+
+
+def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
+    """The classes that a column declares, or its different texts in all rows of the split."""
+    column = arguments.caption_column
+    if isinstance(rows.features[column], ClassLabel):
+        return rows.features[column].names
+    whole = rows if arguments.num_samples is None else open_rows(dataclasses.replace(arguments, num_samples=None))
+    return sorted({label for label in whole[column] if isinstance(label, str)})
+
+
+def _are_ids(names: Sequence[str]) -> bool:
+    """Whether most names say nothing to a model."""
+    return 2 * sum(IDS.fullmatch(name) is not None for name in names) > len(names)
+
+
+def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:
+    """Id -> name, where the names are in the order of the ids. Raises a ValueError if they are not as many, or None."""
+    ids = sorted(ids, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    if classes is None or len(classes) != len(ids):
+        lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
+        raise ValueError(
+            f"{source} calls its classes {', '.join(ids[:3])}, ..., which say nothing to a model: give a file of their "
+            f"{len(ids)} names in this order (--classes), {lines}, as tench, goldfish, great white shark, ..."
+        )
+    return dict(zip(ids, classes, strict=True))
+
+
+def require_different_names(classes: Sequence[str]) -> None:
+    """Raises a ValueError unless there are two classes or more, of names that differ as texts. Whether a model tells
+    them apart, only its tokenizer knows."""
+    nameless = [number for number, name in enumerate(classes) if not name.strip()]
+    if nameless:
+        raise ValueError(f"class {nameless[0]} has no name; the classes are {', '.join(map(repr, classes[:5]))}, ...")
+    same: dict[str, list[str]] = {}
+    for name in classes:
+        same.setdefault(" ".join(unicodedata.normalize("NFC", name).split()), []).append(name)
+    repeated = sorted(name for names in same.values() if len(names) > 1 for name in names)
+    if repeated:
+        raise ValueError(
+            "classes need different names, but these are the same but for spaces and Unicode's forms (NFC, NFD): "
+            f"{', '.join(map(ascii, repeated[:5]))}"
+        )
+    if len(classes) < 2:
+        raise ValueError(f"an image needs two classes or more to belong to, but there is only {classes[0]!r}")
+
+
+def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
+    """The labels of a column as names of classes."""
+    if all(isinstance(label, int) for label in labels):
+        # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
+        names = feature.names if isinstance(feature, ClassLabel) else classes
+        if labels and not 0 <= min(labels) <= max(labels) < len(names):
+            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
+        labels = [names[label] for label in labels]
+    unknown = sorted(set(labels) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
+            f"own names, and are {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}"
+        )
+    return labels

@@ -1,0 +1,78 @@
+"""Which texts of a task a model does not read to the end, and which it cannot tell apart: its tokenizer knows."""
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Literal
+
+from conversion.result_schema import TextCounts
+from data.tokenizer import ReadTexts
+from evaluation.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def count_texts(
+    task: Task,
+    kind: Literal["captions", "prompts"],
+    read: ReadTexts,
+    owners: Sequence[Hashable],
+    contests: Sequence[Hashable] | None = None,
+) -> TextCounts:
+    """Counts the texts of a task that are cut or that a model cannot tell apart, and warns of them.
+
+    Args:
+        owners: the image, class or side of a pair of each text. Texts of one owner need not be told apart.
+        contests: the pair or the group of classes of each text. Texts of two contests need not be told apart; None:
+            there is one contest.
+    """
+    contests = contests or [None] * len(read.texts)
+    tokens, texts = (list(zip(contests, keys, strict=True)) for keys in (read.digests, read.texts))
+    places = set(zip(tokens, texts, owners, strict=True))
+    with_tokens, with_text = Counter(place[0] for place in places), Counter(place[1] for place in places)
+    with_both = Counter((place[0], place[2]) for place in places)
+    counts = TextCounts(
+        kind=kind,
+        number=len(texts),
+        max_length=read.max_length,
+        cut=sum(read.is_cut),
+        # Of the places of these tokens, those of another text and another owner
+        alike=sum(
+            with_tokens[own] - with_text[text] - with_both[own, owner] + 1 > 0
+            for own, text, owner in zip(tokens, texts, owners, strict=True)
+        ),
+        repeated=sum(with_text[text] > 1 for text in texts),
+    )
+    # Images of one caption tie by nature, but a pair of one can never be right
+    if counts.cut or counts.alike or (counts.repeated and task.kind == "pairs"):
+        _warn(f"{task.title}: {counts.sentence}")
+    return counts
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once, however many models, experts or steps of a training are measured on a task."""
+    logger.warning(message)
+
+
+def require_told_apart(task: Task, read: ReadTexts) -> None:
+    """Raises a ValueError if all prompts of two classes of a group have the same token ids.
+
+    Args:
+        read: the prompts of all templates, one class after the other.
+    """
+    of_class = [slice(start, start + len(task.templates)) for start in range(0, len(read.texts), len(task.templates))]
+    first: dict[Hashable, int] = {}
+    for number, name in enumerate(task.classes):
+        other = first.setdefault((task.group_of_class.get(name), *read.digests[of_class[number]]), number)
+        if other == number:
+            continue
+        are_cut = zip(read.is_cut[of_class[other]], read.is_cut[of_class[number]], strict=True)
+        if all(any(pair) for pair in are_cut):
+            why = f"all prompts are cut at {read.max_length} tokens, before they differ: shorten names or templates"
+        else:
+            why = "its tokenizer leaves out what differs, such as case: name one otherwise, or make them one class"
+        raise ValueError(
+            f"{task.title}: the model cannot tell the classes {task.classes[other]!r} and {name!r} apart: {why}"
+        )

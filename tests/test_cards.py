@@ -1,0 +1,114 @@
+"""What a card says of where a model comes from, and which examples and integrations it shows."""
+
+import json
+import shutil
+
+import pytest
+import test_lineage
+from huggingface_hub import ModelCard
+
+from conversion import publish
+from conversion.lineage import WORLDS, Data, Lineage
+from conversion.model_card import render
+from conversion.provenance import weights_fingerprint
+from data import glyphs, worlds
+from evaluation.evaluate import evaluate_model
+from evaluation.own_data import OwnTask
+from evaluation.tasks import find_tasks
+from modeling_clip_moe import CLIPMoEConfig
+
+made, run = test_lineage.made, test_lineage.run
+
+
+def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
+    """Measured where it is a relative path, published where it is not there and looks like a name on the Hub."""
+    folder = tmp_path / "work" / "alice_secret_project"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder.parent)
+    glyphs.load("test", "web", 8).to_parquet(folder / "patients.parquet")
+    shutil.copytree(run, folder.parent / "run")
+    own = OwnTask(task="retrieval", dataset="alice_secret_project/patients.parquet")
+    evaluate_model("run/sparse", find_tasks([own]), "run/scores")
+    monkeypatch.chdir(run)
+    publish.main([str(folder.parent / "run" / "sparse"), "user/clip", "--dry-run", str(tmp_path / "out")])
+    texts = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert [file.name for file, text in texts.items() if b"secret" in text] == []
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "| retrieval, patients.parquet | R@1 image→text |" in card.text and ", split " not in card.text
+    assert "all rows of patients.parquet, columns image and caption |" in card.text
+    (file,) = (tmp_path / "out" / "results").iterdir()
+    assert file.name.startswith("retrieval-patients.parquet-caption-") and "local" not in json.loads(file.read_text())
+    assert not (tmp_path / "out" / ".eval_results").exists()  # no benchmark of the Hub
+
+
+def test_ordinary_names_look_as_before(run):
+    test_lineage.write_result(run, weights_fingerprint(str(run / "sparse")), title="zero-shot, unseen kinds")
+    text = test_lineage.card_of(Lineage.of(run / "sparse"), license="apache-2.0").text
+    assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
+    assert "| sparse | upcycle | preset clip_moe, model mean |" in text
+
+
+def told(lineage, text=None, vision=None, **options):
+    """The text of a card on a model of these towers."""
+    config = CLIPMoEConfig(text_config=text or {}, vision_config=vision or {})
+    return " ".join(ModelCard(str(render(config, lineage, "user/clip", None, None, **options))).text.split())
+
+
+OWN, SYMBOLS = (
+    Data("clip_arts", "local", "columns image and caption", 5612),
+    Data("symbols", "world", "web captions of half 1", 16000),
+)
+SCRATCH = {"scratch": {"stage": {"stage": "initialize"}}}
+
+
+def test_limits_by_origin():
+    text = told(Lineage(stages=SCRATCH, data=[OWN]))
+    pairs = "5,612 pairs of clip_arts (local, columns image and caption)"
+    assert f"It was trained from nothing on {pairs}. Of other kinds of images" in text and "inherits" not in text
+    assert "From random weights, by" in text and "The license of the weights was not given here." in text
+    text = told(Lineage(stages=SCRATCH, data=[SYMBOLS], unknown=["symbol_clip"]))
+    assert "It inherits the limits of symbol_clip, a local folder of unknown lineage. Since then it has been" in text
+    assert "trained on 16,000 pairs of symbols (web captions of half 1)" in text
+    text = told(Lineage(bases=["openai/clip-vit-base-patch32"]))
+    assert "It inherits the limits of OpenAI's CLIP: biases of captions from the web" in text
+    text = told(Lineage(stages={"mine": {"stage": {"stage": "my.module:Stage"}}}))
+    assert "From weights of unknown origin, by" in text and "from nothing" not in text
+
+
+def test_examples_are_of_the_models_own_data():
+    assert told(Lineage(data=[SYMBOLS])).count('["a picture of a snowman", "a picture of an anchor"]') == 4
+    text = told(Lineage(stages=SCRATCH, data=[OWN]))
+    assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
+    assert '"a photo of a cat"' in told(Lineage(bases=["openai/clip-vit-large-patch14"]))
+    for world, texts in WORLDS.items():
+        found = {
+            template.format(kind)
+            for kind in worlds.WORLDS[world].KINDS
+            for template in ("a picture of a {}", "a picture of an {}")
+        }
+        assert set(texts) <= found
+
+
+@pytest.mark.parametrize(
+    ("text", "vision", "shown"),
+    [
+        ({"hidden_size": 32}, {"hidden_size": 32}, []),
+        ({"hidden_size": 768, "vocab_size": 3000}, {"hidden_size": 1024, "image_size": 224, "patch_size": 14}, []),
+        ({"hidden_size": 512}, {"hidden_size": 1024, "image_size": 336, "patch_size": 14}, ["**LLaVA**"]),
+        (
+            {"hidden_size": 768},
+            {},
+            ["**Diffusers**", "Stable Diffusion 1", "text_encoder=text_encoder", "CLIPMoETextModel."],
+        ),
+        (
+            {"hidden_size": 1280},
+            {},
+            ["**Diffusers**", "SDXL", "text_encoder_2=text_encoder", "CLIPMoETextModelWithProjection."],
+        ),
+    ],
+)
+def test_integrations_are_offered_where_they_fit(text, vision, shown):
+    card = told(Lineage(), {"num_attention_heads": 8, **text}, {"num_attention_heads": 8, **vision})
+    assert all(part in card for part in shown)
+    for name in ("**LLaVA**", "**Diffusers**"):
+        assert (name in card) == (name in shown)

@@ -1,0 +1,155 @@
+"""Where a model meets a processor, and several processors meet: what does not fit is refused by every command."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from test_upcycle import processor, tiny_clip
+from transformers import CLIPTokenizer
+
+from conversion import assemble, average, publish, unify, upcycle
+from evaluation import evaluate
+from training import upcycle as recipes
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def set_in(file, *keys, value):
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return lambda folder: edit(folder / file, change)
+
+
+def pad_above_the_end(folder):
+    """Pads with the highest token, at which 2 pools."""
+    vocabulary = processor().tokenizer.get_vocab()
+    *letters, last, start, end = sorted(vocabulary, key=vocabulary.get)
+    vocabulary = {token: number for number, token in enumerate([*letters, start, end, last])}
+    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12, pad_token=last).save_pretrained(folder)
+    set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
+
+
+# What is wrong with a folder -> the setting or behaviour that the error names, and the way to make it so
+FAULTS = {
+    "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
+    "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", "padding_side", value="left")),
+    "pad token above the end": ("pools a text at its highest token", pad_above_the_end),
+    "longer than the positions": (
+        "model_max_length is 13 and max_position_embeddings is 12",
+        set_in("tokenizer_config.json", "model_max_length", value=13),
+    ),
+    "more words": (
+        "has 41 tokens, but vocab_size is 40",
+        lambda folder: edit(folder / "tokenizer.json", lambda c: c["model"]["vocab"].update({"more</w>": 40})),
+    ),
+    "larger images": (
+        "makes images of 3 x 24 x 24",
+        set_in("processor_config.json", "image_processor", "crop_size", value={"height": 24, "width": 24}),
+    ),
+}
+DATA = {"source": "symbols", "num_samples": 8}
+STEPS = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3}
+STAGES = {
+    "train": {"stage": "train", "data": DATA, **STEPS},
+    "embed": {"stage": "embed", "data": DATA},
+    "captions": {"stage": "captions", "data": DATA, "captions": [{"column": "caption", "policy": "full"}]},
+    "stage upcycle": {"stage": "upcycle", "preset": "clip_up"},
+    "stage average": {"stage": "average", "models": ["FOLDER", "FOLDER"]},
+    "stage long_context": {"stage": "long_context", "length": 32},
+    "embed_captions": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER"},
+    "embed images": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER", "modality": "image"},
+    "hidden_states": {"stage": "hidden_states", "data": DATA},
+}
+COMMANDS = {
+    "evaluate": (evaluate, "--model FOLDER --tasks symbols_pairs --output-dir OUT"),
+    "upcycle": (upcycle, "FOLDER OUT --preset clip_up"),
+    "average": (average, "OUT --models FOLDER FOLDER"),
+    "unify": (unify, "FOLDER OUT --experts FOLDER"),
+    "assemble": (assemble, "OUT --experts FOLDER FOLDER"),
+    "publish": (publish, "FOLDER user/name --dry-run OUT --license mit"),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A dense and a sparse CLIP with the same processor."""
+    folder = tmp_path_factory.mktemp("sound")
+    tiny_clip().save_pretrained(folder / "dense")
+    processor().save_pretrained(folder / "dense")
+    upcycle.main([str(folder / "dense"), str(folder / "sparse"), "--preset", "clip_up"])
+    return folder
+
+
+def recipe_of(settings, folder, tmp_path):
+    """A recipe of one stage that reads a model in a folder."""
+    stage = {"name": "one", "model": "FOLDER"} | settings
+    if "encoder" in stage or "models" in stage:
+        del stage["model"]
+    text = json.dumps({"output_dir": str(tmp_path / "out"), "stages": [stage]})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(json.loads(text.replace("FOLDER", str(folder)))))
+    return ["--config", str(path)]
+
+
+def one_line(main, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    (line,) = str(stop.value).strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *STAGES])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fault, command):
+    folder = tmp_path / "model"
+    shutil.copytree(sound / ("sparse" if command == "hidden_states" else "dense"), folder)
+    message, break_it = FAULTS[fault]
+    break_it(folder)
+    if command in COMMANDS:
+        module, line = COMMANDS[command]
+        arguments = line.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path / "out")).split()
+        lines = [one_line(module.main, arguments)]
+    else:
+        arguments = recipe_of(STAGES[command], folder, tmp_path)
+        lines = [one_line(recipes.main, arguments + plan) for plan in ([], ["--plan"])]
+    for line in lines:
+        assert message in line and line.count(str(folder)) >= 1, line
+    assert not (tmp_path / "out").exists()
+
+
+def renumber(folder):
+    def swap(content):
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["a</w>"] = vocabulary["a</w>"], vocabulary["a"]
+
+    edit(folder / "tokenizer.json", swap)
+
+
+@pytest.mark.parametrize("command", ["average", "unify", "assemble"])
+@pytest.mark.parametrize(
+    "half, change",
+    [
+        ("tokenizer", renumber),
+        ("tokenizer", set_in("tokenizer_config.json", "model_max_length", value=8)),
+        ("image processor", set_in("processor_config.json", "image_processor", "image_mean", value=[0.5, 0.5, 0.5])),
+    ],
+)
+def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, command, half, change):
+    shutil.copytree(sound / "dense", tmp_path / "other")
+    change(tmp_path / "other")
+    lines = {
+        "average": [tmp_path / "out", "--models", sound / "dense", tmp_path / "other"],
+        "unify": [sound / "dense", tmp_path / "out", "--experts", tmp_path / "other"],
+        "assemble": [tmp_path / "out", "--experts", sound / "dense", tmp_path / "other"],
+    }
+    line = one_line({"average": average, "unify": unify, "assemble": assemble}[command].main, map(str, lines[command]))
+    assert f"the {half} of {tmp_path / 'other'} " in line and f"that of {sound / 'dense'}," in line
+    assert not (tmp_path / "out").exists()

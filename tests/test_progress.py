@@ -1,0 +1,36 @@
+"""What a run says in a log, where there is no terminal."""
+
+import subprocess
+import sys
+
+import yaml
+from tiny_runs import DENSE, SPARSE, TUNED
+
+from evaluation import progress as module
+from evaluation.progress import Progress, progress
+
+
+def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
+    assert list(progress(range(5), "embedding", 5)) == list(range(5))
+    assert capsys.readouterr().err == ""  # it took no time
+    counted = Progress("tuned", total=3, initial=1)
+    counted.update("loss 2.000")
+    counted.update("loss 1.000")
+    assert capsys.readouterr().err == "tuned: 3 of 3, loss 1.000\n"
+    monkeypatch.setattr(module, "SECONDS", 0)
+    list(progress(range(3), "embedding", 3))
+    assert capsys.readouterr().err.splitlines()[0] == "embedding: 1 of 3, 00:00 left"
+    list(progress(range(3), "embedding", 3, shown=False))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
+    data = {"source": "glyphs", "num_samples": 40}
+    tuned = TUNED | {"data": data, "model": "sparse", "max_steps": 6, "gradient_checkpointing": True}
+    recipe = {"output_dir": str(tmp_path / "out"), "stages": [DENSE, SPARSE, tuned]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert "\r" not in done.stderr and len(lines) == 1, done.stderr
+    assert lines[0].startswith("tuned: 6 of 6, loss ") and lines[0].endswith(" images/s")

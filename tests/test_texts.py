@@ -1,0 +1,168 @@
+"""Texts that are cut, and those that a model cannot tell apart: counted, told, and an error between classes."""
+
+import itertools
+import logging
+import random
+
+import pytest
+import small_evaluation
+import torch
+from small_evaluation import with_captions
+
+from conversion.result_schema import TextCounts
+from data import glyphs, tokenizer
+from data.tokenizer import learn_tokenizer, read_texts
+from evaluation import texts
+from evaluation.embedder import Embedder
+from evaluation.evaluate import evaluate_model
+from evaluation.measures import measure
+from evaluation.report import write_report
+from evaluation.task import Task
+from evaluation.texts import count_texts
+
+dense = small_evaluation.dense
+LONG = "a small red star on a white ground with a blue ring around it " * 2
+
+
+@pytest.fixture
+def embedder(dense):
+    """Of a model that reads 16 tokens."""
+    return Embedder(dense, None, 8, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog):
+    texts._warn.cache_clear()
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def task_on(rows, kind="retrieval", **more):
+    return Task(kind, "title", "", lambda: (rows, 0), **more)
+
+
+def classes_of(rows, names, templates=("{}",), **more):
+    """A zero-shot task in which the images have these names in turn."""
+    rows = with_captions(rows, list(itertools.islice(itertools.cycle(names), len(rows))))
+    return task_on(rows, more.pop("kind", "zero_shot"), classes=names, templates=templates, **more)
+
+
+def test_texts_are_read_in_parts_as_the_tokenizer_reads_each(monkeypatch):
+    monkeypatch.setattr(tokenizer, "AT_ONCE", 3)
+    learned = learn_tokenizer(["red star", "blue ring"], 600, 8)
+    written = ["red star", "Red  STAR", "red star " * 9, "blue", "red star " * 8, "e\u0301", "é", "star red"]
+    ids = [tuple(learned(text, truncation=True)["input_ids"]) for text in written]
+    read = read_texts(learned, written)
+    for one, other in itertools.combinations(range(len(written)), 2):
+        assert (read.digests[one] == read.digests[other]) == (ids[one] == ids[other])
+    assert read.is_cut == [number in (2, 4) for number in range(len(written))]
+    assert len(set(ids)) == 5 and (read.texts, read.max_length) == (written, 8)
+    assert read_texts(learned, []).digests == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_by_looking_at_every_two_texts(seed):
+    random.seed(seed)
+    learned = learn_tokenizer(["a b c"], 520, 4)  # two words are read
+    written = [" ".join(random.choices("abcA", k=random.randint(1, 3))) for _ in range(60)]
+    owners, contests = [random.randrange(20) for _ in written], [random.randrange(3) for _ in written]
+    read = [tuple(learned(text, truncation=True)["input_ids"]) for text in written]
+    places = list(zip(contests, owners, written, read, strict=True))
+
+    def number(condition):
+        found = [
+            any(place[0] == other[0] and place[1] != other[1] and condition(place, other) for other in places)
+            for place in places
+        ]
+        return sum(found)
+
+    counts = count_texts(task_on(None), "captions", read_texts(learned, written), owners, contests)
+    assert counts == TextCounts(
+        kind="captions",
+        number=60,
+        max_length=4,
+        cut=sum(text.count(" ") == 2 for text in written),
+        alike=number(lambda place, other: place[3] == other[3] and place[2] != other[2]),
+        repeated=number(lambda place, other: place[2] == other[2]),
+    )
+    assert 0 < counts.repeated < 60 and 0 < counts.alike < 60 and counts.cut
+
+
+def test_captions_that_differ_after_the_cut_are_told_once(embedder, warnings):
+    rows = glyphs.load("test", "web", 8)
+    captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]
+    result = measure(task_on(with_captions(rows, captions)), embedder)
+    assert result["texts"] == {
+        "kind": "captions", "number": 8, "max_length": 16, "cut": 2, "alike": 4, "repeated": 2
+    }  # fmt: skip
+    sentence = (
+        "of 8 captions, 2 longer than the 16 tokens of the tokenizer and cut; 2 the same as another; 4 with the same "
+        "tokens as a different text: the model cannot tell them apart"
+    )
+    measure(task_on(with_captions(rows, captions)), embedder)
+    assert [record.getMessage() for record in warnings.records] == [f"title: {sentence}"]
+
+
+def test_captions_of_one_image_need_not_be_told_apart(embedder, warnings):
+    rows = with_captions(glyphs.load("test", "web", 2), [["a Star", "a star", "a star"], ["a moon", "A moon"]])
+    counts = measure(task_on(rows), embedder)["texts"]
+    assert (counts["number"], counts["alike"], counts["repeated"]) == (5, 0, 0) and not warnings.records
+
+
+def test_captions_of_one_pair_need_to_be_told_apart(embedder, warnings):
+    rows = glyphs.load_minimal_pairs("test", 3)
+    for side, captions in enumerate((["a star", "a moon", "a dot"], ["A star", "a moon", "a star"])):
+        rows = rows.remove_columns(f"caption_{side}").add_column(f"caption_{side}", captions)
+    result = measure(task_on(rows, "pairs"), embedder)
+    assert [result["texts"][key] for key in ("number", "cut", "alike", "repeated")] == [6, 0, 2, 2]
+    assert result["metrics"]["group"] <= 1 / 3 and "of 6 captions, 2 the same as another; 2 with" in warnings.text
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([LONG + "one", LONG + "two"], "all prompts are cut at 16 tokens, before they differ: shorten names"),
+        (["moon", "Star", "star"], "its tokenizer leaves out what differs, such as case: name one otherwise"),
+        (["\xe9", "e\u0301"], "its tokenizer leaves out what differs"),
+    ],
+)
+def test_classes_of_equal_prompts_are_an_error(embedder, names, why):
+    with pytest.raises(ValueError) as error:
+        measure(classes_of(glyphs.load("test", "web", 6), names, ("{}", "a picture of a {}")), embedder)
+    assert f"title: the model cannot tell the classes {names[-2]!r} and {names[-1]!r} apart: {why}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_classes_that_one_template_tells_apart_are_counted(embedder, warnings):
+    task = classes_of(glyphs.load("test", "web", 6), ["star", "moon"], ("{}", LONG + "{}"))
+    counts = measure(task, embedder)["texts"]
+    assert [counts[key] for key in ("kind", "number", "cut", "alike")] == ["prompts", 4, 2, 2]
+    assert "title: of 4 prompts, 2 longer than the 16 tokens" in warnings.text
+
+
+def test_a_benchmark_may_give_two_classes_one_name(embedder):
+    """As ImageNet's authors do; rows then have the numbers of the classes."""
+    task = classes_of(glyphs.load("test", "web", 6), ["star", "star", "moon"])
+    rows = task.load()[0].add_column("label", [0, 1, 2] * 2)
+    counts = measure(task_on(rows, "zero_shot", classes=task.classes, templates=["{}"]), embedder)["texts"]
+    assert (counts["alike"], counts["repeated"]) == (0, 2)
+
+
+def test_classes_of_two_groups_need_not_be_told_apart(embedder):
+    names, rows = ["star", "moon", "Star", "dot"], glyphs.load("test", "web", 8)
+    groups = dict(zip(names, "xxyy", strict=True))
+    counts = measure(classes_of(rows, names, kind="zero_shot_groups", group_of_class=groups), embedder)["texts"]
+    assert counts["alike"] == 0
+    with pytest.raises(ValueError, match="cannot tell the classes 'star' and 'Star' apart"):
+        same = dict.fromkeys(names, "x")
+        measure(classes_of(rows, names, kind="zero_shot_groups", group_of_class=same), embedder)
+
+
+def test_a_report_says_it_of_each_model(dense, tmp_path):
+    rows = with_captions(glyphs.load("test", "web", 3), [LONG + "one", LONG + "two", "star"])
+    results = evaluate_model(dense, {"retrieval": task_on(rows)}, tmp_path)
+    before = {key: value for key, value in results[0].items() if key != "texts"} | {"model": "before"}
+    write_report([*results, before], tmp_path / "report")  # of an earlier version
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert report.count("cannot tell them apart") == 1
+    assert "- dense on retrieval: of 3 captions, 2 longer than the 16 tokens of the tokenizer and cut; 2 with" in report

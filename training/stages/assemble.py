@@ -1,0 +1,102 @@
+"""The stage that makes one mixture of data experts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from transformers import PreTrainedConfig
+
+from conversion import assemble
+from evaluation.sentence_encoders import load_encoder
+from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
+from training.caption_clusters import load_caption_clusters
+from training.context import Context
+from training.expected import Expected, bytes_in_memory
+from training.fits import other_encoder
+from training.settings import STRICT, Reads
+from training.stages.base import Model, Stage
+from training.stages.data_experts import ENCODER
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AssembleStage(Stage):
+    """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
+
+    kind: ClassVar[str] = "assemble"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # Of the clusters 0, 1, ... in this order: earlier stages, folders or hub names. Fewer than there are clusters make
+    # a model that others can be added to.
+    experts: list[Model] = Field(min_length=1)
+    # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
+    clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
+    # An embed_captions stage of its encoder.
+    captions: Annotated[str, Reads("embed_captions")] | None = None
+    # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
+    # coarse center for each expert.
+    centers: Literal["fine", "coarse"] = "fine"
+    # lambda in MoDE eq. 5.
+    routing_temperature: float = Field(default=0.2, gt=0)
+    # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
+    # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
+    routing: Literal["paper", "released"] = DEFAULT_ROUTING
+    # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
+    # appendix D).
+    feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.clusters is None) != (self.captions is None):
+            raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
+        return self
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        if self.clusters is None:
+            return
+        yield "captions", other_encoder(self.clusters, inputs.clusters, self.captions, inputs.captions)
+        known = inputs.clusters.clusters
+        if known is not None and len(self.experts) > known:
+            yield "experts", f"{len(self.experts)} experts, but {self.clusters} has {known} clusters"
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        experts = inputs.experts
+        config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
+        if self.clusters is None:
+            assemble.convert(experts, directory, **config)
+            return
+        clusters, metadata = load_caption_clusters(Path(inputs.clusters))
+        folder = Path(inputs.captions) / ENCODER
+        encoder = load_encoder(folder)
+        if encoder.name != metadata["encoder"]:
+            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder.name}")
+        number, known = len(experts), len(clusters.coarse_centers)
+        if number > known:
+            raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
+        if self.centers == "coarse":
+            centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
+        else:
+            ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
+            centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
+        centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
+        config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
+        config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
+        assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
+
+    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+        """An expert as it was and as it is in the mixture."""
+        return 2 * max(bytes_in_memory((config,)) for config in output.known_configs)
+
+    def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
+        configs = tuple(expert.clip for expert in inputs.experts)
+        for name, config in zip(self.experts, configs, strict=True):
+            try:
+                assemble.require_same_sizes(self.experts[0], configs[0], name, config)
+            except ValueError as error:
+                raise ValueError(f"{self.name}.experts: {error}") from error
+        return configs
