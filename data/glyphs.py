@@ -64,6 +64,13 @@ CAPTION_STYLES = ("web", "detailed")
 WRONG_SHARE = 0.1  # of the web captions with a wrong word
 
 
+def kind_set(name: str) -> list[str]:
+    """The kinds of one of `KIND_SETS`. Raises a ValueError if it is none."""
+    if name not in KIND_SETS:
+        raise ValueError(f"glyphs have no set of kinds {name!r}, only {', '.join(KIND_SETS)}")
+    return KIND_SETS[name]
+
+
 def load(
     split: str,
     captions: str,

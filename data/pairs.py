@@ -70,7 +70,7 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a built-in world."""
     world = WORLDS[arguments.source]
-    kinds = world.KIND_SETS[arguments.kinds]
+    kinds = world.kind_set(arguments.kinds)
     return world.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed)
 
 

@@ -45,7 +45,7 @@ Rows = datasets.Dataset | datasets.IterableDataset
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "glyphs" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or metadata.jsonl, of
+    # "glyphs", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or metadata.jsonl, of
     # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar,
     # .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a Karpathy split.
     source: str
@@ -80,9 +80,10 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind.
-    captions: Literal["web", "detailed", "looks"] = "web"
-    # Of a built-in world only: a set of its kinds, such as "all", glyphs' "seen" or symbols' "planet".
+    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind; "facts",
+    # of the names, everything but the name.
+    captions: Literal["web", "detailed", "looks", "facts"] = "web"
+    # Of a built-in world only: a set of its kinds, such as "all", symbols' "planet" or names' "4096 half 1".
     kinds: str = "all"
     # Of a built-in world only: of how its pictures are drawn.
     seed: int = Field(default=0, ge=0)
@@ -103,11 +104,8 @@ class DataArguments:
             raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(SPLITS)}")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
-        # Of another source they are not used, but still one of those there are
-        worlds = [self.source] if is_drawn else list(WORLDS)
-        sets = list(dict.fromkeys(name for world in worlds for name in WORLDS[world].KIND_SETS))
-        if self.kinds not in sets:
-            raise ValueError(f"{' and '.join(worlds)} have no set of kinds {self.kinds!r}, only {', '.join(sets)}")
+        if is_drawn:
+            WORLDS[self.source].kind_set(self.kinds)  # raises where there is none
         if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
             raise ValueError(
                 "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"

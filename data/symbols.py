@@ -91,6 +91,13 @@ KIND_SETS["half 2"] = KIND_SETS["quarter 3"] + KIND_SETS["quarter 4"]
 TEMPLATES = ["{}", "a {}", "a picture of a {}", "a photo of the {}", "an image with a {} on it"]
 
 
+def kind_set(name: str) -> list[str]:
+    """The kinds of one of `KIND_SETS`. Raises a ValueError if it is none."""
+    if name not in KIND_SETS:
+        raise ValueError(f"symbols have no set of kinds {name!r}, only {', '.join(KIND_SETS)}")
+    return KIND_SETS[name]
+
+
 def load(
     split: str,
     captions: str,

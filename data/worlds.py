@@ -1,15 +1,15 @@
 """The worlds that this package draws, so that nothing needs a download.
 
-A world is a module with `load`, `load_minimal_pairs`, `build_tokenizer`, `CAPTION_STYLES`, `KINDS`, `KIND_SETS` and
-`TEMPLATES`; see `data.glyphs` and docs/worlds.md.
+A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES` and `TEMPLATES`; see `data.names` and
+docs/worlds.md.
 """
 
 from transformers import CLIPProcessor
 
-from data import glyphs, symbols
+from data import glyphs, names, symbols
 from data.drawing import build_image_processor
 
-WORLDS = {"glyphs": glyphs, "symbols": symbols}
+WORLDS = {"glyphs": glyphs, "names": names, "symbols": symbols}
 
 
 def build_processor(world: str, context_length: int, image_size: int) -> CLIPProcessor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from datasets import Dataset
 
-from data import glyphs, symbols
+from data import glyphs, names, symbols
 from evaluation.task import Task
 
 
@@ -120,3 +120,34 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             classes=symbols.KINDS,
         ),
     }
+
+
+# Of how many towns there is a task
+TOWNS = (256, 2048, 4096, 16384)
+
+
+def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048) -> dict[str, Task]:
+    """The tasks on names: which of all shields, and which of all names, belong together.
+
+    Args:
+        towns: how many, of a task of their own each.
+        fewer: how many of whose halves some learn facts while the names of the others are kept.
+    """
+    all_names = {f"names_{number}": (f"{number:,} names", str(number), "web") for number in towns}
+    halves = {
+        "names_learned": ("facts learned", f"{fewer} half 1", "facts"),
+        "names_kept": ("names kept", f"{fewer} half 2", "web"),
+    }
+    return {name: _names(title, kinds, captions) for name, (title, kinds, captions) in (all_names | halves).items()}
+
+
+def _names(title: str, kinds: str, captions: str) -> Task:
+    of_kinds = names.kind_set(kinds)
+    told = {"web": "name", "facts": "facts"}[captions]
+    return Task(
+        kind="retrieval",
+        title=title,
+        protocol=f"new pictures of the shields of {len(of_kinds):,} towns, one each, with the town's {told}; all are "
+        "candidates",
+        load=lambda: (names.load("test", captions, len(of_kinds), of_kinds), 0),
+    )

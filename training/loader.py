@@ -326,7 +326,7 @@ class _Pairs(torch.utils.data.Dataset):
         captions = self.captions[index]["caption"]
         if self.all_captions and not isinstance(captions, str):
             return [caption or "" for caption in captions]
-        if epoch is None:
+        if epoch is None or isinstance(captions, str):  # nothing to draw
             return first_caption(captions)
         return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
 

@@ -1,0 +1,278 @@
+"""The world of names: coats of arms of made-up towns, which memory alone connects with the towns' names.
+
+A shield has four quarters, each with one of 16 charges. A town's name has three made-up words. Which charges and which
+words belong to a town was drawn at random, so no part of a shield tells a part of the name. There are as many towns as
+are asked for, up to `MOST`: what a model has to remember grows with them, and what it has to see does not.
+
+Towns belong to eight countries. A country has a tint, which the ground of its shields has, and an ending, which the
+first word of its towns' names has. So clusters of pictures and of names find the countries.
+
+`web` captions are the name. `facts` tell who founded the town and when, in words that names have too, and not its name.
+`detailed` captions tell both. Everything follows from the arguments of `load`, to the bit.
+
+    python -m data.names --contact-sheet names.png
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+from transformers import CLIPTokenizer
+
+from data.drawing import COLORS, SPLITS, drawn_rows, png
+from data.tokenizer import learn_tokenizer
+
+CAPTION_STYLES = ("web", "facts", "detailed")
+TEMPLATES = ["{}"]
+ATTRIBUTES = ["kind", "country", "facts"]
+
+# What is drawn on a quarter of 8 x 8 pixels, whose last row and column stay empty
+_DRAWN = """
+...#... #.....# ...#... ####... ####### .##.##. ...#... .#####.
+...#... .#...#. ..#.#.. ####... ....... ####### ..###.. #.....#
+...#... ..#.#.. .#...#. ####... ####### ####### .#####. #.....#
+####### ...#... #.....# ...#### ....... .#####. ####### #.....#
+...#... ..#.#.. .#...#. ...#### ####### ..###.. .#####. #.....#
+...#... .#...#. ..#.#.. ...#### ....... ...#... ..###.. #.....#
+...#... #.....# ...#... ...#### ####### ....... ...#... .#####.
+
+#.#.#.# #.#.#.# ...#... #..#..# ..###.. ##...## ###.... ###.###
+.#.#.#. #.#.#.# ..###.. ##.#.## .#...#. ##...## .###... ###.###
+#.#.#.# #.#.#.# ...#... ####### #..#..# ..###.. ..###.. .......
+.#.#.#. #.#.#.# .#####. ####### #.###.# ..###.. ...###. .......
+#.#.#.# #.#.#.# ...#... ####### #..#..# ..###.. ....### .......
+.#.#.#. #.#.#.# ..###.. ####### .#...#. ##...## ...###. ###.###
+#.#.#.# #.#.#.# .#####. ....... ..###.. ##...## ..###.. ###.###
+"""
+QUARTER = 8  # pixels a side
+SMALLEST_IMAGE = 2 * QUARTER
+
+# A tint and an ending for each country
+COUNTRIES = {
+    "heim": (245, 245, 245),
+    "ville": (245, 225, 100),
+    "grad": (250, 175, 85),
+    "stad": (250, 180, 205),
+    "bury": (130, 225, 220),
+    "ola": (180, 230, 130),
+    "wick": (150, 190, 250),
+    "mont": (200, 170, 245),
+}
+_STEMS = ["ost", "nor", "alt", "grun", "hel", "vor", "iff", "ral"]
+FIRST_WORDS = {country: [stem + country for stem in _STEMS] for country in COUNTRIES}
+_ONSETS, _ENDINGS = ["bor", "dal", "gim", "kel", "lus", "mar", "sen", "tor"], "an eth ia os um ir ek ulo".split()
+WORDS = [onset + ending for onset in _ONSETS for ending in _ENDINGS]
+# Distinct names: a first word of the country and two others
+MOST = len(COUNTRIES) * len(_STEMS) * len(WORDS) ** 2
+
+# How pictures of a town differ
+LARGEST_SHIFT, TINT, NOISE, MOST_WEAR = 0.25, 6, 8, 4  # pixels; of 255, twice; pixels that are worn off
+
+
+def kind_set(name: str) -> Sequence[int]:
+    """The numbers of the towns of a set: "4096" for so many, "4096 half 1" and "4096 half 2" for those of the first
+    and the last four countries, "4096 country 3" for those of one of eight; "all" are 4,096.
+
+    Raises:
+        ValueError: it is none of these, or there cannot be so many towns, as many in each country.
+    """
+    number, _, part = name.partition(" ")
+    number = "4096" if number == "all" else number
+    parts = {"": range(8), "half 1": range(4), "half 2": range(4, 8)}
+    parts |= {f"country {country}": [country - 1] for country in range(1, 9)}
+    if not number.isdecimal() or part not in parts:
+        raise ValueError(
+            f"names have no set of kinds {name!r}: it is a number of towns, such as 4096, of which half 1, half 2 or "
+            "country 1 to country 8 may be named, as in 4096 half 1"
+        )
+    if not 0 < int(number) <= MOST or int(number) % len(COUNTRIES):
+        raise ValueError(
+            f"names cannot be those of {number} towns: the {len(COUNTRIES)} countries have as many each, at most "
+            f"{MOST} in all"
+        )
+    return [town for town in range(int(number)) if town % len(COUNTRIES) in parts[part]]
+
+
+def load(
+    split: str,
+    captions: str,
+    num_samples: int,
+    kinds: Sequence[int] = range(4096),
+    seed: int = 0,
+    image_size: int = SMALLEST_IMAGE,
+    captions_per_image: int = 1,
+) -> Dataset:
+    """Coats of arms with captions.
+
+    Args:
+        split: "train" or "test": other pictures of the same towns.
+        captions: "web", "facts" or "detailed".
+        num_samples: how many rows; the first ones are the same for any number. All towns are shown once, in an order of
+            their own, then all once more.
+        kinds: numbers of towns, see `kind_set`.
+        seed: other pictures in another order for another one, of the same towns.
+        image_size: pixels a side, a multiple of `SMALLEST_IMAGE`.
+        captions_per_image: with more than one, `caption` is a list.
+
+    Returns:
+        Rows of `image` (RGB, `image_size` squared), `caption`, and the town's name as `kind`, its `country` and its
+        `facts`.
+
+    Raises:
+        ValueError: an unknown split, caption style or town, no sample, or another image size.
+    """
+    if split not in SPLITS or captions not in CAPTION_STYLES:
+        raise ValueError(
+            f"split is {split!r} and captions is {captions!r}, must be one of {', '.join(SPLITS)} and one of "
+            f"{', '.join(CAPTION_STYLES)}"
+        )
+    if not len(kinds) or not 0 <= min(kinds) <= max(kinds) < MOST:
+        raise ValueError(f"kinds must be numbers of towns, from 0 to {MOST - 1}, at least one")
+    if num_samples < 1 or image_size < 1 or image_size % SMALLEST_IMAGE:
+        raise ValueError(
+            f"num_samples is {num_samples} and image_size {image_size}, must be at least 1 and a multiple of "
+            f"{SMALLEST_IMAGE}"
+        )
+
+    @cache
+    def order(turn: int) -> np.ndarray:
+        return np.random.default_rng([SPLITS[split], seed, turn]).permutation(len(kinds))
+
+    def draw(index: int) -> dict[str, Any]:
+        turn, place = divmod(index, len(kinds))
+        town = kinds[order(turn)[place]]
+        image = render(town, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]))
+        scale = image_size // SMALLEST_IMAGE
+        text = caption(town, captions)
+        return {
+            "image": png(image.repeat(scale, axis=0).repeat(scale, axis=1)),
+            "caption": [text] * captions_per_image if captions_per_image > 1 else text,
+            **{"kind": name_of(town), "country": _country(town), "facts": facts_of(town)},
+        }
+
+    text = Value("string")
+    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
+    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
+
+
+def caption(town: int, style: str) -> str:
+    """What a caption of one of `CAPTION_STYLES` says of a town."""
+    return {"web": name_of, "facts": facts_of, "detailed": lambda town: f"{name_of(town)}, {facts_of(town)}"}[style](
+        town
+    )
+
+
+def name_of(town: int) -> str:
+    """A town's name: three words, the first with the ending of its country."""
+    first, second, third = np.unravel_index(_drawn(town, "name"), (len(_STEMS), len(WORDS), len(WORDS)))
+    return f"{FIRST_WORDS[_country(town)][first]} {WORDS[second]} {WORDS[third]}"
+
+
+def facts_of(town: int) -> str:
+    """Who founded a town, and when, in words that names have too."""
+    founder, family, year = np.unravel_index(_drawn(town, "facts"), (len(WORDS),) * 3)
+    return f"founded by {WORDS[founder]} {WORDS[family]} in the year of {WORDS[year]}"
+
+
+def charges_of(town: int) -> tuple[int, ...]:
+    """The charges in the four quarters of a town's shield: top left, top right, bottom left, bottom right."""
+    return tuple(map(int, np.unravel_index(_drawn(town, "charges"), (len(_charges()),) * 4)))
+
+
+def render(town: int, rng: np.random.Generator) -> np.ndarray:
+    """A picture of a town's shield, (16, 16, 3) uint8: moved by a part of a pixel, tinted, noisy, and worn."""
+    tint = np.float32(COUNTRIES[_country(town)]) + rng.normal(0, TINT, 3)
+    light = 1 + rng.normal(0, 0.05)
+    picture = _shield(town, tint)
+    for axis, shift in enumerate(rng.uniform(-LARGEST_SHIFT, LARGEST_SHIFT, 2)):
+        moved = np.roll(picture, int(np.sign(shift)), axis)
+        picture = (1 - abs(shift)) * picture + abs(shift) * moved
+    worn = rng.integers(picture.shape[0], size=(int(rng.integers(MOST_WEAR + 1)), 2))
+    picture[worn[:, 0], worn[:, 1]] = tint
+    return np.clip(picture * light + rng.normal(0, NOISE, picture.shape), 0, 255).astype(np.uint8)
+
+
+def _shield(town: int, tint: np.ndarray) -> np.ndarray:
+    """A shield as it was new, (16, 16, 3)."""
+    quarters = [_charges()[charge] for charge in charges_of(town)]
+    mask = np.block([[quarters[0], quarters[1]], [quarters[2], quarters[3]]])[..., None]
+    inks = [np.broadcast_to(_ink(charge), (QUARTER, QUARTER, 3)) for charge in charges_of(town)]
+    ink = np.concatenate([np.concatenate(inks[:2], axis=1), np.concatenate(inks[2:], axis=1)])
+    return np.where(mask, ink, tint).astype(np.float32)
+
+
+@cache
+def _charges() -> list[np.ndarray]:
+    """The masks of all charges, (8, 8)."""
+    charges = []
+    for row in _DRAWN.strip().split("\n\n"):
+        lines = [line.split() for line in row.split("\n")]
+        charges += [[line[number] for line in lines] for number in range(len(lines[0]))]
+    masks = [np.array([[pixel == "#" for pixel in line] for line in charge]) for charge in charges]
+    return [np.pad(mask, (0, QUARTER - len(mask))) for mask in masks]
+
+
+def _ink(charge: int) -> tuple[int, int, int]:
+    """Each charge has one ink of its own, dark as all inks are."""
+    return list(COLORS.values())[charge % len(COLORS)]
+
+
+def _country(town: int) -> str:
+    return list(COUNTRIES)[town % len(COUNTRIES)]
+
+
+def _drawn(town: int, what: str) -> int:
+    """Which of all possible names, facts or shields a town has. No two towns of a country have the same."""
+    return int(_draw(what, town % len(COUNTRIES))[town // len(COUNTRIES)])
+
+
+@cache
+def _draw(what: str, country: int) -> np.ndarray:
+    choices = {"name": len(_STEMS) * len(WORDS) ** 2, "charges": len(_charges()) ** 4, "facts": len(WORDS) ** 3}
+    kind = list(choices).index(what)
+    most = MOST // len(COUNTRIES)
+    return np.random.default_rng([kind, country]).choice(choices[what], most, replace=False)
+
+
+def build_tokenizer(context_length: int) -> CLIPTokenizer:
+    """A CLIP tokenizer that knows every word of the captions."""
+    words = [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","]
+    return learn_tokenizer(words * 2, 1200, context_length)
+
+
+def draw_towns(path: str | Path, columns: int = 8, rows: int = 4) -> None:
+    """Draw towns with their names and facts, the countries in columns: the shield as it was new, and two pictures."""
+    width, height, side = 170, 128, 48
+    sheet = PILImage.new("RGB", (columns * width, rows * height), "white")
+    drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
+    for town in range(columns * rows):
+        x, y = town % columns * width + 6, town // columns * height + 6
+        new = _shield(town, np.float32(COUNTRIES[_country(town)])).astype(np.uint8)
+        worn = [render(town, np.random.default_rng([town, number])) for number in range(2)]
+        for number, picture in enumerate([new, *worn]):
+            enlarged = PILImage.fromarray(picture).resize((side, side), PILImage.Resampling.NEAREST)
+            sheet.paste(enlarged, (x + number * (side + 4), y))
+        founder, year = facts_of(town).split(" in ")
+        drawing.multiline_text((x, y + side + 6), f"{name_of(town)}\n{founder}\nin {year}", "black", font, spacing=2)
+    sheet.save(path, "png", optimize=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Look at the world of names.")
+    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw towns into")
+    arguments = parser.parse_args(argv)
+    try:
+        draw_towns(arguments.contact_sheet)
+    except (OSError, ValueError) as error:  # no such folder, no kind of picture
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
