@@ -104,7 +104,7 @@ def _of_world(arguments: DataArguments) -> datasets.Dataset:
     attributes = rows.remove_columns(["image", "caption"])
     turns = []
     for number, (caption, row) in enumerate(zip(rows["caption"], attributes, strict=True)):
-        rng = np.random.default_rng([arguments.seed, number])
+        rng = np.random.default_rng([arguments.seed or 0, number])
         # Of two symbols, it is not clear which one is meant
         names = ["background", "texture"] if row.get("second_kind") else list(QUESTIONS)
         asked = [names[index] for index in rng.permutation(len(names))[:ASKED]]

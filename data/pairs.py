@@ -71,7 +71,7 @@ def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a built-in world."""
     world = WORLDS[arguments.source]
     kinds = world.kind_set(arguments.kinds)
-    return world.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed)
+    return world.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed or 0)
 
 
 def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:

@@ -45,9 +45,10 @@ Rows = datasets.Dataset | datasets.IterableDataset
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "glyphs", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or metadata.jsonl, of
-    # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar,
-    # .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a Karpathy split.
+    # "glyphs", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
+    # metadata.jsonl, of parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of
+    # .parquet, .arrow, .tar, .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a
+    # Karpathy split.
     source: str
     # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
     # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
@@ -80,13 +81,14 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind; "facts",
-    # of the names, everything but the name.
+    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind;
+    # "facts", of the names, everything but the name.
     captions: Literal["web", "detailed", "looks", "facts"] = "web"
     # Of a built-in world only: a set of its kinds, such as "all", symbols' "planet" or names' "4096 half 1".
     kinds: str = "all"
-    # Of a built-in world only: of how its pictures are drawn.
-    seed: int = Field(default=0, ge=0)
+    # Of a built-in world only: of how its pictures are drawn. None: the recipe's, so that runs of other seeds have other
+    # pictures; outside of a recipe, 0.
+    seed: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _check(self):

@@ -96,6 +96,7 @@ class OwnTask:
                 image_root=self.image_root and _one_spelling(self.image_root),
                 caption_column=self.caption_column if of_captions else self.label_column,
                 captions_per_line=self.captions_per_line and self.task == "retrieval",
+                seed=0,  # of a world: all models are measured on the same pictures
             )
         except ValidationError as error:
             raise ValueError(in_one_line(error)) from None
