@@ -86,7 +86,7 @@ class DataArguments:
     captions: Literal["web", "detailed", "looks", "facts"] = "web"
     # Of a built-in world only: a set of its kinds, such as "all", symbols' "planet" or names' "4096 half 1".
     kinds: str = "all"
-    # Of a built-in world only: of how its pictures are drawn. None: the recipe's, so that runs of other seeds have other
+    # Of a built-in world only: of how its pictures are drawn. None: the recipe's seed, so that other seeds see other
     # pictures; outside of a recipe, 0.
     seed: int | None = Field(default=None, ge=0)
 

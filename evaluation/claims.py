@@ -12,7 +12,7 @@ import argparse
 import os
 import statistics
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from conversion.files import one_line_errors, read_json, write_text
 from conversion.markdown import escape, one_line
 from conversion.messages import shortened, what_is_meant
 from conversion.recipe_yaml import read_yaml
+from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import computed_with, markdown_table
 
 LEAST_SEEDS = 3
@@ -39,16 +40,17 @@ HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told
 NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
 VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
 INTRODUCTION = f"""\
-Made by `python -m evaluation.claims`. All figures are percentages, mean ± sample standard deviation of the seeds.
-Models are compared seed by seed. "{HOLDS}": in every seed the first one is better, and the mean of the differences is
-larger than their deviation. "{DOES_NOT_HOLD}": the same the other way round. "{CANNOT_BE_TOLD}": anything else. Of
-several models that the first one has to beat, it has to beat each; the figures are those of the hardest one. Where a
-claim is about several scores, the verdict is the worst of theirs. Where it names a number of points, these are
-subtracted from the differences first.
+Made by `python -m evaluation.claims`. Figures are percentages, means of the seeds, and of each difference its paired
+{LEVEL:.0%} interval over the seeds (Student's t), widened so that all intervals of a claim are right together
+(Bonferroni). "{HOLDS}": the whole interval is above 0. "{DOES_NOT_HOLD}": the whole interval is below 0.
+"{CANNOT_BE_TOLD}": it has 0 in it. Of several models that the first one has to beat, it has to beat each; the figures
+are those of the hardest one. Where a claim is about several scores, the verdict is the worst of theirs. Where it names
+a number of points, these are subtracted from the differences first.
 
-Three seeds are few. Of two equal models on one score, one time in ten the first seems better, and one time in ten
-worse. "{DOES_NOT_HOLD}" comes by chance more often where several scores count, or several models are to be beaten:
-one time in three with two of each. More seeds tell more.
+Of two equal models, one claim in twenty has another verdict than "{CANNOT_BE_TOLD}" by chance, or fewer. Three seeds
+are few: with them, a difference has to be several times its deviation. The intervals cover what a seed changes. In the
+symbol world, these are the order of batches and, where a recipe trains its own CLIP, the first weights; the CLIPs that
+lie in this repository, the training pictures of these runs and the test are the same for all seeds.
 """
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -124,32 +126,29 @@ class Paper(BaseModel):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a claim says of one score: the percentages of both models with each seed."""
+    """What a claim says of one score: the percentages of both models with each seed, and the interval of their mean
+    difference."""
 
     task: str
     metric: str
     better: Sequence[float]
     rival: str
     than: Sequence[float]
+    interval: tuple[float, float]
     verdict: str
 
 
-def differences_verdict(differences: Sequence[float]) -> str:
-    """Whether one model is better than another, from the differences between their scores with each seed.
-
-    "holds" if every difference is above 0 and their mean above their sample standard deviation; "does not hold" if
-    the same is true of the negative differences; else "cannot be told".
-    """
-    mean, deviation = statistics.mean(differences), statistics.stdev(differences)
-    if min(differences) > 0 and mean > deviation:
-        return HOLDS
-    return DOES_NOT_HOLD if max(differences) < 0 and -mean > deviation else CANNOT_BE_TOLD
+def verdict_of(interval: tuple[float, float]) -> str:
+    """Whether one model is better than another, from the interval of the difference."""
+    low, high = interval
+    return HOLDS if low > 0 else DOES_NOT_HOLD if high < 0 else CANNOT_BE_TOLD
 
 
-def verdict_of_all(verdicts: Collection[str]) -> str:
+def verdict_of_all(verdicts: Iterable[str]) -> str:
     """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
     told."""
-    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in verdicts)
+    found = set(verdicts)
+    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in found)
 
 
 def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
@@ -161,21 +160,20 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
     Raises:
         ValueError: there is no such row, task or metric.
     """
-    measured = []
-    for task, metric in ((task, metric) for task, metrics in claim.scores.items() for metric in metrics):
+    measured, pairs = [], [(task, metric) for task, metrics in claim.scores.items() for metric in metrics]
+    for task, metric in pairs:
         percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
         better = percentages[claim.better]
-        # Rounded: scores that differ by exactly `by` are equal
-        verdicts = {
-            rival: differences_verdict(
-                [round(one - other - claim.by, 9) for one, other in zip(better, percentages[rival], strict=True)]
-            )
-            for rival in claim.than
-        }
-        verdict = verdict_of_all(verdicts.values())
-        hardest = (rival for rival in claim.than if verdicts[rival] == verdict)
+        intervals = {}
+        for rival in claim.than:
+            ends = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
+            # Rounded: scores that differ by exactly `by` are equal
+            intervals[rival] = tuple(round(end - claim.by, 9) for end in ends)
+        verdict = verdict_of_all(map(verdict_of, intervals.values()))
+        hardest = (rival for rival in claim.than if verdict_of(intervals[rival]) == verdict)
         rival = max(hardest, key=lambda row: statistics.mean(percentages[row]))
-        measured.append(Measured(task, metric, better, rival, percentages[rival], verdict))
+        ends = tuple(end + claim.by for end in intervals[rival])
+        measured.append(Measured(task, metric, better, rival, percentages[rival], ends, verdict))
     return measured
 
 
@@ -361,13 +359,10 @@ def _judge(claim: Claim, scores: Scores | None, where: str, base: Path, output_f
 
 
 def _figures(measured: Measured) -> str:
-    differences = [one - other for one, other in zip(measured.better, measured.than, strict=True)]
-    difference = f"{statistics.mean(differences):+.1f} ± {statistics.stdev(differences):.1f}"
-    better, than = (
-        f"{statistics.mean(of_seeds):.1f} ± {statistics.stdev(of_seeds):.1f}"
-        for of_seeds in (measured.better, measured.than)
-    )
-    scores = f"{better} against {than} of {measured.rival}"
+    better, than = map(statistics.mean, (measured.better, measured.than))
+    low, high = measured.interval
+    difference = f"{better - than:+.1f} ({low:+.1f} to {high:+.1f})"
+    scores = f"{better:.1f} against {than:.1f} of {measured.rival}"
     return f"{measured.task} {measured.metric}: {scores}: {difference}, {measured.verdict}"
 
 

@@ -3,8 +3,9 @@
     python -m evaluation.experts --model runs/demo/clip_moe --tasks symbols_pairs --output-dir experts
 
 Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
-1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone
-has the weight that the experts of a token have together in the routed model.
+1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19), and with every
+layer's experts replaced by their mean: if that costs nothing, the experts do nothing apart from each other. An expert
+alone has the weight that the experts of a token have together in the routed model.
 
 OUTPUT_DIR gets the tables `experts.md` with the same as `experts.json`, and pictures:
 
@@ -56,11 +57,18 @@ from evaluation.preferences import (
 )
 from evaluation.report import markdown_table
 from evaluation.results import named_folder
-from evaluation.routing import GateMean, RouterCounts, average_gates, chosen_experts, count_tokens
+from evaluation.routing import (
+    GateMean,
+    RouterCounts,
+    average_gates,
+    averaged_experts,
+    chosen_experts,
+    count_tokens,
+)
 from evaluation.tasks import TASKS_HELP, Task, add_data_options, find_tasks, loaded_once, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoEModel
 
-ROUTED, EXPERT = "routed", "expert"
+ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
 EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
     "layer, the sum of the weights that the router gives, which is 1 where they are normalized."
@@ -162,6 +170,8 @@ def analyze_experts(
     require_free_page(output_dir, "experts", settings)
     metrics, embeds = _measure_alone(tasks, embedder, num_experts)
     metrics |= _measure_numbers(tasks, embedder, num_experts_per_tok)
+    with averaged_experts(embedder.model):
+        metrics[MEAN] = _measure_all(tasks, embedder)
     metrics[ROUTED], routing = _measure_routed(tasks, embedder)
     embeds[ROUTED] = embedder.embeds()
     table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"

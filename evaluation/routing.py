@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from modeling_clip_moe import CLIPMoETextConfig, CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import (
+    CLIPMoEExperts,
     CLIPMoEModel,
     CLIPMoERouter,
     CLIPMoESparseMoeBlock,
@@ -236,3 +237,21 @@ def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[No
     finally:
         for config, number in zip(configs, before, strict=True):
             config.num_experts_per_tok = number
+
+
+@contextmanager
+@torch.no_grad()
+def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
+    """Within the block, every expert is the mean of its layer's experts: what is then lost is what the experts know
+    apart from each other."""
+    tensors = [
+        tensor for module in model.modules() if isinstance(module, CLIPMoEExperts) for tensor in module.parameters()
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.copy_(tensor.mean(dim=0, keepdim=True).expand_as(tensor))
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_experts
 import torch
-from transformers import CLIPModel
+from transformers import AutoModel, CLIPModel
 
 from conversion.dense import extract
 from conversion.dense import main as dense_main
@@ -48,11 +48,21 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
             assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
     expected = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
+    averaged = AutoModel.from_pretrained(folder)
+    with torch.no_grad():
+        for name, parameter in averaged.named_parameters():
+            if ".experts." in name:
+                for expert in range(4):
+                    parameter[expert] = torch.stack(list(model.get_parameter(name))).mean(dim=0)
+    averaged.save_pretrained(tmp_path / "averaged")
+    build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "averaged")
+    expected = measure(TASKS["pairs"], Embedder(tmp_path / "averaged", None, 64, torch.device("cpu")))["metrics"]
+    assert result["metrics"]["pairs"]["mean of experts"] == pytest.approx(expected)
     scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
     assert len(set(scores)) > 1
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
-        "metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed"
+        "metric", "expert 0", "expert 1", "expert 2", "expert 3", "mean of experts", "routed"
     ]  # fmt: skip
     assert all("**" in line for line in lines[2:] if line.startswith("|"))
     assert any("group/texture" in line for line in lines)
@@ -75,7 +85,7 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     ]
     columns = list(result["metrics"]["pairs"])
     better = sum(
-        row[columns.index("routed")] > max(v for v, c in zip(row, columns, strict=True) if c != "routed")
+        row[columns.index("routed")] > max(v for v, c in zip(row, columns, strict=True) if c.startswith("expert"))
         for row in rows
     )
     assert f"better than every expert alone in {better} of {len(rows)} metrics" in table
@@ -145,7 +155,14 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model, folder = gated
     table = analyze_experts(folder, RETRIEVAL, tmp_path, num_experts_per_tok=[1, 4])
     columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
-    assert columns == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
+    assert columns == [
+        "metric",
+        *(f"expert {number}" for number in range(4)),
+        "K = 1",
+        "K = 4",
+        "mean of experts",
+        "routed",
+    ]
     result = json.loads((tmp_path / "experts.json").read_text())
     for gates in (result["gates"], result["output_gates"]):
         assert set(gates["vision"]) == {"3"} and 0 < gates["vision"]["3"] < 1

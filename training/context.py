@@ -61,7 +61,7 @@ class Context:
         return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
 
     def resolve(self, arguments: DataArguments) -> DataArguments:
-        """With the folder as the source where that is a captions stage, and the recipe's seed where a world has none."""
+        """With the folder as the source where that is a captions stage, and the recipe's seed where there is none."""
         source, seed = self.folder(arguments.source), arguments.seed
         return dataclasses.replace(arguments, source=source, seed=self.seed if seed is None else seed)
 

@@ -1,0 +1,35 @@
+"""How sure a difference between two models is."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+
+
+def paired_interval(
+    better: Sequence[float], worse: Sequence[float], comparisons: int = 1, level: float = LEVEL
+) -> tuple[float, float]:
+    """An interval for the mean difference of two models' scores, which belong together seed by seed (Student's t).
+
+    It covers what a seed changes: first weights, the pictures that a world draws, the order of batches. It does not
+    cover which samples were chosen as the test, which all seeds have in common.
+
+    Args:
+        better, worse: the scores of each seed, at least two.
+        comparisons: how many intervals have to be right together (Bonferroni): each is that much wider.
+
+    Returns:
+        The lower and the upper end.
+
+    Raises:
+        ValueError: fewer than two seeds, or not as many of both.
+    """
+    if len(better) != len(worse) or len(better) < 2:
+        raise ValueError(f"a paired interval needs two seeds or more of both, got {len(better)} and {len(worse)}")
+    differences = np.subtract(better, worse, dtype=float)
+    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    reach = stats.t.ppf(1 - (1 - level) / 2 / comparisons, df=len(differences) - 1) * error
+    mean = differences.mean()
+    return float(mean - reach), float(mean + reach)
