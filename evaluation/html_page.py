@@ -9,7 +9,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 # A score with its difference to a baseline, as `evaluation.report` and `evaluation.seeds` write it
-DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<spread>[\d.]+))?\)")
+DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<error>[\d.]+))?\)")
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --ground: light-dark(#fff, #181a1b); }
 body { margin: 2rem auto; padding: 0 1rem; max-width: 80rem; font: 1rem/1.5 system-ui, sans-serif;
@@ -68,9 +68,10 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
 
 
 def _outcome(cell: str) -> str | None:
-    """Whether a score is better or worse than the baseline's: over seeds, by more than the spread of the difference."""
+    """Whether a score is better or worse than the baseline's, by more than the interval of the difference. A difference
+    without one is neither."""
     found = DIFFERENCE.fullmatch(cell.strip())
-    if found is None or abs(float(found["mean"])) <= float(found["spread"] or 0):
+    if found is None or found["error"] is None or abs(float(found["mean"])) <= float(found["error"]):
         return None
     return "better" if float(found["mean"]) > 0 else "worse"
 

@@ -33,3 +33,18 @@ def paired_interval(
     reach = stats.t.ppf(1 - (1 - level) / 2 / comparisons, df=len(differences) - 1) * error
     mean = differences.mean()
     return float(mean - reach), float(mean + reach)
+
+
+def sampling_error(one: float, other: float, number: int, level: float = LEVEL) -> float:
+    """Half the interval of the difference between two models' shares of the same test samples, from one run each.
+
+    It covers which samples were chosen as the test, and nothing that a seed changes. Both models see the same samples
+    and mostly fail at the same ones, which is not known here: taken as if each had samples of its own, the interval is
+    wider than it need be.
+
+    Args:
+        one, other: the shares, from 0 to 1, each a mean over the samples.
+        number: of samples.
+    """
+    variance = (one * (1 - one) + other * (1 - other)) / number
+    return float(stats.norm.ppf((1 + level) / 2) * np.sqrt(variance))

@@ -18,6 +18,7 @@ from conversion.markdown import escape, item, one_line
 from conversion.result_schema import TextCounts, read_result, require_result
 from evaluation.figures import plt
 from evaluation.html_page import html_page
+from evaluation.intervals import LEVEL, sampling_error
 from evaluation.results import named_folder
 
 Results = Sequence[dict[str, Any] | str | Path]
@@ -25,6 +26,8 @@ Results = Sequence[dict[str, Any] | str | Path]
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
+# Metrics that are no mean over samples
+NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc")
 # The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
@@ -50,7 +53,14 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     if baseline is not None and baseline not in table:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(table)}")
     summary = _summary(table, baseline)
-    sections = ["# Evaluation", summary, "![scores](report.png)", "## All metrics", _all_metrics(table)]
+    sections = [
+        "# Evaluation",
+        summary,
+        *([] if baseline is None else [_brackets(baseline)]),
+        "![scores](report.png)",
+        "## All metrics",
+        _all_metrics(table),
+    ]
     sections += ["## How it was measured", _protocols(table)]
     columns = primary_columns(of_tasks(table))
     scores = {model: [_score(row, *column) for column in columns] for model, row in table.items()}
@@ -179,9 +189,27 @@ def _summary(table, baseline: str | None) -> str:
             value = _score(row, task, metric)
             cell = "" if value is None else f"{value:.1%}"
             other = None if baseline in (None, model) else _score(table[baseline], task, metric)
-            cells.append(cell if None in (value, other) else f"{cell} ({100 * (value - other):+.1f})")
+            if None not in (value, other):
+                number = _number_of_means(row[task], metric)
+                error = "" if number is None else f" ± {100 * sampling_error(value, other, number):.1f}"
+                cell += f" ({100 * (value - other):+.1f}{error})"
+            cells.append(cell)
         rows.append([model, *cells])
     return markdown_table(["model", *columns.values()], rows)
+
+
+def _brackets(baseline: str) -> str:
+    return (
+        f"In brackets: the difference to {escape(baseline)} in percent points, ± its {LEVEL:.0%} interval over test "
+        "samples, where a metric is a mean over them. It does not cover what another seed of training would change."
+    )
+
+
+def _number_of_means(result: dict[str, Any], metric: str) -> int | None:
+    """Of how many samples a metric is the mean; None: it is the mean of other means, or no mean."""
+    if metric in NO_MEANS or any(name.startswith(f"{metric}/") for name in result["metrics"]):
+        return None
+    return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]
 
 
 def _score(row: dict[str, dict[str, Any]], task: str, metric: str) -> float | None:

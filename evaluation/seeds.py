@@ -17,6 +17,7 @@ from conversion.files import new_file, one_line_errors, output_folder, write_tex
 from conversion.lineage import read_attempts
 from conversion.markdown import escape, item
 from conversion.provenance import ATTEMPTS
+from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import (
     SAME_FOR_TASK,
     arrange,
@@ -75,7 +76,9 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
     if baseline is not None:
         name = escape(baseline)
-        sections.append(f"In brackets: the difference to {name}, mean ± deviation of the seeds' differences.")
+        sections.append(
+            f"In brackets: the mean difference to {name}, ± its paired {LEVEL:.0%} interval over the seeds."
+        )
     results = next(iter(first.values()))
     protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
@@ -118,7 +121,8 @@ def _cell(tables: Sequence[Table], model: str, task: str, metric: str, baseline:
         return cell
     others = _values(tables, baseline, task, metric)
     differences = [value - 100 * other for value, other in zip(values, others, strict=True)]
-    return f"{cell} ({statistics.mean(differences):+.1f} ± {statistics.stdev(differences):.1f})"
+    low, high = paired_interval(differences, [0.0] * len(differences))
+    return f"{cell} ({statistics.mean(differences):+.1f} ± {(high - low) / 2:.1f})"
 
 
 def _require_comparable(first: Table, other: Table, folder: Path, other_folder: Path) -> None:

@@ -47,9 +47,9 @@ def test_report(tmp_path):
     assert cells(page)[:10] == [
         ("model", ""), ("retrieval: R@1", ""),
         ("dense", ""), ("50.0%", ""),
-        ("sparse", ""), ("62.5% (+12.5)", "better"),
-        ("worse", ""), ("25.0% (-25.0)", "worse"),
-        ("same", ""), ("50.0% (+0.0)", ""),
+        ("sparse", ""), ("62.5% (+12.5 ± 4.3)", "better"),
+        ("worse", ""), ("25.0% (-25.0 ± 4.1)", "worse"),
+        ("same", ""), ("50.0% (+0.0 ± 4.4)", ""),
     ]  # fmt: skip
     (picture,) = re.findall(r'<img src="data:image/png;base64,(\S+)" alt="scores"', page)
     assert base64.b64decode(picture) == (tmp_path / "scores" / "report.png").read_bytes()
@@ -57,11 +57,11 @@ def test_report(tmp_path):
 
 
 def test_seeds(tmp_path, figures):
-    """A difference is better or worse where it exceeds its spread."""
+    """A difference is better or worse where it exceeds its interval."""
     folders = write_runs(tmp_path, (0.5, 0.5, 0.5), (0.60, 0.62, 0.67))
     write_seeds(folders, tmp_path / "out", baseline="dense")
     page = (tmp_path / "out" / "seeds.html").read_text(encoding="utf-8")
-    assert cells(page)[3::2] == [("50.0 ± 0.0", ""), ("63.0 ± 3.6 (+13.0 ± 3.6)", "better")]
+    assert cells(page)[3::2] == [("50.0 ± 0.0", ""), ("63.0 ± 3.6 (+13.0 ± 9.0)", "better")]
     (picture,) = re.findall(r'<img src="data:image/png;base64,(\S+)" alt="mean and spread"', page)
     assert base64.b64decode(picture) == (tmp_path / "out" / "seeds.png").read_bytes()
     assert "![mean and spread](seeds.png)" in (tmp_path / "out" / "seeds.md").read_text()
@@ -72,7 +72,7 @@ def test_seeds(tmp_path, figures):
     (tmp_path / "noise").mkdir()
     write_seeds(write_runs(tmp_path / "noise", (0.5, 0.5), (0.4, 0.62)), tmp_path / "out", baseline="dense")
     page = (tmp_path / "out" / "seeds.html").read_text(encoding="utf-8")
-    assert cells(page)[-1] == ("51.0 ± 15.6 (+1.0 ± 15.6)", "")
+    assert cells(page)[-1] == ("51.0 ± 15.6 (+1.0 ± 139.8)", "")
 
 
 @pytest.mark.parametrize("text", MARKS, ids=range(len(MARKS)))

@@ -38,7 +38,7 @@ def test_table_and_picture(tmp_path, figures):
     table = write_report(results, tmp_path, baseline="dense")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert rows[0] == ["model", "retrieval: R@1", "pairs: R@1"]
-    assert rows[2:] == [["dense", "50.0%", "50.0%"], ["sparse", "62.5% (+12.5)", "50.0% (+0.0)"]]
+    assert rows[2:] == [["dense", "50.0%", "50.0%"], ["sparse", "62.5% (+12.5 ± 4.3)", "50.0% (+0.0 ± 4.4)"]]
     text = (tmp_path / "report.md").read_text()
     assert table in text and "1,000 images (1000 samples, 2 skipped)" in text and "commit abc" in text
     assert "retrieval: other" in text  # not only the primary metrics
@@ -85,7 +85,7 @@ def test_a_partial_set_of_results_makes_a_partial_report(tmp_path, figures):
     table = write_report(results, tmp_path, baseline="dense")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert rows[0] == ["model", "retrieval: R@1", "pairs: R@1"]
-    assert rows[2:] == [["dense", "50.0%", ""], ["sparse", "62.5% (+12.5)", "75.0%"], ["wide", "", "25.0%"]]
+    assert rows[2:] == [["dense", "50.0%", ""], ["sparse", "62.5% (+12.5 ± 4.3)", "75.0%"], ["wide", "", "25.0%"]]
     text = (tmp_path / "report.md").read_text()
     assert re.search(r"\| pairs: other +\| +\| 25.0% +\| 25.0% +\|", text) and "- pairs: 1,000 images" in text
     (figure,) = figures
@@ -222,7 +222,7 @@ def test_any_text_is_only_text(tmp_path, text):
     # A bar is escaped if an odd number of backslashes stands before it.
     counts = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in tables]
     assert counts == [4] * 4 + [4] * 6
-    assert len(written.splitlines()) == 24
+    assert len(written.splitlines()) == 26
     unescaped = re.sub(r"\\.", "", written)
     assert not re.search(r"[`<$]|\]\(j|\]\(h|_x_|&lt;", unescaped)
     width, height = PIL.Image.open(tmp_path / "report.png").size

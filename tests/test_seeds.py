@@ -30,7 +30,7 @@ def test_mean_and_deviation(folders, tmp_path):
         write(folder, result("dense", value=0.5 + 0.01 * folders.index(folder)))
     table = write_seeds(folders, tmp_path / "out", baseline="dense")
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines()[2:]}
-    assert rows == {"sparse": "63.0 ± 3.6 (+12.0 ± 2.6)", "dense": "51.0 ± 1.0"}
+    assert rows == {"sparse": "63.0 ± 3.6 (+12.0 ± 6.6)", "dense": "51.0 ± 1.0"}
     text = (tmp_path / "out" / "seeds.md").read_text()
     assert table in text and "3 seeds" in text and "1,000 images" in text and "Commit abc" in text
     scores = json.loads((tmp_path / "out" / "seeds.json").read_text())
@@ -145,7 +145,7 @@ def test_any_name_is_only_text(tmp_path):
     escaped = r"two lines \| \`\$a\$\` \<b> \_x\_"
     assert table.splitlines()[2].startswith(f"| {escaped} |")
     text = (tmp_path / "out" / "seeds.md").read_text()
-    assert f"the difference to {escaped}, mean" in text and f"- retrieval: {escaped}\n" in text
+    assert f"the mean difference to {escaped}, ± its paired" in text and f"- retrieval: {escaped}\n" in text
     assert f"Commit {escaped}, {escaped} 1." in text
 
 
