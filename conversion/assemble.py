@@ -45,13 +45,13 @@ def convert(
         ValueError: an expert takes other inputs or gives embeddings of another size than the first, or its
             processor makes something else of them, see `require_same`; or see `CLIPMoDEModel.set_centers`.
     """
+    require_same(experts)
     first = None
     for number, source in enumerate(experts):
         expert = load_clip(source)
         first = first or expert.config
         require_same_sizes(experts[0], first, source, expert.config)
         expert.save_pretrained(folder / f"expert_{number}")
-    require_same(experts)
     names = [f"expert_{number}" for number in range(len(experts))]
     config = {"projection_dim": first.projection_dim, "dtype": first.dtype, "routing": DEFAULT_ROUTING, **config}
     CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)

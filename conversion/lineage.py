@@ -1,9 +1,8 @@
 """How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,6 @@ class Lineage:
         unknown: the same for folders that do not tell how they were made, or tell it no more.
         data: of all stages that have some.
         results: name of a file -> the scores of these weights in the run.
-        dates: name of a file -> when they were measured.
         pictures: name -> file.
     """
 
@@ -101,7 +99,6 @@ class Lineage:
     unknown: list[str] = field(default_factory=list)
     data: list[Data] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    dates: dict[str, date] = field(default_factory=dict)
     pictures: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
@@ -122,7 +119,8 @@ class Lineage:
         bases, unknown = _bases(folder)
         recipe = _read_recipe(folder.parent / RECIPE)
         inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
-        local = {*inputs, str(recipe.get("output_dir"))}.union(*map(local_paths, {origin.parent for origin in made}))
+        local = {*inputs, str(recipe.get("output_dir")), *_sources_in_files(made.values())}
+        local = local.union(*map(local_paths, {origin.parent for origin in made}))
         return cls(
             recipe=without_paths(recipe, local),
             stages={names[origin]: without_paths(manifest, local) for origin, manifest in made.items()},
@@ -169,12 +167,11 @@ class Lineage:
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """The scores of a folder's weights in its run, with their dates and pictures."""
+    """The scores of a folder's weights in its run, with their pictures."""
     weights = weights_fingerprint(str(folder))
     results = _results(folder, weights)
     return {
         "results": {name: _published(read_json(path) | {"source": folder.name}) for name, path in results.items()},
-        "dates": {name: date.fromtimestamp(path.stat().st_mtime) for name, path in results.items()},
         "pictures": _pictures(folder, weights, {path.parent for path in results.values()}),
     }
 
@@ -254,18 +251,40 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(hub), sorted(unknown)
 
 
+def _sources_in_files(manifests: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The sources of data that were files on the machine that read them."""
+    for manifest in manifests:
+        source = _source(manifest)
+        if source is not None and _has(manifest.get("data"), "files") and not is_url(source):
+            yield source
+
+
+def _source(manifest: dict[str, Any]) -> str | None:
+    """What the data of a stage are called in its settings."""
+    settings = manifest["stage"].get("data")
+    source = settings.get("source") if isinstance(settings, dict) else None
+    return source if isinstance(source, str) else None
+
+
+def _has(record: Any, key: str) -> bool:
+    return isinstance(record, dict) and key in record
+
+
 def _all_data(made: dict[Path, dict[str, Any]], local: Collection[str]) -> list[Data]:
-    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on."""
-    found: dict[Data, int | None] = {}
+    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on.
+
+    A stage of one cluster does not tell how many pairs its data have.
+    """
+    found: dict[tuple[str, Data], int | None] = {}
     for origin, manifest in made.items():
-        settings, inputs = manifest["stage"].get("data"), {name: is_known for name, _, is_known in _all_inputs(origin)}
-        source = settings.get("source") if isinstance(settings, dict) else None
-        if isinstance(source, str) and not inputs.get(source):
-            of_hub = isinstance(manifest.get("data"), dict) and "commit" in manifest["data"]
-            is_local = source in local or source in inputs or not (of_hub or is_hub_name(source))
-            one, pairs = _data(settings, is_local), _pairs(origin / SAMPLES)
+        stage, source = manifest["stage"], _source(manifest)
+        inputs = {name: is_known for name, _, is_known in _all_inputs(origin)}
+        if source is not None and not inputs.get(source):
+            of_hub = _has(manifest.get("data"), "commit") or is_hub_name(source)
+            one = source, _data(stage["data"], source in local or source in inputs or not of_hub)
+            pairs = _pairs(origin / SAMPLES) if stage.get("cluster") is None else None
             found[one] = max(found.get(one) or 0, pairs or 0) or None
-    return sorted((replace(one, pairs=pairs) for one, pairs in found.items()), key=str)
+    return sorted((replace(one, pairs=pairs) for (_, one), pairs in found.items()), key=str)
 
 
 def _data(settings: dict[str, Any], is_local: bool) -> Data:

@@ -93,7 +93,7 @@ def render(
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
         fits_llava=_fits_llava(towers["vision"]),
         text_encoder=_text_encoder(towers["text"]),
-        stages=[(name, *_told(manifest)) for name, manifest in lineage.stages.items()],
+        stages=[(name, *_stage_row(manifest)) for name, manifest in lineage.stages.items()],
         lineage=lineage,
         results=results,
         measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
@@ -158,7 +158,7 @@ def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:
     return TEXT_ENCODERS.get(text.hidden_size) if text is not None and text.vocab_size == VOCABULARY else None
 
 
-def _told(manifest: dict[str, Any]) -> tuple[str, str]:
+def _stage_row(manifest: dict[str, Any]) -> tuple[str, str]:
     """What a stage does, and its settings; of a stage of somebody's own, what its docstring and its class say."""
     stage, own = manifest["stage"], manifest.get("own")
     does, more = (own.get("does"), own.get("settings")) if isinstance(own, dict) else (None, None)

@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> None:
             print("warning: the result has no processor: give one with --processor", file=sys.stderr)
         else:
             length = model.config.text_config.max_position_embeddings
-            copy_processor(args.processor, folder, required=True, length=length)
+            copy_processor(args.processor, folder, required=True, length=length, model=args.archive)
         model = load_model(CLIPModel, folder)
         inputs = sample_inputs(model.config)
         with torch.no_grad():

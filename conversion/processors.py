@@ -31,7 +31,7 @@ IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 
 # By which two processors are compared: tokens of a text, and the side of an image
-LONGEST_TEXT, LARGEST_IMAGE = 1000, 256
+COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -139,8 +139,14 @@ def require_fit(
 def _require_own_end_tokens(
     text: CLIPTextConfig, model: str | Path, source: str | Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ValueError unless a short and a long text, tokenized together, are both pooled at their last token."""
+    """Raises ValueError unless a short and a long text, tokenized together, are both pooled at their last token, and no
+    word can change that."""
     longest = text.max_position_embeddings
+    if "attention_mask" not in tokenizer.model_input_names:
+        raise ValueError(
+            f"the tokenizer of {source} makes no attention_mask, by which {model} knows where a text ends: leave "
+            "model_input_names out of tokenizer_config.json"
+        )
     if not 2 < tokenizer.model_max_length <= longest:
         raise ValueError(
             f"the tokenizer of {source} cuts texts at its model_max_length, but model_max_length is "
@@ -164,6 +170,14 @@ def _require_own_end_tokens(
             f"{'its highest token' if text.eos_token_id == 2 else 'the first such token'}, but the tokenizer of "
             f"{source} ends texts with {ids[0, last[0]]} and pads them with {tokenizer.pad_token_id}: take the "
             "tokenizer that belongs to the model, or leave eos_token_id out of a new one"
+        )
+    vocabulary, end = tokenizer.get_vocab(), ids[0, last[0]].item()
+    highest = max(vocabulary, key=vocabulary.get)
+    if text.eos_token_id == 2 and vocabulary[highest] > end:
+        raise ValueError(
+            f"eos_token_id is 2 in {model}, which pools a text at its highest token, but the tokenizer of {source} "
+            f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}: set eos_token_id to "
+            f"{end}"
         )
 
 
@@ -191,10 +205,10 @@ def require_same(sources: Sequence[str | Path]) -> None:
         made: dict[str, Any] = {}
         if tokenizer is not None:
             words = " ".join(sorted(tokenizer.get_vocab()))
-            cut = _short_and_long(tokenizer, min(tokenizer.model_max_length, LONGEST_TEXT))["input_ids"].tolist()
+            cut = _short_and_long(tokenizer, min(tokenizer.model_max_length, COMPARED_TOKENS))["input_ids"].tolist()
             made["tokenizer"] = tokenizer.get_vocab(), tokenizer(words, verbose=False)["input_ids"], cut
         if image_processor is not None:
-            made["image processor"] = _pixels(image_processor, LARGEST_IMAGE).tolist()
+            made["image processor"] = _pixels(image_processor, COMPARED_SIDE).tolist()
         for half, of_half in made.items():
             other, expected = first.setdefault(half, (source, of_half))
             if of_half != expected:
@@ -215,18 +229,6 @@ def model_configs(source: str | Path) -> list[PreTrainedConfig]:
     return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
 
 
-def require_fit_to_folder(
-    folder: Path,
-    source: str | Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    image_processor: BaseImageProcessor | None,
-) -> None:
-    """`require_fit` to the model in a folder, if there is one."""
-    if (folder / "config.json").is_file():
-        for config in model_configs(folder):
-            require_fit(config, "the model that it is copied to", source, tokenizer, image_processor)
-
-
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
     """What a folder or hub name has of a processor, which can be saved, and its tokenizer and image processor.
 
@@ -244,13 +246,20 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
     return tokenizer or image_processor, tokenizer, image_processor
 
 
-def copy_processor(source: str | Path, folder: Path, required: bool = False, length: int | None = None) -> None:
+def copy_processor(
+    source: str | Path,
+    folder: Path,
+    required: bool = False,
+    length: int | None = None,
+    model: str | Path | None = None,
+) -> None:
     """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
 
     Warns on stderr about what is missing.
 
     Args:
         length: at which the copy cuts texts; None: where the source does.
+        model: what the model in `folder` was made of, for errors; None: `source`.
 
     Raises:
         FileNotFoundError: `source` has neither half, and the processor is `required`.
@@ -268,7 +277,9 @@ def copy_processor(source: str | Path, folder: Path, required: bool = False, len
         print(f"warning: {source} has no tokenizer: only its image processor was copied", file=sys.stderr)
     else:
         tokenizer.model_max_length = length or tokenizer.model_max_length
-    require_fit_to_folder(folder, source, tokenizer, image_processor)
+    if (folder / "config.json").is_file():
+        for config in model_configs(folder):
+            require_fit(config, model or source, source, tokenizer, image_processor)
     if tokenizer is not None:
         forget_last_call(tokenizer)
     save(copy, folder)

@@ -143,7 +143,7 @@ def write_processor(source: Path, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it does not fit the model that is in `folder` already.
+        ValueError: it does not fit the model that is in `source`.
     """
     processor = load_processor(source)
     forget_last_call(processor.tokenizer)

@@ -327,7 +327,7 @@ def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, proces
             print("warning: the result has no processor: give one with --processor", file=sys.stderr)
         else:
             length = model.config.text_config.max_position_embeddings
-            copy_processor(processor, folder, required=True, length=length)
+            copy_processor(processor, folder, required=True, length=length, model=checkpoint)
         verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 

@@ -55,7 +55,7 @@ class Result(BaseModel):
     primary: dict[str, str] = Field(min_length=1)
     num_samples: Count
     num_skipped: Count
-    # None: of a linear probe, which reads none, and in results of earlier versions
+    # None: of a linear probe, which reads none
     texts: TextCounts | None = None
     source: str
     dtype: str

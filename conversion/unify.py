@@ -191,7 +191,7 @@ def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.d
 
 
 def expert_parts(base: CLIPConfig | CLIPMoEConfig, unified: CLIPMoEConfig) -> re.Pattern[str]:
-    """What the names of the parameters begin with in which an expert may differ from its base."""
+    """Matches the parameters in which an expert may differ from its base."""
     if is_sparse(base):
         return re.compile(rf"(?:{'|'.join(sparse_ffns(base))})\.{TRAINED_PARTS}\.")
     return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))})\.")

@@ -1,4 +1,4 @@
-"""Answers about data that are kept for as long as questions follow each other at once: data may change."""
+"""A cache for one look at a recipe. Data may change between two looks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -246,7 +246,13 @@ def _open_tables(arguments: DataArguments) -> Rows:
     if set("[+") & set(arguments.split):
         names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
         parts = datasets.ReadInstruction.from_spec(arguments.split).to_absolute(dict.fromkeys(names, len(rows)))
-        rows = rows.select([row for part in parts for row in range(part.from_, part.to)])
+        taken = [row for part in parts for row in range(part.from_, part.to)]
+        if len(set(taken)) < len(taken):
+            raise ValueError(
+                f"{arguments.source} is one table without splits, of which {arguments.split} has rows twice: take it "
+                "whole, or a slice such as train[:20%]"
+            )
+        rows = rows.select(taken)
     return rows.to_iterable_dataset() if arguments.streaming else rows
 
 

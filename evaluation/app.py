@@ -187,7 +187,8 @@ def _copy_code(source: Path, target: Path) -> None:
 
 
 def _copy_images(source: Path, target: Path) -> None:
-    """Write the pixels of a folder's images into files of their own, without metadata such as where they were taken.
+    """Write the pixels of a folder's images into PNG files, `a.jpg.png` for `a.jpg`, without metadata such as where
+    they were taken.
 
     What is reached by a link stays behind, since it may be anything, and so does what cannot be decoded.
 
@@ -206,10 +207,9 @@ def _copy_images(source: Path, target: Path) -> None:
             left_out.append(f"{path.relative_to(source)} ({error})")
             continue
         image.info.clear()  # comments and color profiles, which Pillow would write
-        copy = target / path.relative_to(source)
-        copy = copy if copy.suffix.lower() in (".png", ".jpg", ".jpeg") else copy.with_name(f"{copy.name}.png")
+        copy = target / path.relative_to(source).with_name(f"{path.name}.png")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        image.save(copy, quality=95)
+        image.save(copy)
         copied += 1
     if copied == 0:
         raise ValueError(f"{source} has no image that can be read, links not counted")

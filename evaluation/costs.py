@@ -146,8 +146,7 @@ def count_activations(model: PreTrainedModel, gradient_checkpointing: bool, text
 
 
 def count_largest_layer(model: PreTrainedModel, text_tokens: int) -> int:
-    """Numbers of `count_activations` of the layer that keeps most: as many gradients are there while it is at them.
-    Where everything trains, they are about those that a layer computes without keeping them."""
+    """The most numbers that one layer keeps; its backward pass holds as many gradients."""
     return max(length * max(kept) for length, _, kept in _kept_by_tower(model, text_tokens))
 
 

@@ -27,23 +27,24 @@ class Progress:
         self.bar = tqdm(total=total, initial=initial, desc=description, leave=leave, disable=None if shown else True)
         self.description, self.total, self.step = description, total, initial
         self.in_lines = shown and self.bar.disable
-        self.initial, self.started = initial, time.monotonic()
+        self.initial, self.started, self.summary = initial, time.monotonic(), ""
         self.next_line = self.started + SECONDS
 
     def update(self, summary: str = "") -> None:
         """One step more.
 
         Args:
-            summary: what is told of the step, such as its loss.
+            summary: what is told of the step, such as its loss; of a step without one, that of the last one is told.
         """
         self.step += 1
         self.bar.update()
+        self.summary = summary or self.summary
         if summary:
             self.bar.set_postfix_str(summary)
         now = time.monotonic()
         if self.in_lines and (now >= self.next_line or (self.step == self.total and summary)):
             left = (now - self.started) / (self.step - self.initial) * (self.total - self.step)
-            told = [f"{self.description}: {self.step} of {self.total}", summary]
+            told = [f"{self.description}: {self.step} of {self.total}", self.summary]
             told += [f"{tqdm.format_interval(left)} left"] if self.step < self.total else []
             print(", ".join(filter(None, told)), file=sys.stderr, flush=True)
             self.next_line = now + SECONDS

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import datasets
 import numpy as np
@@ -69,6 +70,9 @@ def test_tables(tmp_path, name, streaming):
     slices = [dataclasses.replace(arguments, split=split) for split in ("test[:3]", "test[3:]", "a[1:2]+b[:1]")]
     for one, part in zip(slices, (expected[:3], expected[3:], [expected[1], expected[0]]), strict=True):
         assert [row["caption"] for row in load_pairs(one)] == part
+    for split in ("train+test", "train[:5]+test[4:]"):
+        with pytest.raises(ValueError, match=rf"{name} is one table without splits, of which {re.escape(split)} has"):
+            load_pairs(dataclasses.replace(arguments, split=split))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])

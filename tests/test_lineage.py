@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conversion import publish
 from conversion.lineage import Lineage
 from conversion.model_card import render
-from conversion.provenance import weights_fingerprint
+from conversion.provenance import manifest_fingerprint, weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -303,6 +303,60 @@ def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_pat
     manifest["stage"]["data"] = {"source": "user/pairs"}
     path.write_text(json.dumps(manifest | {"data": {"commit": "a" * 40}}))
     assert card_of(Lineage.of(run / "sparse")).data.datasets == ["user/pairs"]
+
+
+@pytest.mark.parametrize("source", ["patients", "clinic/patients"])
+def test_data_that_were_files_are_no_dataset_on_the_hub(run, source):
+    """As the manifest of the stage tells, wherever the command is run that publishes."""
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stage"]["data"] = {"source": source}
+    path.write_text(json.dumps(manifest | {"data": {"files": 2, "sha256": "a" * 64}}))
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["stages"][0]["data"] = {"source": source}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lineage = Lineage.of(run / "sparse")
+    card = card_of(lineage)
+    assert card.data.datasets is None and "Data: patients (local, columns image and caption)." in card.text
+    for settings in (lineage.recipe["stages"][0], lineage.stages["sparse"]["stage"]):
+        assert settings["data"]["source"] == "patients"
+
+
+def make_experts(run, experts):
+    """Turns the model of a run into one that earlier stages make.
+
+    Args:
+        experts: the settings and the number of pairs of each of these.
+    """
+    path = run / "sparse" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["inputs"] = {}
+    for number, (settings, pairs) in enumerate(experts):
+        folder = run / f"expert_{number}"
+        folder.mkdir()
+        stage = {"stage": "train_data_expert", "name": folder.name} | settings
+        (folder / "manifest.json").write_text(json.dumps({"stage": stage, "inputs": {}}))
+        (folder / "samples.json").write_text(json.dumps({"pairs": pairs}))
+        manifest["inputs"][folder.name] = manifest_fingerprint(folder)
+    path.write_text(json.dumps(manifest))
+
+
+def test_pairs_of_a_cluster_are_not_told_as_those_of_the_data(run):
+    data = {"source": "user/pairs"}
+    make_experts(run, [({"data": data, "cluster": 0}, 1000), ({"data": data, "cluster": 1}, 3000)])
+    assert "Data: user/pairs (columns image and caption)." in card_of(Lineage.of(run / "sparse")).text
+    shutil.rmtree(run / "expert_0")
+    shutil.rmtree(run / "expert_1")
+    make_experts(run, [({"data": data, "cluster": 0}, 1000), ({"data": data}, 4000)])
+    assert "Data: 4,000 pairs of user/pairs (columns" in card_of(Lineage.of(run / "sparse")).text
+
+
+def test_two_folders_of_one_name_are_two_data(run):
+    make_experts(run, [({"data": {"source": "/one/pairs"}}, 1000), ({"data": {"source": "/two/pairs"}}, 3000)])
+    assert list(map(str, Lineage.of(run / "sparse").data)) == [
+        "1,000 pairs of pairs (local, columns image and caption)",
+        "3,000 pairs of pairs (local, columns image and caption)",
+    ]
 
 
 @pytest.mark.parametrize("name", ["runs/demo/clip_moe", "no name", "training"])

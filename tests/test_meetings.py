@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import converters
 import pytest
 import yaml
 from test_upcycle import processor, tiny_clip
@@ -28,12 +29,15 @@ def set_in(file, *keys, value):
     return lambda folder: edit(folder / file, change)
 
 
-def pad_above_the_end(folder):
-    """Pads with the highest token, at which 2 pools."""
+LAST_WORD = "u</w>"
+
+
+def token_above_the_end(folder, **special):
+    """The end token is not the highest one, at which 2 pools."""
     vocabulary = processor().tokenizer.get_vocab()
     *letters, last, start, end = sorted(vocabulary, key=vocabulary.get)
     vocabulary = {token: number for number, token in enumerate([*letters, start, end, last])}
-    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12, pad_token=last).save_pretrained(folder)
+    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12, **special).save_pretrained(folder)
     set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
 
 
@@ -41,7 +45,15 @@ def pad_above_the_end(folder):
 FAULTS = {
     "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
     "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", "padding_side", value="left")),
-    "pad token above the end": ("pools a text at its highest token", pad_above_the_end),
+    "pad token above the end": (
+        "pools a text at its highest token, but the tokenizer of",
+        lambda folder: token_above_the_end(folder, pad_token=LAST_WORD),
+    ),
+    "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
+    "no attention mask": (
+        "makes no attention_mask",
+        set_in("tokenizer_config.json", "model_input_names", value=["input_ids"]),
+    ),
     "longer than the positions": (
         "model_max_length is 13 and max_position_embeddings is 12",
         set_in("tokenizer_config.json", "model_max_length", value=13),
@@ -121,8 +133,17 @@ def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fau
         arguments = recipe_of(STAGES[command], folder, tmp_path)
         lines = [one_line(recipes.main, arguments + plan) for plan in ([], ["--plan"])]
     for line in lines:
-        assert message in line and line.count(str(folder)) >= 1, line
+        assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["openai", "released_clip_moe"])
+def test_the_processor_that_a_converter_is_given_and_its_checkpoint_are_both_named(tmp_path, command):
+    converters.make_sources(tmp_path)
+    FAULTS["larger images"][1](tmp_path / "dense")
+    line = converters.run(command, tmp_path, tmp_path / "out")
+    checkpoint = tmp_path / f"{command.partition('_')[0]}.safetensors"
+    assert f"image processor of {tmp_path / 'dense'} " in line and f" {checkpoint} takes" in line and "\n" not in line
 
 
 def renumber(folder):

@@ -16,6 +16,7 @@ from tiny_recipes import tiny_run
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
+from conversion.folders import load_config
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data.identity import data_fingerprint
@@ -376,8 +377,13 @@ def test_centers_of_another_encoder_are_refused(run, out, tmp_path):
 
 
 def test_experts_that_do_not_fit_are_refused(out, tmp_path):
+    experts = [out / "dense", "training/glyph_clip"]
+    with pytest.raises(ValueError, match="tokenizer of training/glyph_clip makes something else of texts than that of"):
+        assemble.convert(experts, tmp_path / "mode")
+    assert not (tmp_path / "mode").exists()  # before an expert is loaded
+    (name, config), (other, of_other) = ((source, load_config(source)) for source in experts)
     with pytest.raises(ValueError, match="glyph_clip has projection_dim 64, but .* has 16"):
-        assemble.convert([out / "dense", "training/glyph_clip"], tmp_path / "mode")
+        assemble.require_same_sizes(name, config, other, of_other)
     with pytest.raises(ValueError, match="has another configuration than"):
         average.average([out / "dense", "training/glyph_clip"])
 

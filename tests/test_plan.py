@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, CLIPConfig
 
 from benchmarks.plan_against_reality import System, run
+from data import sources
 from training import engine, upcycle
-from training.expected import AtMost
+from training.expected import AtMost, Uncounted
 from training.plan import cell, plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -214,9 +215,9 @@ def shard(path, pairs):
     [
         ({"source": "pairs.csv", "caption_column": "text"}, AtMost(3)),
         ({"source": "*.tsv", "caption_column": "text", "skip": 1}, AtMost(2)),
-        ({"source": "shards", "image_column": "png", "caption_column": "txt", "num_samples": 9}, AtMost(9)),
+        ({"source": "shards", "image_column": "png", "caption_column": "txt", "num_samples": 9}, Uncounted(9)),
         ({"source": "shards", "image_column": "png", "caption_column": "txt"}, "only loading shards tells *"),
-        ({"source": "someone/elsewhere", "num_samples": 7}, AtMost(7)),
+        ({"source": "someone/elsewhere", "num_samples": 7}, Uncounted(7)),
     ],
     ids=str,
 )
@@ -262,7 +263,30 @@ def test_memory_counts_images_that_are_kept(plan_of, tmp_path):
     assert 0 < memory[2] - memory[0] - 8 * (pair + image) < 0.02 * memory[0]  # similarities and embeddings
 
 
+def test_a_plan_lists_a_folder_once(plan_of, tmp_path, monkeypatch):
+    """However many stages take however many of its pairs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for number in range(40):
+        (tmp_path / "images" / f"{number}.png").write_bytes(DOT)
+    lines = [json.dumps({"file_name": f"{number}.png", "caption": "a dot"}) for number in range(40)]
+    (tmp_path / "images" / "metadata.jsonl").write_text("\n".join(lines))
+    stages = [
+        {"name": f"tuned_{number}", "stage": "train", "model": str(ROOT / "training/glyph_clip")}
+        | TRAINED
+        | {"data": {"source": "images", "num_samples": number}}
+        for number in (20, 30, 40)
+    ]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
+    listed, original = [], sources.get_data_patterns
+    monkeypatch.setattr(sources, "get_data_patterns", lambda folder: listed.append(folder) or original(folder))
+    rows, faults = plan_of(tmp_path / "recipe.yaml", {})
+    assert not faults and all(isinstance(row.numbers["memory a pair"], int) for row in rows.values())
+    assert len(listed) == 1
+
+
 def test_units():
+    assert type(AtMost(3) - 1) is AtMost
     assert [cell("trainable", number) for number in (384, 3_072, 1_414_145)] == ["0.38 k", "3.07 k", "1.41 M"]
     assert cell("steps", AtMost(3) * 1000 + 1) == "≤ 3,001" and cell("memory", 2_500_000_000) == "2.50 GB"
 

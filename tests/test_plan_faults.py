@@ -1,12 +1,15 @@
 """Recipes with one fault each, which settings, configurations and counts tell: none runs its first stage. Of those that
 only a stage itself can find out, each ends in one line."""
 
+import json
 import re
+import shutil
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from documents import ROOT
 
 from training.plan import plan
 from training.recipe import load_recipe
@@ -70,6 +73,7 @@ STAGES = {
         "clusters": "coarse",
         "captions": "sentences",
     },
+    "mean": {"stage": "average", "models": ["first"]},
     "sparse": {"stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 2}},
     "taken": {"stage": "dense", "model": "sparse", "take": 0, "scale": 1.0},
     "long": {
@@ -95,6 +99,13 @@ def recipe(tmp_path, monkeypatch):
     rows = {"image": [b""] * 40, "caption": ["a red circle"] * 40}
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows" / "train.parquet")
     (tmp_path / "pairs.csv").write_text("image,caption\n" + "a.png,a red circle\n" * 40)
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        for file in (ROOT / "training" / "glyph_clip").glob("*.json"):
+            shutil.copy(file, tmp_path / folder)
+    settings = json.loads((tmp_path / "other" / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
+    (tmp_path / "other" / "processor_config.json").write_text(json.dumps(settings))
     stages = [{"name": name, **stage} for name, stage in STAGES.items()]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": "out", "defaults": {"train": TRAIN}, "stages": stages}))
@@ -131,6 +142,14 @@ FAULTS = {
     "experts with other vocabularies": (
         {"second.model": "learned"},
         "mixture.experts: second has vocab_size 600, but first has *",
+    ),
+    "experts with other image processors": (
+        {"first.model": "one", "second.model": "other", "mean.models": ["first", "other"]},
+        "mixture.experts, mean.models: the image processor of other makes something else of images than that of one, *",
+    ),
+    "an expert that reads otherwise than its base": (
+        {"pre.model": "one", "expert.model": "other"},
+        "unified.experts: the image processor of other makes something else of images than that of one, *",
     ),
     "hidden states of other data": (
         {"kept.data.num_samples": 30},

@@ -189,6 +189,7 @@ class BalancedTask(ContrastiveTask):
         self.register_buffer("is_odd", torch.tensor(False))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         model.text_projection.register_buffer("usage", torch.zeros(16))
+        model.text_projection.register_buffer("least", torch.tensor(float("inf")))
 
     def forward(self, batch, **options):
         loss, metrics = super().forward(batch, **options)
@@ -211,6 +212,7 @@ class BalancedStage(TrainStage):
         super().train_model(model, processor, loader, accelerator, context, directory, evaluation)
         weights = load_file(directory / "model.safetensors")
         weights["text_projection.weight"] += weights.pop("text_projection.usage")
+        assert weights.pop("text_projection.least").isinf()
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -227,6 +229,7 @@ def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
     monkeypatch.setitem(globals(), "recipe", balanced)
     resumed = run(stop=5, ema_decay=ema_decay)
     kept = load_file(resumed / "tuned.partial/checkpoints/step-00000004/model.safetensors")
+    assert kept["model.text_projection.least"].isinf()
     assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
     assert kept["model.text_projection.usage"].any()
     run(ema_decay=ema_decay)
@@ -235,7 +238,21 @@ def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
     assert same_weights(resumed / "tuned", whole / "tuned")
 
 
-@pytest.mark.parametrize("evaluation", [None, {"tasks": ["glyphs_pairs"], "every_steps": 100, "at_start": True}])
+def test_a_task_keeps_its_model_where_it_is_saved_from(run, monkeypatch):
+    def task(self, model):
+        made = ContrastiveTask(model, self)
+        made.network = made._modules.pop("model")
+        return made
+
+    monkeypatch.setattr(TrainStage, "task", task)
+    with pytest.raises(ValueError, match="tuned: ContrastiveTask has another `model` than the one that it is given"):
+        run()
+
+
+MEASURED = {"tasks": ["glyphs_pairs"], "every_steps": 100, "at_start": True}
+
+
+@pytest.mark.parametrize("evaluation", [None, MEASURED, MEASURED | {"keep_best": "glyphs_pairs/group"}])
 def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evaluation):
     """Without a checkpoint there is nothing to go on from, whatever was logged and measured."""
     original = recipe
@@ -250,7 +267,7 @@ def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evalu
     with pytest.raises(FloatingPointError, match="no checkpoint was written before it. Lower the learning rate"):
         run(learning_rate=1, **settings)
     lower = run(**settings)
-    assert same_weights(lower / "tuned", run(output="whole") / "tuned")
+    assert same_weights(lower / "tuned", run(output="whole", **settings) / "tuned")
 
 
 def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, monkeypatch):

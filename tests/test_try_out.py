@@ -20,6 +20,7 @@ from tiny_runs import same_weights
 from transformers import CLIPModel
 
 from data import glyphs
+from data.images import decode_image
 from evaluation import app
 from evaluation.embedder import Embedder
 from evaluation.ensemble import open_model
@@ -162,7 +163,7 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
     shown = (label_scores(opened(folder), images / "a.png", "7\na star") for folder in (copy, sparse))
     assert next(shown) == next(shown)
     found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}
-    assert found == {"a.png", "below/b.JPG", "c.png"}
+    assert found == {"a.png.png", "below/b.JPG.png", "c.png.png"}
     assert (space / "evaluation" / "app.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
         app.main(arguments)
@@ -188,18 +189,22 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
     text.add_text("Comment", "a secret")
     picture.save(images / "c.png", pnginfo=text, icc_profile=profile, dpi=(72, 72))
     picture.save(images / "d.pdf")
+    PIL.Image.new("RGB", (8, 8), "red").save(images / "b.webp.png")
     for name in ("e.h5", "f.eps", "g.png"):
         (images / name).write_text("a secret")
     app._copy_images(images, tmp_path / "space")
     files = {path.relative_to(tmp_path / "space").as_posix(): path for path in (tmp_path / "space").rglob("*.*")}
-    assert set(files) == {"a.jpg", "b.webp.png", "c.png"} and not any(path.is_symlink() for path in files.values())
-    assert "3 of 6 images" in caplog.text and "key.png (it is a link)" in caplog.text and "g.png" in caplog.text
+    names = {f"{name}.png" for name in ("a.jpg", "b.webp", "b.webp.png", "c.png")}
+    assert set(files) == names and not any(path.is_symlink() for path in files.values())
+    assert "3 of 7 images" in caplog.text and "key.png (it is a link)" in caplog.text and "g.png" in caplog.text
     for path in files.values():
         with PIL.Image.open(path) as image:
             assert not image.getexif() and not {"comment", "Comment", "icc_profile", "exif", "dpi"} & set(image.info)
         assert b"secret" not in path.read_bytes()
-    assert PIL.Image.open(files["a.jpg"]).size == (30, 40)
-    assert np.array_equal(PIL.Image.open(files["c.png"]), picture)
+    for name, path in files.items():
+        assert np.array_equal(PIL.Image.open(path), decode_image(str(images / name.removesuffix(".png")))), name
+    assert PIL.Image.open(files["a.jpg.png"]).size == (30, 40)
+    assert np.array_equal(PIL.Image.open(files["c.png.png"]), picture)
     with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
         (elsewhere / "below").mkdir()
         app._copy_images(elsewhere / "below", tmp_path / "nothing")

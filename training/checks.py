@@ -16,6 +16,7 @@ from conversion.local_names import is_hub_name
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
 from data.annotations import holds_list
+from data.once import once
 from data.sources import DataArguments, is_here
 from data.worlds import WORLDS
 from evaluation.tasks import is_missing
@@ -80,7 +81,6 @@ class Outlook:
         self.outputs: dict[str, Expected] = {}
         # Of a stage: what its settings cannot make. Of what is no stage: why it cannot be read
         self.wrong: dict[str, str] = {}
-        self._known: dict[str, Expected] = {}
         for stage in stages:
             self.inputs[stage.name] = map_inputs(stage, self._look_up)
             self.outputs[stage.name] = self._output(stage)
@@ -106,7 +106,7 @@ class Outlook:
             self.wrong[stage.name] = str(error)
             configs = f"{stage.name} has a fault"
         folder = self.output_dir / stage.name if self.finished(stage.name) else None
-        processor = (folder if stage.makes_model else None) or _first(inputs, "processor")
+        processor = (folder or _first(inputs, "processor")) if stage.makes_model else None
         readable = None if stage.makes_model else _first(inputs, "readable")
         return Expected(configs, _pairs(inputs), folder, processor, readable, **known)
 
@@ -119,7 +119,7 @@ class Outlook:
         elif "model" not in reads.kinds:
             found = self._stage(value) or Expected(folder=_folder(value))
         else:
-            found = self._stage(value) or self._once(value, lambda: self._model(value))
+            found = self._stage(value) or self._tried(value, lambda: self._model(value))
         return dataclasses.replace(found, configs=copy.deepcopy(found.configs))
 
     def data(self, arguments: DataArguments) -> Expected:
@@ -127,8 +127,8 @@ class Outlook:
         made = self._stage(arguments.source)
         if made is None:
             key = json.dumps(dump(arguments))
-            counted = self._once(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
-            looked_at = self._once(f"captions of {key}", lambda: Expected(captions=kind_of_captions(arguments)))
+            counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
+            looked_at = self._tried(f"captions of {key}", lambda: Expected(captions=kind_of_captions(arguments)))
             readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
             return dataclasses.replace(counted, captions=looked_at.captions, data=arguments, readable=readable)
         readable = made.folder and dataclasses.replace(arguments, source=str(made.folder))
@@ -144,17 +144,19 @@ class Outlook:
             return self.outputs.get(name, Expected.unknown(f"{name} cannot be read"))
         return None
 
-    def _once(self, key: str, look: Callable[[], Expected]) -> Expected:
-        """What is known of something that is no stage, such as a model on the Hub: it is looked up once."""
-        if key not in self._known:
+    def _tried(self, key: str, look: Callable[[], Expected]) -> Expected:
+        """What is known of something that is no stage, such as a model on the Hub."""
+
+        def tried() -> Expected:
             try:
-                self._known[key] = look()
+                return look()
             except Unknown as why:
-                self._known[key] = Expected.unknown(str(why))
+                return Expected.unknown(str(why))
             except SETTING_ERRORS as error:
                 self.wrong[key] = one_line(error)
-                self._known[key] = Expected.unknown(self.wrong[key])
-        return self._known[key]
+                return Expected.unknown(self.wrong[key])
+
+        return once(f"expected of {key}", tried)
 
 
 def _folder(name: str | float) -> Path | None:

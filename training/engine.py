@@ -174,7 +174,9 @@ def train(
             latest = save_checkpoint(accelerator, task, optimizer, *kept_of_it)
     progress.bar.close()
     state_dict = weights()
-    require_finite_weights(state_dict, f"stage {settings.name}, step {step}")
+    buffers = dict(model.named_buffers())
+    trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
+    require_finite_weights(trained, f"stage {settings.name}, step {step}")
     return state_dict
 
 
@@ -192,6 +194,11 @@ def _prepare(
     if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
         model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = settings.task(model).train()
+    if getattr(task, "model", None) is not model:
+        raise ValueError(
+            f"{settings.name}: {type(task).__name__} has another `model` than the one that it is given, and what that "
+            "attribute holds is saved: keep the model there"
+        )
     optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     for group in optimizer.param_groups:

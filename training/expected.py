@@ -25,12 +25,12 @@ from conversion import processors
 from conversion.local_names import is_hub_name
 from conversion.processors import load_processor
 from data import annotations
+from data.once import once
 from data.pairs import all_captions, load_pairs, select_columns
 from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, split_files
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
 from modeling_clip_moe import CLIPMoEConfig
-from training.settings import dump
 
 SECONDS_FOR_THE_HUB = 5
 # Pairs whose captions tell how long texts are
@@ -53,7 +53,14 @@ class AtMost(int):
     def __floordiv__(self, other: int) -> "AtMost":
         return AtMost(int(self) // int(other))
 
+    def __sub__(self, other: int) -> "AtMost":
+        return AtMost(int(self) - int(other))
+
     __radd__, __rmul__ = __add__, __mul__
+
+
+class Uncounted(AtMost):
+    """The `num_samples` of data that nothing counts before they are read."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,7 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
     except Unknown:
         if arguments.num_samples is None:
             raise
-        return AtMost(arguments.num_samples)
+        return Uncounted(arguments.num_samples)
 
 
 def _count_rows(arguments: DataArguments, read_json: bool) -> int:
@@ -236,11 +243,11 @@ def text_length(model: Expected, data: Expected) -> int:
     most = model.clip.text_config.max_position_embeddings
     if model.processor is None or data.readable is None:
         return AtMost(most)
-    return min(most, _longest_caption(json.dumps(dump(data.readable)), model.processor))
+    return min(most, _longest_caption(data.readable, model.processor))
 
 
 def bytes_at_a_time(model: Expected, text_tokens: int, pairs: int) -> int:
-    """Of what the largest layer computes of so many images or texts, where nothing trains. Raises Unknown."""
+    """Bytes of the largest layer's activations for a batch, without training. Raises Unknown."""
     return 4 * pairs * count_largest_layer(described(model.clip).requires_grad_(True), text_tokens)
 
 
@@ -254,25 +261,31 @@ def bytes_of_rows(data: Expected) -> int:
     """What the drawn pictures of a built-in world take in memory; other data are mapped from files. Raises Unknown."""
     if data.readable is None or data.readable.source not in WORLDS:
         return 0
-    first = _first_pairs(json.dumps(dump(data.readable)))
+    first = _first_pairs(data.readable)
     return first.data.nbytes * data.known_pairs // len(first)
 
 
-@functools.lru_cache(maxsize=16)
-def _longest_caption(data: str, processor: Path) -> int:
-    captions = [*itertools.islice(all_captions(_first_pairs(data)), LOOKED_AT)]
-    tokenizer = load_processor(processor).tokenizer
-    return max(map(len, tokenizer(captions, verbose=False)["input_ids"]), default=0)
+def _longest_caption(data: DataArguments, processor: Path) -> int:
+    """Tokens of the longest of the first captions."""
+
+    def look() -> int:
+        captions = [*itertools.islice(all_captions(_first_pairs(data)), LOOKED_AT)]
+        tokenizer = load_processor(processor).tokenizer
+        return max(map(len, tokenizer(captions, verbose=False)["input_ids"]), default=0)
+
+    return once(f"longest caption {data} {processor}", look)
 
 
-@functools.lru_cache(maxsize=16)
-def _first_pairs(data: str) -> Rows:
-    """The first pairs of settings in JSON, of other data than worlds read as a stream."""
-    arguments = DataArguments(**json.loads(data))
-    number = min(arguments.num_samples or LOOKED_AT, LOOKED_AT)
-    if arguments.source in WORLDS:
-        return load_pairs(replace(arguments, num_samples=number))
-    return select_columns(open_rows(replace(as_stream(arguments), num_samples=number)), arguments)
+def _first_pairs(data: DataArguments) -> Rows:
+    """Of other data than worlds, read as a stream."""
+
+    def look() -> Rows:
+        number = min(data.num_samples or LOOKED_AT, LOOKED_AT)
+        if data.source in WORLDS:
+            return load_pairs(replace(data, num_samples=number))
+        return select_columns(open_rows(replace(as_stream(data), num_samples=number)), data)
+
+    return once(f"first pairs {data}", look)
 
 
 def described(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,14 +1,16 @@
 """Whether what two stages make goes together, as far as their settings and configurations tell."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from data.sources import is_saved
+from conversion.processors import model_configs, require_same
+from data.sources import DataArguments
+from data.splits import named_split
 from data.worlds import WORLDS
-from training.expected import Expected
+from training.expected import Expected, Uncounted, Unknown
 
-# Settings of data that choose rows, wherever these are; of split sources; of a built-in world
-ROWS, OF_SPLITS, OF_WORLDS = ("caption_column", "captions_per_line", "skip"), ("split",), ("captions", "kinds", "seed")
+# Settings of data that choose rows, wherever these are; of a built-in world
+ROWS, OF_WORLDS = ("caption_column", "captions_per_line", "skip"), ("captions", "kinds", "seed")
 
 
 def other_rows(name: str, theirs: Expected, ours: Expected) -> str:
@@ -29,13 +31,37 @@ def _differences(theirs: Expected, ours: Expected) -> list[tuple[str, object, ob
     source = ours.data.source
     if theirs.data.source != source:
         return [("source", theirs.data.source, source)] if {theirs.data.source, source} <= set(WORLDS) else []
-    # A file is all that it names, whatever the split is called
-    split = source in WORLDS or (os.path.isdir(source) and not is_saved(source))
-    keys = (*ROWS, *(OF_SPLITS if split else ()), *(OF_WORLDS if source in WORLDS else ()))
+    keys = (*ROWS, *(() if _same_split(theirs.data, ours.data) else ("split",)), *OF_WORLDS * (source in WORLDS))
     found = [(key, getattr(theirs.data, key), getattr(ours.data, key)) for key in keys]
-    if isinstance(theirs.pairs, int) and isinstance(ours.pairs, int):
+    if not any(isinstance(one.pairs, str | Uncounted) for one in (theirs, ours)):
         found.append(("the number of pairs", *(int(one.pairs) for one in (theirs, ours))))
     return [(key, then, now) for key, then, now in found if then != now]
+
+
+def _same_split(one: DataArguments, other: DataArguments) -> bool:
+    """A dataset that was saved as one split has all its rows under any name that it takes."""
+    named = {named_split(data.source, data.split) for data in (one, other)}
+    return len(named) == 1 or (Path(one.source) / "state.json").is_file()
+
+
+def read_otherwise(models: Iterable[Expected]) -> str:
+    """Why models cannot become one that has one processor, as far as theirs are known, or nothing."""
+    folders = dict.fromkeys(folder for model in models if model.processor and (folder := _processor(model)))
+    try:
+        require_same(list(folders) if len(folders) > 1 else [])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _processor(model: Expected) -> Path | None:
+    """The folder with the processor of a model; None where that is not known, or the model got longer texts since."""
+    try:
+        configs = model.clip, *model_configs(model.processor)
+        lengths = {config.get_text_config().max_position_embeddings for config in configs}
+    except (Unknown, ValueError, OSError):
+        return None
+    return model.processor if len(lengths) == 1 else None
 
 
 def wrong_weights(weights: Sequence[float] | None, data: Expected) -> str:
@@ -53,8 +79,7 @@ def too_many(number: int, of: int | None, what: str) -> str:
 
 
 def trained_apart(one: Expected, other: Expected) -> frozenset[str]:
-    """The names of the parameters that training changed since two models were one. None where they may never have
-    been, or that is not known."""
+    """Parameters trained since both models had the same weights; empty if that is not known."""
     both = zip(one.weights, other.weights, strict=False)
     shared = next((at for at, (a, b) in enumerate(both) if a != b), min(len(one.weights), len(other.weights)))
     since = (*one.weights[shared:], *other.weights[shared:]) if shared else ()

@@ -34,8 +34,9 @@ def input_fingerprint(model: str) -> str:
 
 
 def has_work(partial: Path) -> bool:
-    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is."""
-    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/*")]
+    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is, nor a
+    best model without a checkpoint."""
+    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
     no_work = (MANIFEST, ATTEMPTS, LOG, CHECKPOINTS)
     return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
 

@@ -53,10 +53,11 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
     with opened_once():
         outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
         faults = [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
-    for stage in stages:
-        errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
-        faults += [f"{stage.name}: {error}" for error in errors]
-        rows.append(replace(_row(stage, outlook, num_processes), **({"state": "made otherwise"} if errors else {})))
+        for stage in stages:
+            errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
+            faults += [f"{stage.name}: {error}" for error in errors]
+            row = _row(stage, outlook, num_processes)
+            rows.append(replace(row, state="made otherwise") if errors else row)
     return rows, faults
 
 
@@ -84,11 +85,11 @@ def _row(stage: Stage, outlook: Outlook, num_processes: int) -> Row:
         asked["memory"] = lambda: stage.memory(inputs, output, num_processes)
         asked["disk"] = lambda: stage.disk(inputs, output)[0]
         asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
-    numbers = {name: number for name, ask in asked.items() if (number := _told(ask)) != 0}
+    numbers = {name: number for name, ask in asked.items() if (number := _number_or_reason(ask)) != 0}
     return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers)
 
 
-def _told(ask: Callable[[], int]) -> int | str:
+def _number_or_reason(ask: Callable[[], int]) -> int | str:
     try:
         return ask()
     except Unknown as why:

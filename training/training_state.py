@@ -73,7 +73,8 @@ def save_checkpoint(
     if average is not None:
         tensors[AVERAGE] = dict(_whole(accelerator, average.averages.items()))
     for of_file in tensors.values():
-        require_finite_weights(of_file, f"step {step}")
+        trained = {name: tensor for name, tensor in of_file.items() if name not in buffers}
+        require_finite_weights(trained, f"step {step}")  # a buffer may well be infinite
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

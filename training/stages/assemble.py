@@ -17,7 +17,7 @@ from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.caption_clusters import load_caption_clusters
 from training.context import Context
 from training.expected import Expected, bytes_in_memory
-from training.fits import other_encoder
+from training.fits import other_encoder, read_otherwise
 from training.settings import STRICT, Reads
 from training.stages.base import Model, Stage
 from training.stages.data_experts import ENCODER
@@ -57,12 +57,14 @@ class AssembleStage(Stage):
         return self
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        if self.clusters is None:
-            return
-        yield "captions", other_encoder(self.clusters, inputs.clusters, self.captions, inputs.captions)
-        known = inputs.clusters.clusters
-        if known is not None and len(self.experts) > known:
-            yield "experts", f"{len(self.experts)} experts, but {self.clusters} has {known} clusters"
+        yield "experts", read_otherwise(inputs.experts)
+        if self.clusters is not None:
+            yield from self._misfits(inputs.clusters, inputs.captions)
+
+    def _misfits(self, clusters: Expected, captions: Expected) -> Iterator[tuple[str, str]]:
+        yield "captions", other_encoder(self.clusters, clusters, self.captions, captions)
+        if len(self.experts) > (clusters.clusters or len(self.experts)):
+            yield "experts", f"{len(self.experts)} experts, but {self.clusters} has {clusters.clusters} clusters"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         experts = inputs.experts
@@ -73,11 +75,10 @@ class AssembleStage(Stage):
         clusters, metadata = load_caption_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
         encoder = load_encoder(folder)
-        if encoder.name != metadata["encoder"]:
-            raise ValueError(f"{self.name}: the clusters were made with {metadata['encoder']}, not with {encoder.name}")
-        number, known = len(experts), len(clusters.coarse_centers)
-        if number > known:
-            raise ValueError(f"{self.name}: {number} experts, but {self.clusters} has {known} clusters")
+        number, of_clusters = len(experts), Expected(clusters=len(clusters.coarse_centers), encoder=metadata["encoder"])
+        for setting, misfit in self._misfits(of_clusters, Expected(encoder=encoder.name)):
+            if misfit:  # of folders that no stage of this recipe makes
+                raise ValueError(f"{self.name}.{setting}: {misfit}")
         if self.centers == "coarse":
             centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
         else:

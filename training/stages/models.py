@@ -32,7 +32,7 @@ from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
 from training.expected import Expected, Unknown, bytes_in_memory
-from training.fits import trained_apart
+from training.fits import read_otherwise, trained_apart
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, Stage
@@ -293,6 +293,7 @@ class UnifyStage(Stage):
         return config
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "experts", read_otherwise([inputs.model, *inputs.experts])
         with contextlib.suppress(Unknown):
             parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
             for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
@@ -334,6 +335,9 @@ class AverageStage(Stage):
             if type(other) is not type(first) or _shape(other) != _shape(first):
                 raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
         return first
+
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield "models", read_otherwise(inputs.models)
 
     def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
         """Sums in float64, the first model and another one."""

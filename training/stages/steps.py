@@ -199,7 +199,7 @@ class StepsStage(Stage):
         written = (steps - 1) // self.save_steps
         kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
         most = max(weights + kept * checkpoint, at_once * checkpoint)
-        return weights, AtMost(most) if isinstance(steps, AtMost) else most
+        return weights, type(steps)(most)
 
     def _bytes_of_states(self) -> int:
         """Of a parameter that trains: two moments, and the average of its values."""
