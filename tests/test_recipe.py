@@ -262,3 +262,14 @@ def test_a_stage_of_the_wrong_type_is_refused():
 def test_no_means_no():
     recipe = load_recipe(RECIPES[0].parent / "mode_metaclip_400m.yaml", {"mixed_precision": False})
     assert recipe.mixed_precision == "no"
+
+
+def test_worlds_take_the_seed_of_the_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "{output_dir: out, seed: 3, stages: ["
+        "{name: a, stage: embed, model: training/symbol_clip, data: {source: symbols, num_samples: 4}},"
+        "{name: b, stage: embed, model: training/symbol_clip, data: {source: symbols, num_samples: 4, seed: 1}}]}"
+    )
+    assert [stage.data.seed for stage in load_recipe(path).stages] == [3, 1]
+    assert [stage.data.seed for stage in load_recipe(path, {"seed": 0}).stages] == [0, 1]

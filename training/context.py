@@ -61,9 +61,8 @@ class Context:
         return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
 
     def resolve(self, arguments: DataArguments) -> DataArguments:
-        """With the folder as the source where that is a captions stage, and the recipe's seed where there is none."""
-        source, seed = self.folder(arguments.source), arguments.seed
-        return dataclasses.replace(arguments, source=source, seed=self.seed if seed is None else seed)
+        """With the folder as the source where that is a captions stage."""
+        return dataclasses.replace(arguments, source=self.folder(arguments.source))
 
     def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
         """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""

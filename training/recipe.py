@@ -19,10 +19,12 @@ from conversion.messages import most_similar, shortened, what_is_meant
 from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
 from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from data.once import opened_once
+from data.sources import DataArguments
+from data.worlds import WORLDS
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.settings import STRICT, dump
 from training.stages import STAGES
-from training.stages.base import Stage, kinds
+from training.stages.base import Stage, each_value, kinds
 from training.stages.custom import import_stage
 
 
@@ -68,6 +70,15 @@ class Recipe:
         if len(set(experts)) < len(experts):
             raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
         return stages
+
+    @model_validator(mode="after")
+    def _seed_worlds(self):
+        for stage in self.stages:
+            for field in fields(stage):
+                for _, data in each_value(field.name, getattr(stage, field.name)):
+                    if isinstance(data, DataArguments) and data.source in WORLDS and data.seed is None:
+                        data.seed = self.seed
+        return self
 
     @model_validator(mode="after")
     def _check_push(self):
