@@ -171,6 +171,11 @@ def _require_own_end_tokens(
             f"{source} ends texts with {ids[0, last[0]]} and pads them with {tokenizer.pad_token_id}: take the "
             "tokenizer that belongs to the model, or leave eos_token_id out of a new one"
         )
+    if (ids[:, 0] != tokenizer.bos_token_id).any():
+        raise ValueError(
+            f"the tokenizer of {source} begins texts with {ids[0, 0]} and not with its start token, "
+            f"{tokenizer.bos_token_id}, as {model} was trained: take the tokenizer that belongs to the model"
+        )
     vocabulary, end = tokenizer.get_vocab(), ids[0, last[0]].item()
     highest = max(vocabulary, key=vocabulary.get)
     if text.eos_token_id == 2 and vocabulary[highest] > end:
@@ -214,8 +219,8 @@ def require_same(sources: Sequence[str | Path]) -> None:
             if of_half != expected:
                 what = "texts" if half == "tokenizer" else "images"
                 raise ValueError(
-                    f"the {half} of {source} makes something else of {what} than that of {other}, but one processor "
-                    "serves the result: take models that were trained with the same one"
+                    f"the {half} of {source} makes something else of {what} than that of {other}, but what is put "
+                    "together needs one processor: take models that were trained with the same one"
                 )
 
 

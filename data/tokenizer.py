@@ -89,7 +89,8 @@ class ReadTexts:
 
     Args:
         max_length: the tokenizer's `model_max_length`.
-        digests: of each text's token ids, cut at that length. No model tells texts of one digest apart.
+        digests: of each text's token ids, cut at that length and after the first end token, at which a model reads a
+            text's features. No model tells texts of one digest apart.
         is_cut: whether each text has more tokens than that.
     """
 
@@ -108,6 +109,8 @@ def read_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> ReadText
         if any(is_cut):
             shorter = iter(tokenizer(list(itertools.compress(part, is_cut)), truncation=True)["input_ids"])
             ids = [next(shorter) if cut else of_text for of_text, cut in zip(ids, is_cut, strict=True)]
+        end = tokenizer.eos_token_id
+        ids = [of_text[: of_text.index(end) + 1] if end in of_text else of_text for of_text in ids]
         read.digests.extend(hashlib.blake2b(json.dumps(of_text).encode(), digest_size=16).digest() for of_text in ids)
         read.is_cut.extend(is_cut)
     return read

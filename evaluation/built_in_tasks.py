@@ -123,7 +123,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
 
 
 # Of how many towns there is a task
-TOWNS = (256, 2048, 4096, 16384)
+TOWNS = (256, 1024, 2048, 4096, 16384)
 
 
 def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048) -> dict[str, Task]:
@@ -147,7 +147,7 @@ def _names(title: str, kinds: str, captions: str) -> Task:
     return Task(
         kind="retrieval",
         title=title,
-        protocol=f"new pictures of the shields of {len(of_kinds):,} towns, one each, with the town's {told}; all are "
+        protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {told}; all are "
         "candidates",
         load=lambda: (names.load("test", captions, len(of_kinds), of_kinds), 0),
     )

@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Value
 from data.sources import DataArguments, no_column, open_rows
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
-IDS = re.compile(r"n\d{8}|\d+")
+SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
 
 
 def labeled_rows(
@@ -30,6 +30,12 @@ def labeled_rows(
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
+    synset = next(filter(SYNSET.match, classes or ()), None)
+    if as_prompts and synset is not None:
+        raise ValueError(
+            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names alone (--classes), one a "
+            "line, as tench, goldfish, great white shark, ..."
+        )
     own = _own_names(rows, arguments)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them with --classes")
@@ -52,13 +58,13 @@ def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
 
 
 def _are_ids(names: Sequence[str]) -> bool:
-    """Whether most names say nothing to a model."""
-    return 2 * sum(IDS.fullmatch(name) is not None for name in names) > len(names)
+    """Whether one name is a synset, or half of them or more are numbers: they say nothing to a model."""
+    return any(map(SYNSET.match, names)) or 0 < len(names) <= 2 * len(list(filter(NUMBER.fullmatch, names)))
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:
     """Id -> name, where the names are in the order of the ids. Raises a ValueError if they are not as many, or None."""
-    ids = sorted(ids, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    ids = sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
     if classes is None or len(classes) != len(ids):
         lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
         raise ValueError(

@@ -12,6 +12,7 @@ from small_evaluation import with_captions
 from conversion.result_schema import TextCounts
 from data import glyphs, tokenizer
 from data.tokenizer import learn_tokenizer, read_texts
+from data.worlds import build_processor
 from evaluation import texts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
@@ -165,3 +166,11 @@ def test_a_report_says_it_of_each_model(dense, tmp_path):
     report = (tmp_path / "report" / "report.md").read_text()
     assert report.count("cannot tell them apart") == 1
     assert "- dense on retrieval: of 3 captions, 2 longer than the 16 tokens of the tokenizer and cut; 2 with" in report
+
+
+def test_what_stands_after_an_end_token_is_not_read():
+    """A text with an end token in it is pooled there: what differs after it is alike."""
+    tokenizer = build_processor("symbols", 32, 32).tokenizer
+    texts = [f"red {tokenizer.eos_token} star", f"red {tokenizer.eos_token} moon", "red star"]
+    first, second, third = read_texts(tokenizer, texts).digests
+    assert first == second != third

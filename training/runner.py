@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ class Runner:
             if accelerator.is_main_process:
                 shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
             return
+        accelerator.on_main_process(print)(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}", flush=True)
         manifest = self._manifest(stage)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

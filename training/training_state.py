@@ -66,7 +66,8 @@ def save_checkpoint(
     """
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
     parameters = _named_parameters(accelerator, model)
-    buffers = _named_buffers(accelerator, model)
+    # Copies: one may be a view of a weight, which a file of safetensors cannot hold beside it
+    buffers = {name: buffer.clone().contiguous() for name, buffer in _named_buffers(accelerator, model).items()}
     tensors = {MODEL: dict(_whole(accelerator, (parameters | buffers).items()))}
     states = _named_states(parameters, optimizer)
     tensors[OPTIMIZER] = dict(_whole(accelerator, _flat(states).items()))

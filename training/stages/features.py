@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from conversion.checkpoints import load_clip, load_model
 from conversion.files import write_text
-from conversion.processors import load_processor
+from conversion.processors import copy_processor, load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
@@ -206,6 +206,7 @@ class HiddenStatesStage(Stage):
         accelerator.wait_for_everyone()
         part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
         if accelerator.is_main_process:
+            copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
     def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from conversion.checkpoints import is_sparse, load_clip
 from conversion.files import write_text
 from conversion.messages import cut
-from conversion.processors import load_processor
+from conversion.processors import load_processor, require_same
 from conversion.provenance import SAMPLES
 from data.augmentation import Augmentation
 from data.pairs import all_captions
@@ -338,6 +338,7 @@ class TrainStage(StepsStage):
     ) -> HiddenStates | None:
         if inputs.hidden_states is None:
             return None
+        require_same([inputs.model, inputs.hidden_states])
         fingerprint = context.data_fingerprint(rows, self.data)
         captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
