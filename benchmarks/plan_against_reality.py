@@ -14,16 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import datasets
 import torch
+import yaml
 from safetensors import safe_open
 
 from benchmarks.devices import described
 from conversion.checkpoints import load_clip
 from conversion.files import write_text
+from conversion.recipe_yaml import read_yaml
 from evaluation.costs import count_parameters
 from evaluation.report import markdown_table
 from training.expected import AtMost
@@ -39,6 +42,8 @@ begins, `peak` the largest resident set of the stage's process. A stage fits if 
 or below a bound; `disk at most` is one, and 100 kB of other files do not count. {}."""
 SMALL = 100_000
 COLUMNS = ("parameters", "activated", "trainable", "steps", "samples", "disk", "disk at most")
+# Stage -> its array with a row for each sample
+COUNTED = {"embed": "image", "embed_captions": "embeddings", "assign": "labels", "hidden_states": "vision"}
 # The largest resident set of a command's processes; what the benchmark itself holds would count if it started them
 PEAK = (
     "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
@@ -48,7 +53,7 @@ PEAK = (
 
 @dataclass(frozen=True)
 class System:
-    """A recipe of `training/recipes`, the stages of it that run, and what makes them short."""
+    """A recipe of `training/recipes`, the stages of it that are kept, and what makes them short."""
 
     recipe: str
     stages: str
@@ -129,10 +134,20 @@ def size(folder: Path) -> int:
     return total
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a model, or of all experts of a mixture."""
+def models_in(folder: Path) -> list[Path]:
+    """The file of a model, or those of all experts of a mixture, without its encoder and centers."""
+    return sorted(path for path in folder.rglob("model.safetensors") if has_config(path.parent))
+
+
+def has_config(folder: Path) -> bool:
+    file = folder / "config.json"
+    return file.is_file() and json.loads(file.read_text())["model_type"] in ("clip", "clip_moe")
+
+
+def tensors(paths: Iterable[Path], folder: Path) -> dict[str, torch.Tensor]:
+    """What these files in a folder hold."""
     found = {}
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             found |= {f"{path.parent.relative_to(folder)} {name}": file.get_tensor(name) for name in file.keys()}
     return found
@@ -143,26 +158,32 @@ def reality(recipe: Recipe, name: str, output: Path) -> dict[str, int]:
     (stage,) = (stage for stage in recipe.stages if stage.name == name)
     folder, found = output / name, {"disk": size(output / name)}
     if stage.makes_model:
-        weights = tensors(folder)
+        weights = tensors(models_in(folder), folder)
         found["parameters"] = sum(tensor.numel() for tensor in weights.values())
-        models = [path.parent for path in sorted(folder.rglob("*.safetensors"))]
-        found["activated"] = sum(count_parameters(load_clip(model))["activated"] for model in models)
+        models = [load_clip(path.parent) for path in models_in(folder)]
+        found["activated"] = sum(count_parameters(model)["activated"] for model in models)
     if isinstance(stage, StepsStage):
         source = output / stage.model if (output / stage.model).is_dir() else Path(stage.model)
-        before = tensors(source)
+        before = tensors(models_in(source), source)
         changed = [tensor for key, tensor in weights.items() if not torch.equal(tensor, before[key].to(tensor.dtype))]
         found["trainable"] = sum(tensor.numel() for tensor in changed)
         found["steps"] = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])["step"]
         found["samples"] = found["steps"] * stage.global_batch_size
-    elif stage.stage in ("embed", "embed_captions", "assign"):
-        counted = ("image", "embeddings", "labels")
-        found["samples"] = sum(len(array) for key, array in tensors(folder).items() if key.split()[-1] in counted)
+    elif stage.stage == "captions":
+        found["samples"] = len(datasets.load_from_disk(str(folder)))
+    elif stage.stage in COUNTED:
+        arrays = tensors(sorted(folder.rglob("*.safetensors")), folder)
+        found["samples"] = sum(len(array) for key, array in arrays.items() if key.split()[-1] == COUNTED[stage.stage])
     return found
 
 
 def rows_of(system: System, output: Path) -> Iterator[list[str]]:
     """A row of the table for each stage: what the plan says, what was found, and whether both fit."""
-    path, names = RECIPES / f"{system.recipe}.yaml", system.stages.split()
+    names = system.stages.split()
+    path = output.with_suffix(".yaml")
+    raw = read_yaml((RECIPES / f"{system.recipe}.yaml").read_text(encoding="utf-8"), system.recipe)
+    raw["stages"] = [stage for stage in raw["stages"] if stage["name"] in names]
+    path.write_text(yaml.safe_dump(raw))
     recipe = load_recipe(path, system.overrides | {"output_dir": str(output)})
 
     def planned() -> dict[str, Row]:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -125,8 +126,8 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
         for name in names:
             try:
                 if isinstance(name, OwnTask):
-                    if is_missing(name.dataset):
-                        raise FileNotFoundError(f"{name.task}: there is no file or folder {name.dataset}")
+                    if missing := missing_data(name.dataset):
+                        raise FileNotFoundError(f"{name.task}: {missing}")
                     if name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
@@ -139,10 +140,17 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
     return list(dict.fromkeys(problems))
 
 
-def is_missing(source: str) -> bool:
-    """Whether a source of data is neither here nor anything that the Hub may have."""
+def missing_data(source: str) -> str:
+    """That a source of data is not there, if it is neither here nor anything that the Hub may have: a name that is like
+    another one in a folder here is a slip."""
+    if source in WORLDS or is_here(source):
+        return ""
+    folder, name = os.path.split(source)
+    similar = most_similar(name, os.listdir(folder)) if os.path.isdir(folder) else None
+    if similar is not None:
+        return f"there is no file or folder {source}: did you mean {os.path.join(folder, similar)}?"
     is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
-    return source not in WORLDS and not is_here(source) and (is_file or not is_hub_name(source))
+    return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:

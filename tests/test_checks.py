@@ -276,3 +276,12 @@ def test_names_that_settings_know(tmp_path):
     of_hub = {"name": "bert_base_uncased", "encoder": "bert-base-uncased", **captions}
     recipe.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [*stages, of_hub]}))
     assert load_recipe(recipe).stages[-1].encoder == "bert-base-uncased"
+
+
+def test_a_slip_in_the_name_of_a_folder_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "images").mkdir(parents=True)
+    stages = [{"name": "a", "stage": "tokenizer", "vocab_size": 600, "data": {"source": "my/imagess"}}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
+    with pytest.raises(RecipeError, match="a.data.source: there is no file or folder my/imagess: did you mean my/im"):
+        run_recipe(load_recipe(tmp_path / "recipe.yaml"))

@@ -19,7 +19,7 @@ from data.annotations import holds_list
 from data.once import once
 from data.sources import DataArguments, is_here
 from data.worlds import WORLDS
-from evaluation.tasks import is_missing
+from evaluation.tasks import missing_data
 from training.expected import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
@@ -287,8 +287,8 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
     if root is not None and not Path(root).is_dir():
         yield f".image_root: there is no folder {root}"
     if not is_here(source):
-        if is_missing(source):
-            yield f".source: there is no file or folder {source}"
+        if missing := missing_data(source):
+            yield f".source: {missing}"
         return
     try:
         if source.endswith(".json") and holds_list(source):
