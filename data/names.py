@@ -229,16 +229,18 @@ def _country(town: int) -> str:
 
 
 def _drawn(town: int, what: str) -> int:
-    """Which of all possible names, facts or shields a town has. No two towns of a country have the same."""
+    """Which of all possible names, shields or facts a town has. No two towns of a country have the same name or shield,
+    and no two towns the same facts."""
+    if what == "facts":
+        return int(_draw(what, 0)[town])
     return int(_draw(what, town % len(COUNTRIES))[town // len(COUNTRIES)])
 
 
 @cache
 def _draw(what: str, country: int) -> np.ndarray:
     choices = {"name": len(_STEMS) * len(WORDS) ** 2, "charges": len(_charges()) ** 4, "facts": len(WORDS) ** 3}
-    kind = list(choices).index(what)
-    most = MOST // len(COUNTRIES)
-    return np.random.default_rng([kind, country]).choice(choices[what], most, replace=False)
+    number = MOST if what == "facts" else MOST // len(COUNTRIES)
+    return np.random.default_rng([list(choices).index(what), country]).choice(choices[what], number, replace=False)
 
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:
