@@ -37,16 +37,20 @@ CITATIONS = {
   journal = {arXiv preprint arXiv:2502.00965},
   year = {2025}
 }""",
-    "clip_moe": """@article{zhang2024clipmoe,
+    "clip_moe": """@inproceedings{zhang2025clipmoe,
   title = {{CLIP-MoE}: Towards Building Mixture of Experts for {CLIP} with Diversified Multiplet Upcycling},
   author = {Zhang, Jihai and Qu, Xiaoye and Zhu, Tong and Cheng, Yu},
-  journal = {arXiv preprint arXiv:2409.19291},
-  year = {2024}
+  booktitle = {Proceedings of the 2025 Conference on Empirical Methods in Natural Language Processing},
+  pages = {5406--5419},
+  year = {2025}
 }""",
-    "clip_fmoe": """@misc{tranclipfmoe,
+    "clip_fmoe": """@inproceedings{tran2026clipfmoe,
   title = {{CLIP-FMoE}: Scalable {CLIP} via Fused Mixture-of-Experts with Enforced Specialization},
   author = {Tran, Luong and Nguyen, Lan-Cuong and Nguyen, Huynh Dang and Dat, Nguyen Cong and Le, Dung D. and
-            Nguyen, Van}
+            Nguyen, Van},
+  booktitle = {International Conference on Learning Representations},
+  url = {https://openreview.net/forum?id=RErUA45pI9},
+  year = {2026}
 }""",
     "clip_mode": """@inproceedings{ma2024mode,
   title = {{MoDE}: {CLIP} Data Experts via Clustering},

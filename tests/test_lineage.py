@@ -449,4 +449,4 @@ def test_a_preset_and_an_output_folder_that_are_lists(run):
     manifest = json.loads((run / "sparse" / "manifest.json").read_text())
     manifest["stage"]["preset"] = ["clip_moe"]
     (run / "sparse" / "manifest.json").write_text(json.dumps(manifest))
-    assert "tranclipfmoe" in str(card_of(Lineage.of(run / "sparse")))  # no system is known: all are cited
+    assert "tran2026clipfmoe" in str(card_of(Lineage.of(run / "sparse")))  # no system is known: all are cited

@@ -117,7 +117,7 @@ def test_the_card_tells_what_is_so(run, published):
     assert "# clip-moe-glyphs" in card.text and "| clip_up | train |" in card.text
     assert 'from_pretrained("user/clip-moe-glyphs", trust_remote_code=True)' in card.text
     assert "The weights: apache-2.0; they come from user/glyph-clip" in card.text
-    assert "wang2025clipup" in card.text and "zhang2024clipmoe" not in card.text
+    assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
 
 
