@@ -1,46 +1,72 @@
-"""One CLIP whose parameters are the means of those of several, to start fine-tuning from (MoDE appendix D).
+"""One CLIP whose parameters are the weighted means of those of several.
 
-python -m conversion.average OUTPUT --models FOLDER FOLDER ...
+    python -m conversion.average OUTPUT --models FOLDER FOLDER ...
+    python -m conversion.average OUTPUT --models BASE FINE_TUNED --weights 0.3 0.7
+
+Equal weights give a start for fine-tuning (MoDE appendix D). Between a model and what fine-tuning made of it lies a
+line of models that trade what was learned against what was kept (WiSE-FT, https://arxiv.org/abs/2109.01903).
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import CLIPModel
+from transformers import CLIPConfig, CLIPModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.files import new_folder, one_line_errors
 from conversion.processors import copy_processor, require_same
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+
+
+def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
+    """What two configurations have in common whose parameters can be averaged, however they were stored."""
+    parts = (config, config.text_config, config.vision_config)
+    towers = ("text_config", "vision_config")
+    return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
+
+
+def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> None:
+    """Raises a ValueError unless there is a weight for each model, and their sum is 1. Weights below 0 and above 1, which
+    lead beyond the models, are allowed."""
+    if len(weights) != len(models):
+        raise ValueError(f"{len(weights)} weights for {len(models)} models: give as many")
+    if not abs(sum(weights) - 1) < 1e-6:
+        raise ValueError(f"the sum of the weights is {sum(weights):g}, must be 1")
 
 
 @torch.no_grad()
-def average(sources: Sequence[str | Path]) -> CLIPModel | CLIPMoEModel:
+def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> CLIPModel | CLIPMoEModel:
     """The mean, taken in float64, of the parameters of models, of which two are in memory at a time.
 
+    Args:
+        weights: one for each model, which sum to 1; None: all alike.
+
     Raises:
-        ValueError: a model is of another kind than the first, or has another configuration.
+        ValueError: a model is of another kind than the first, or has another configuration; or see `require_weights`.
     """
+    if weights is not None:
+        require_weights(weights, sources)
+    first, *others = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
-    sums = {name: parameter.double() for name, parameter in mean.named_parameters()}
-    for source in sources[1:]:
+    sums = {name: first * parameter.double() for name, parameter in mean.named_parameters()}
+    for source, weight in zip(sources[1:], others, strict=True):
         model = load_model(type(mean), source)
-        if architecture(model.config, type(model.config)) != architecture(mean.config, type(mean.config)):
+        if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
-        parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
-            sums[name] += parameter.double()
+        for name, parameter in model.named_parameters():
+            sums[name] += weight * parameter.double()
     for name, parameter in mean.named_parameters():
-        parameter.copy_(sums[name] / len(sources))
+        parameter.copy_(sums[name] / (1 if weights else len(sources)))
     return mean
 
 
-def convert(sources: Sequence[str | Path], folder: Path) -> None:
+def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float] | None = None) -> None:
     """Saves the mean of models and the processor of the first. Raises as `average` and `require_same`."""
     require_same(sources)
-    average(sources).save_pretrained(folder)
+    average(sources, weights).save_pretrained(folder)
     copy_processor(sources[0], folder)
 
 
@@ -50,9 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the model")
     parser.add_argument("--models", nargs="+", required=True, metavar="MODEL", help="folders or hub names")
+    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help="one a model, sum 1 (default: all alike)")
     args = parser.parse_args(argv)
     with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.models, folder)
+        convert(args.models, folder, args.weights)
     print(f"wrote {args.output}")
 
 

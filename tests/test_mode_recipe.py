@@ -178,6 +178,21 @@ def test_average_is_the_mean(out):
         assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
 
 
+def test_a_weighted_average(out, tmp_path):
+    """On the line between two models, also of one stored in half precision; at its ends, and beyond."""
+    one, two = (CLIPModel.from_pretrained(out / n).state_dict() for n in ("expert_1", "expert_2"))
+    half = CLIPModel.from_pretrained(out / "expert_2", dtype=torch.float16)
+    half.save_pretrained(tmp_path / "half")
+    for weight in (0.0, 0.25, 1.0, 1.5):
+        found = average.average([out / "expert_1", out / "expert_2"], [1 - weight, weight]).state_dict()
+        for name, tensor in found.items():
+            assert torch.allclose(tensor, (1 - weight) * one[name] + weight * two[name], atol=1e-6), (weight, name)
+    assert average.average([out / "expert_1", tmp_path / "half"], [0.0, 1.0]).dtype == torch.float32
+    for weights, message in (([0.5], "1 weights for 2 models"), ([0.5, 0.6], "the sum of the weights is 1.1")):
+        with pytest.raises(ValueError, match=message):
+            average.average([out / "expert_1", out / "expert_2"], weights)
+
+
 @pytest.fixture(scope="module")
 def unequal(out, tmp_path_factory):
     """The mixture with experts whose temperatures differ."""

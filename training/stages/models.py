@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
-from conversion.checkpoints import architecture, is_sparse, load_dense, load_model
+from conversion.checkpoints import is_sparse, load_dense, load_model
 from conversion.files import save
 from conversion.folders import load_config
 from conversion.local_names import is_hub_name
@@ -317,7 +317,7 @@ class UnifyStage(Stage):
 
 @dataclass(config=STRICT, kw_only=True)
 class AverageStage(Stage):
-    """One model with the mean of the parameters of several: `conversion.average`."""
+    """One model with the weighted mean of the parameters of several: `conversion.average`."""
 
     kind: ClassVar[str] = "average"
     makes_model: ClassVar[bool] = True
@@ -325,14 +325,23 @@ class AverageStage(Stage):
 
     # Earlier stages, folders or hub names.
     models: list[Model] = Field(min_length=1)
+    # One for each model, which sum to 1; None: all alike. Of a model and what fine-tuning made of it, the line between
+    # them (WiSE-FT, arXiv:2109.01903).
+    weights: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.weights is not None:
+            average.require_weights(self.weights, self.models)
+        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        average.convert(inputs.models, directory)
+        average.convert(inputs.models, directory, self.weights)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         first, *others = (model.clip for model in inputs.models)
         for name, other in zip(self.models[1:], others, strict=True):
-            if type(other) is not type(first) or _shape(other) != _shape(first):
+            if type(other) is not type(first) or average.shape(other) != average.shape(first):
                 raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
         return first
 
@@ -408,13 +417,6 @@ def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[
         return changed_preset(stage.preset, stage.changes, fixed)
     except ValueError as error:
         raise ValueError(f"{stage.name}.changes: {error}") from error
-
-
-def _shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
-    """What two configurations have in common whose parameters can be averaged, however they were stored."""
-    parts = (config, config.text_config, config.vision_config)
-    towers = ("text_config", "vision_config")
-    return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
 
 
 def _sparse_config(
