@@ -29,8 +29,8 @@ def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
 
 
 def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> None:
-    """Raises a ValueError unless there is a weight for each model, and their sum is 1. Weights below 0 and above 1, which
-    lead beyond the models, are allowed."""
+    """Raises a ValueError unless there is a weight for each model, and their sum is 1. Some may be below 0 and above
+    1, which leads beyond the models."""
     if len(weights) != len(models):
         raise ValueError(f"{len(weights)} weights for {len(models)} models: give as many")
     if not abs(sum(weights) - 1) < 1e-6:

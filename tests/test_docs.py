@@ -26,6 +26,11 @@ COLUMNS = {
     "R@1 text→image": "retrieval: R@1 text→image",
     "attribute pairs": "attribute pairs: group score",
     "linear probe": "linear probe: accuracy",
+    **{
+        f"{names} names: R@1 {way}": f"{names} names: R@1 {way}"
+        for names in ("256", "2,048", "4,096")
+        for way in ("image→text", "text→image")
+    },
 }
 LARGEST_TEST = 24  # pictures that a benchmark has here
 
@@ -162,7 +167,7 @@ def tables(text):
         if not line.startswith("|"):
             header = None
         elif header is None:
-            header = cells if "model" in cells and "zero-shot" in cells else []
+            header = cells if "model" in cells and set(cells) & set(COLUMNS) else []
         elif header and set(line) - set("|-"):
             yield header, dict(zip(header, cells, strict=True)), card
 
@@ -189,10 +194,10 @@ def without_difference(cell):
 @pytest.mark.parametrize(
     ("page", "cards"),
     [
-        (ROOT / "README.md", {"clip_moe_symbols"}),
+        (ROOT / "README.md", {"clip_up_names", "clip_moe_symbols"}),
         (
             ROOT / "docs" / "results.md",
-            {*"clip_up_symbols clip_up_tables_symbols clip_up_gain_symbols".split()}
+            {*"clip_up_symbols clip_up_tables_symbols clip_up_gain_symbols clip_up_names".split()}
             | {*"clip_moe_symbols clip_fmoe_symbols mode_symbols".split()},
         ),
     ],

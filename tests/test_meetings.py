@@ -1,7 +1,9 @@
 """Where a model meets a processor, and several processors meet: what does not fit is refused by every command."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import converters
 import pytest
@@ -41,6 +43,22 @@ def token_above_the_end(folder, **special):
     set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
 
 
+def without_start(folder):
+    """A tokenizer that ends texts with the end token and begins them with nothing."""
+    (end,) = (token for token in processor().tokenizer.all_special_tokens if "end" in token)
+    number = processor().tokenizer.get_vocab()[end]
+    parts = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end, "type_id": 0}}]
+    template = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 0}}],
+    }
+    template["special_tokens"] = {end: {"id": end, "ids": [number], "tokens": [end]}}
+    edit(folder / "tokenizer.json", lambda content: content.update(post_processor=template))
+    # CLIP's own class would put the start token back
+    edit(folder / "tokenizer_config.json", lambda content: content.update(tokenizer_class="PreTrainedTokenizerFast"))
+
+
 # What is wrong with a folder -> the setting or behaviour that the error names, and the way to make it so
 FAULTS = {
     "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
@@ -50,6 +68,7 @@ FAULTS = {
         lambda folder: token_above_the_end(folder, pad_token=LAST_WORD),
     ),
     "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
+    "no start token": ("and not with its start token", without_start),
     "no attention mask": (
         "makes no attention_mask",
         set_in("tokenizer_config.json", "model_input_names", value=["input_ids"]),
@@ -174,3 +193,12 @@ def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, command, 
     line = one_line({"average": average, "unify": unify, "assemble": assemble}[command].main, map(str, lines[command]))
     assert f"the {half} of {tmp_path / 'other'} " in line and f"that of {sound / 'dense'}," in line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_table_of_the_documentation():
+    """What is refused where: each fault and each command of this file stands in docs/reliability.md."""
+    page = Path(__file__).parents[1].joinpath("docs", "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", page, re.MULTILINE)
+    assert dict(rows).items() >= {fault: message for fault, (message, _) in FAULTS.items()}.items()
+    (line,) = (line for line in page.splitlines() if line.startswith("Each is refused by "))
+    assert set(re.findall(r"`([^`]+)`", line)) == {name.removeprefix("stage ") for name in [*COMMANDS, *STAGES]}
