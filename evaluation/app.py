@@ -200,8 +200,10 @@ def _copy_images(source: Path, target: Path) -> None:
     paths, left_out, copied = [path for path in paths if path.suffix.lower() in SUFFIXES], [], 0
     for path in paths:
         try:
-            if path.is_symlink() or not path.is_file():
-                raise OSError("it is a link, or no file")
+            if path.is_symlink():
+                raise OSError("it is a link")
+            if not path.is_file():
+                raise OSError("it is no file")
             image = decode_image(str(path))
         except OSError as error:
             left_out.append(f"{path.relative_to(source)} ({error})")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ TASKS = glyph_tasks() | name_tasks() | symbol_tasks()
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
 TASKS_HELP = f"{', '.join(TASKS)}; with --dataset: {', '.join(OWN_TASKS)}; {MORE}"
+# How like a file here a name is that may be one on the Hub, but is a slip
+SLIP = 0.85
 # What a list of tasks may hold: names, and tasks on own data
 Wanted = Annotated[
     Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
@@ -146,8 +149,7 @@ def missing_data(source: str) -> str:
     if source in WORLDS or is_here(source):
         return ""
     folder, name = os.path.split(source)
-    similar = most_similar(name, os.listdir(folder)) if os.path.isdir(folder) else None
-    if similar is not None:
+    for similar in difflib.get_close_matches(name, os.listdir(folder) if os.path.isdir(folder) else [], 1, SLIP):
         return f"there is no file or folder {source}: did you mean {os.path.join(folder, similar)}?"
     is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""

@@ -29,7 +29,7 @@ def test_every_built_in_task(sparse, tmp_path):
         assert stored == result
         assert set(result["primary"]) <= set(result["metrics"])
         assert all(0 <= value <= 1 for value in result["metrics"].values())
-        assert result["num_samples"] in (12, 14, 40) and result["num_skipped"] == 0
+        assert result["num_samples"] in (8, 12, 14, 16, 40) and result["num_skipped"] == 0
         assert result["protocol"] and result["versions"]["torch"] == torch.__version__
 
 
