@@ -118,7 +118,7 @@ def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
         ("defaults:\n  train", "defaults:\n  trian", "trian"),
         ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
         ("stages:", "steps:", "no list of stages"),
-        (RECIPE[RECIPE.index("stages:") :], "stages: []", "no list of stages"),
+        (RECIPE[RECIPE.index("stages:") :], "stages: []", "the list of stages is empty"),
         ("1e-3", "1e300", r"learning_rate: Input should be less than or equal to 1 \(got '1e300'\)"),
         ("1e-3", "true", "tuned.learning_rate: a number is needed, not true or false"),
         ("max_steps: 20", "max_steps: true", "tuned.max_steps: a number"),

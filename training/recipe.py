@@ -234,8 +234,10 @@ def _require_stages(raw: Any, path: Path) -> None:
     """Raises:
     ValueError: what the overrides and the defaults have to find in a recipe is not there.
     """
-    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list) or not raw["stages"]:
+    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
         raise ValueError(f"{path} has no list of stages")
+    if not raw["stages"]:
+        raise ValueError(f"{path}: the list of stages is empty")
     for stage in raw["stages"]:
         keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []
         if not keys or not all(isinstance(key, str) for key in keys):
