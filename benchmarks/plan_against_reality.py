@@ -39,7 +39,8 @@ RECIPES = Path(__file__).parents[1] / "training" / "recipes"
 ABOUT = """Before an arrow stands what the plan says before the run and, where it knows more then, before the stage;
 after it, where that differs, what was found. `≤` is a bound; of memory, an estimate from one. `memory` is the plan's
 with what a process holds before it begins, `peak` the largest resident set of the stage's process. A stage fits if
-memory is within 15 % and all else equal or below a bound; `disk at most` is one, and 100 kB of other files do not count. {}."""
+memory is within 15 % and all else equal or below a bound; `disk at most` is one, and 100 kB of
+other files do not count. {}."""
 SMALL = 100_000
 COLUMNS = ("parameters", "activated", "trainable", "steps", "samples", "disk", "disk at most")
 # Stage -> its array with a row for each sample
