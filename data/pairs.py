@@ -4,6 +4,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,14 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a built-in world."""
-    world = WORLDS[arguments.source]
-    kinds = world.kind_set(arguments.kinds)
-    return world.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed or 0)
+    asked = arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, arguments.seed or 0
+    return _drawn(*asked)
+
+
+@lru_cache(maxsize=2)  # for the next stages of a recipe
+def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str, seed: int) -> datasets.Dataset:
+    world = WORLDS[source]
+    return world.load(split, captions, num_samples, world.kind_set(kinds), seed)
 
 
 def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:

@@ -12,7 +12,7 @@ import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, BatchEncoding, CLIPProcessor, PreTrainedTokenizerBase
 
 from data.augmentation import Augmentation
 from data.images import read_image
@@ -152,7 +152,8 @@ class PairLoader:
 
     @property
     def _options(self) -> dict[str, Any]:
-        collate = _Collate(self.processor.tokenizer, self.all_captions, self.hidden_states)
+        tokens = {} if self.arguments.in_memory else None
+        collate = _Collate(self.processor.tokenizer, self.all_captions, self.hidden_states, tokens)
         return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
 
@@ -163,11 +164,13 @@ class _Collate:
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
     hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
+    # Of the texts so far. A model of the size of a test computes less than a tokenizer
+    tokens: dict[str, list[int]] | None
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
         texts = [caption for of_image in captions for caption in present_captions(of_image)]
-        text = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        text = self._tokenize(texts)
         batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
         if "pixel_values" in pairs[0]:
             # Within a worker, in memory that the other processes have too
@@ -177,6 +180,14 @@ class _Collate:
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
         return batch
+
+    def _tokenize(self, texts: list[str]) -> BatchEncoding:
+        if self.tokens is None:
+            return self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
+        if new:
+            self.tokens.update(zip(new, self.tokenizer(new, truncation=True)["input_ids"], strict=True))
+        return self.tokenizer.pad({"input_ids": [self.tokens[text] for text in texts]}, return_tensors="pt")
 
 
 class _Images:
