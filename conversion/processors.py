@@ -22,6 +22,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from conversion.files import save
 from conversion.folders import check_json, has_file, load_config, loading
+from data.tokenizer import BYTES
 from modeling_clip_moe import CLIPMoDEConfig
 
 # By which a folder or repository is known to have each half of a processor
@@ -139,8 +140,8 @@ def require_fit(
 def _require_own_end_tokens(
     text: CLIPTextConfig, model: str | Path, source: str | Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ValueError unless a short and a long text, tokenized together, are both pooled at their last token, and no
-    word can change that."""
+    """Raises ValueError unless a short and a long text, tokenized together, begin with the start token and are both
+    pooled at their last token, and no word can change that."""
     longest = text.max_position_embeddings
     if "attention_mask" not in tokenizer.model_input_names:
         raise ValueError(
@@ -171,10 +172,11 @@ def _require_own_end_tokens(
             f"{source} ends texts with {ids[0, last[0]]} and pads them with {tokenizer.pad_token_id}: take the "
             "tokenizer that belongs to the model, or leave eos_token_id out of a new one"
         )
-    if (ids[:, 0] != tokenizer.bos_token_id).any():
+    if tokenizer.bos_token_id is not None and (ids[:, 0] != tokenizer.bos_token_id).any():
         raise ValueError(
             f"the tokenizer of {source} begins texts with {ids[0, 0]} and not with its start token, "
-            f"{tokenizer.bos_token_id}, as {model} was trained: take the tokenizer that belongs to the model"
+            f"{tokenizer.bos_token_id}, as {model} reads them: take the tokenizer that belongs to the model, or learn "
+            "one for a new model with a tokenizer stage"
         )
     vocabulary, end = tokenizer.get_vocab(), ids[0, last[0]].item()
     highest = max(vocabulary, key=vocabulary.get)
@@ -183,6 +185,13 @@ def _require_own_end_tokens(
             f"eos_token_id is 2 in {model}, which pools a text at its highest token, but the tokenizer of {source} "
             f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}: set eos_token_id to "
             f"{end}"
+        )
+    missing = set(BYTES) - vocabulary.keys()
+    if tokenizer.unk_token_id == end and missing:
+        raise ValueError(
+            f"the tokenizer of {source} lacks {len(missing)} bytes, such as {min(missing)!r}, and writes its end token "
+            f"for them, at which {model} pools a text: take the tokenizer that belongs to the model, or set another "
+            "unk_token in tokenizer_config.json"
         )
 
 

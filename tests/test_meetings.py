@@ -73,6 +73,10 @@ FAULTS = {
     ),
     "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
     "no start token": ("and not with its start token", without_start),
+    "the end token for missing bytes": (
+        "lacks 494 bytes, such as '!', and writes its end token",
+        set_in("tokenizer_config.json", "unk_token", value="<|endoftext|>"),
+    ),
     "no attention mask": (
         "makes no attention_mask",
         set_in("tokenizer_config.json", "model_input_names", value=["input_ids"]),
@@ -177,15 +181,15 @@ def renumber(folder):
     edit(folder / "tokenizer.json", swap)
 
 
+OTHERWISE = [
+    ("tokenizer", renumber),
+    ("tokenizer", set_in("tokenizer_config.json", "model_max_length", value=8)),
+    ("image processor", set_in("processor_config.json", "image_processor", "image_mean", value=[0.5, 0.5, 0.5])),
+]
+
+
 @pytest.mark.parametrize("command", ["average", "unify", "assemble"])
-@pytest.mark.parametrize(
-    "half, change",
-    [
-        ("tokenizer", renumber),
-        ("tokenizer", set_in("tokenizer_config.json", "model_max_length", value=8)),
-        ("image processor", set_in("processor_config.json", "image_processor", "image_mean", value=[0.5, 0.5, 0.5])),
-    ],
-)
+@pytest.mark.parametrize("half, change", OTHERWISE)
 def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, command, half, change):
     shutil.copytree(sound / "dense", tmp_path / "other")
     change(tmp_path / "other")
@@ -197,6 +201,31 @@ def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, command, 
     line = one_line({"average": average, "unify": unify, "assemble": assemble}[command].main, map(str, lines[command]))
     assert f"the {half} of {tmp_path / 'other'} " in line and f"that of {sound / 'dense'}," in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("half, change", OTHERWISE)
+def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, change):
+    """As --plan and a run see it before the first stage; and by the folder alone, of a recipe that ran before."""
+    kept, other = tmp_path / "out" / "kept", tmp_path / "other"
+    shutil.copytree(sound / "sparse", other)
+    change(other)
+    states = {"name": "kept", "stage": "hidden_states", "model": str(sound / "sparse"), "data": DATA}
+    train = {"name": "tuned", "stage": "train", "model": str(other), "trainable": r"\.experts\.", "data": DATA, **STEPS}
+
+    def line_of(stages, *plan):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
+        return one_line(recipes.main, ["--config", str(path), *plan])
+
+    both = [states, train | {"hidden_states": "kept"}]
+    before = [line_of(both, "--plan"), line_of(both)]
+    assert not kept.exists()
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [states]}))
+    recipes.main(["--config", str(tmp_path / "recipe.yaml")])
+    for line, source in [(line, sound / "sparse") for line in before] + [
+        (line_of([train | {"hidden_states": str(kept)}]), kept)
+    ]:
+        assert f"the {half} of {other} " in line and f"that of {source}," in line, line
 
 
 def test_the_table_of_the_documentation():

@@ -44,6 +44,13 @@ def test_an_image_processor_that_keeps_an_image_s_shape_is_seen():
         require_fit(tiny_clip().config, "model", "source", image_processor=images)
 
 
+def test_a_tokenizer_may_have_no_start_token():
+    """Only one that has it and does not write it is refused."""
+    tokenizer = processor().tokenizer
+    tokenizer.bos_token = None
+    require_fit(tiny_clip().config, "model", "source", tokenizer)
+
+
 def test_a_text_tower_alone_takes_any_images(source):
     config = tiny_clip().config.text_config
     require_fit(config, "model", source, processor().tokenizer, CLIPImageProcessorPil())

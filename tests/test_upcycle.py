@@ -61,7 +61,7 @@ def processor(image_size=16):
     letters = sorted(set("".join(WORDS)))
     tokens = [*letters, *(letter + "</w>" for letter in letters)]
     vocab = {token: index for index, token in enumerate(tokens)} | {"<|startoftext|>": 38, "<|endoftext|>": 39}
-    tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12)
+    tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12, unk_token="<|startoftext|>")
     return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=image_size), tokenizer)
 
 

@@ -106,7 +106,7 @@ class Outlook:
             self.wrong[stage.name] = str(error)
             configs = f"{stage.name} has a fault"
         folder = self.output_dir / stage.name if self.finished(stage.name) else None
-        processor = (folder or _first(inputs, "processor")) if stage.makes_model else None
+        processor = (stage.makes_model and folder) or _first(inputs, "processor")
         readable = None if stage.makes_model else _first(inputs, "readable")
         return Expected(configs, _pairs(inputs), folder, processor, readable, **known)
 

@@ -71,7 +71,8 @@ class Expected:
         configs: that of a model or an encoder, or those of all experts of a mixture; a text: why they are not known.
         pairs: of data, or those that a stage's output is of; a text: why their number is not known.
         folder: where it lies, if it is there.
-        processor: the folder that has the processor of a model, if that is there already.
+        processor: the folder that has the processor of a model, or the one by which a stage read its data, if that is
+            there already.
         readable: the settings of data that can be read already.
         data: the settings of data.
         captions: of an image: a text, a list of so many, or lists. None: not known.

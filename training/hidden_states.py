@@ -146,7 +146,7 @@ class HiddenStates:
     Raises:
         FileNotFoundError: the folder holds none.
         ValueError: they are of another dataset, of another number of captions, or of a model with other weights below
-            the first sparse layer. A changed configuration is not noticed, nor here another processor.
+            the first sparse layer. A changed configuration is not noticed; a train stage compares the processors.
     """
 
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):

@@ -43,7 +43,7 @@ from training.expected import (
     text_length,
 )
 from training.feature_clusters import FeatureClusters, load_feature_clusters
-from training.fits import no_cluster, other_rows, trained_apart, wrong_weights
+from training.fits import no_cluster, other_rows, read_otherwise, trained_apart, wrong_weights
 from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
@@ -273,6 +273,7 @@ class TrainStage(StepsStage):
         if inputs.hidden_states is not None:
             yield "hidden_states", other_rows(f"{self.hidden_states}", inputs.hidden_states, inputs.data)
             yield "hidden_states", self._other_captions(inputs.hidden_states.captions)
+            yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
         with contextlib.suppress(Unknown):
             model = described(inputs.model.clip)
             try:
@@ -338,7 +339,7 @@ class TrainStage(StepsStage):
     ) -> HiddenStates | None:
         if inputs.hidden_states is None:
             return None
-        require_same([inputs.model, inputs.hidden_states])
+        require_same([inputs.hidden_states, inputs.model])
         fingerprint = context.data_fingerprint(rows, self.data)
         captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
