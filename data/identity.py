@@ -212,9 +212,10 @@ def _named_images(arguments: DataArguments) -> list[str]:
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
         names = [name for name in names if isinstance(name, str)]
         return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
-    # A stream has no rows to leave out, so that those of all pairs count
+    # A stream has no slices and no rows to leave out, so that those of all pairs count
+    streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
     taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
-    rows = open_rows(replace(arguments, streaming=not saved, in_memory=False, indexed=False, **taken))
+    rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
     if saved:
         names = named_images(rows.data.column(column)) if column in rows.column_names else []
         members = [MEMBER.fullmatch(name) for name in names]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -138,6 +139,14 @@ def test_a_column_that_is_not_there_is_not_looked_for_in_files(kind, tmp_path):
         with pyarrow.ipc.new_file(str(tmp_path / kind), table.schema) as file:
             file.write_table(table)
     assert identity(DataArguments(source=str(tmp_path / kind)))["files"] == 1
+
+
+@pytest.mark.parametrize("split", ["train[:3]", "train[:2]+train[6:]"])
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_a_slice_is_known_as_its_split_is(kind, split, tmp_path):
+    data = DataArguments(**layout(kind, tmp_path / "a"))
+    assert identity(replace(data, split=split)) == identity(data)
+    assert 0 < len(load_pairs(replace(data, split=split))) < len(load_pairs(data))
 
 
 def test_streams_know_their_shards(tmp_path):

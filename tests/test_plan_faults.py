@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from documents import ROOT
+from transformers import SiglipConfig
 
 from training.plan import plan
 from training.recipe import load_recipe
@@ -106,6 +107,7 @@ def recipe(tmp_path, monkeypatch):
     settings = json.loads((tmp_path / "other" / "processor_config.json").read_text())
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
     (tmp_path / "other" / "processor_config.json").write_text(json.dumps(settings))
+    SiglipConfig().save_pretrained(tmp_path / "siglip")
     stages = [{"name": name, **stage} for name, stage in STAGES.items()]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": "out", "defaults": {"train": TRAIN}, "stages": stages}))
@@ -232,6 +234,10 @@ FAULTS = {
     "a tokenizer of longer texts than its model": (
         {"words.max_length": 77},
         "learned.text_config: max_position_embeddings is 24, but the tokenizer words cuts captions at its max_length*",
+    ),
+    "a model to measure that is no CLIP": (
+        {"scores.models": {"mixture": "mixture", "another": "siglip"}},
+        "scores.models.another: a dense or sparse CLIP is needed, not a model of type 'siglip'",
     ),
     "an expert that needs a scale": (
         {"taken.scale": None},

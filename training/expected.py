@@ -122,10 +122,17 @@ class Expected:
             ValueError: it is another model.
         """
         config, *others = self.known_configs
-        if others or not isinstance(config, CLIPConfig | CLIPMoEConfig):
-            kind = "a mixture of whole models" if others else f"a model of type {config.model_type!r}"
-            raise ValueError(f"a dense or sparse CLIP is needed, not {kind}")
+        problem = "a dense or sparse CLIP is needed, not a mixture of whole models" if others else self.no_clip
+        if problem:
+            raise ValueError(problem)
         return config
+
+    @property
+    def no_clip(self) -> str:
+        """What tells that it is neither a CLIP nor a mixture of CLIPs, or nothing."""
+        configs = () if isinstance(self.configs, str) else self.configs
+        kinds = [config.model_type for config in configs if not isinstance(config, CLIPConfig | CLIPMoEConfig)]
+        return f"a dense or sparse CLIP is needed, not a model of type {kinds[0]!r}" if kinds else ""
 
 
 def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig, ...]:

@@ -74,6 +74,10 @@ class EvaluateStage(MeasuringStage):
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
+    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs, num_processes)
+        yield from ((f"models.{title}", model.no_clip) for title, model in inputs.models.items())
+
     def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
         """The largest model, or expert of a mixture, and a batch: one after the other."""
         configs = [config for model in models_of(self, inputs) for config in model.known_configs]

@@ -68,7 +68,7 @@ class StepsStage(Stage):
     # AdamW's decay of the squared gradient's mean.
     adam_beta2: float = Field(default=0.98, ge=0, lt=1)
     # AdamW's epsilon.
-    adam_epsilon: float = Field(default=1e-6, gt=0)
+    adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
     # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
     warmup_steps: float = Field(default=0, ge=0)
     # Longer gradients are scaled to this length; None: no gradient is.
@@ -96,6 +96,11 @@ class StepsStage(Stage):
         if (self.max_steps is None) == (self.num_epochs is None):
             raise ValueError(
                 f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
+            )
+        if self.learning_rate * self.weight_decay > 1:
+            raise ValueError(
+                f"weight_decay {self.weight_decay:g} times learning_rate {self.learning_rate:g} is what a step takes "
+                "away of each weight, which cannot be more than all of it: lower weight_decay"
             )
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")

@@ -79,7 +79,7 @@ class TrainStage(StepsStage):
     augmentation: Augmentation | None = None
 
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
-    max_logit_scale: float = Field(default=100.0, gt=0)
+    max_logit_scale: float = Field(default=100.0, ge=1)
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     # Compile the towers with torch.compile: minutes at the start, for faster steps. Not with router_jitter_noise.
