@@ -70,10 +70,17 @@ def _readable_output() -> Iterator[None]:
         if "datasets" in sys.modules:  # converters do not need it
             sys.modules["datasets"].disable_progress_bars()
     logging.captureWarnings(True)
+    # Each prints by itself, so that what it hands on to the root would be printed twice
+    loggers = [logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")]
+    libraries = {logger: logger.propagate for logger in loggers}
     try:
-        with logging_redirect_tqdm([logging.getLogger(name) for name in ("root", "transformers", "datasets")]):
+        for logger in libraries:
+            logger.propagate = False
+        with logging_redirect_tqdm([logging.getLogger(), *libraries]):
             yield
     finally:
+        for logger, propagates in libraries.items():
+            logger.propagate = propagates
         logging.captureWarnings(False)
 
 

@@ -1,5 +1,6 @@
 """Names that hold on this machine alone, which are not published, and names on the Hub."""
 
+import difflib
 import glob
 import os
 import re
@@ -11,6 +12,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 NAMELESS = "a local folder"
+# How like a file here a name is that may be one on the Hub, but is a slip
+SLIP = 0.85
 # What separates the words of a text
 SEPARATORS = re.compile(r"""([\s,;()'"`=<>|]+)""")
 # Parts of a path, or patterns of them
@@ -20,6 +23,13 @@ SLASHED = re.compile(r"[\w.*?@:+%\[\]{}-]+(/[\w.*?@:+%\[\]{}-]*)+")
 def is_hub_name(name: str) -> bool:
     """Whether a name can be one on the Hub, and is no file or folder here."""
     return _is_valid(name) and not os.path.exists(name)
+
+
+def meant_here(name: str) -> str | None:
+    """The file or folder here whose name is nearly that of one in the same folder that is not here."""
+    folder, last = os.path.split(name)
+    similar = difflib.get_close_matches(last, os.listdir(folder) if os.path.isdir(folder) else [], 1, SLIP)
+    return os.path.join(folder, similar[0]) if similar else None
 
 
 def is_url(text: str) -> bool:

@@ -168,7 +168,9 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError) and not is_here(source):
-            raise OSError(f"there is no file or folder {source}: {error}") from error
+            # One that cannot be reached may be reached later
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+            raise kind(f"there is no file or folder {source}: {error}") from error
         if isinstance(error, ValueError | OSError) and source in str(error):
             raise
         cause = error

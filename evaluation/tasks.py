@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -13,7 +11,7 @@ from typing import Annotated, get_args
 
 from pydantic import Discriminator, Tag, ValidationError
 
-from conversion.local_names import is_hub_name
+from conversion.local_names import is_hub_name, meant_here
 from conversion.messages import most_similar
 from data.annotations import TABLES
 from data.sources import BUILDERS, is_here
@@ -30,8 +28,6 @@ TASKS = glyph_tasks() | name_tasks() | symbol_tasks()
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
 TASKS_HELP = f"{', '.join(TASKS)}; with --dataset: {', '.join(OWN_TASKS)}; {MORE}"
-# How like a file here a name is that may be one on the Hub, but is a slip
-SLIP = 0.85
 # What a list of tasks may hold: names, and tasks on own data
 Wanted = Annotated[
     Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
@@ -148,9 +144,8 @@ def missing_data(source: str) -> str:
     another one in a folder here is a slip."""
     if source in WORLDS or is_here(source):
         return ""
-    folder, name = os.path.split(source)
-    for similar in difflib.get_close_matches(name, os.listdir(folder) if os.path.isdir(folder) else [], 1, SLIP):
-        return f"there is no file or folder {source}: did you mean {os.path.join(folder, similar)}?"
+    if meant := meant_here(source):
+        return f"there is no file or folder {source}: did you mean {meant}?"
     is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
 

@@ -285,3 +285,16 @@ def test_a_slip_in_the_name_of_a_folder_is_no_name_on_the_hub(tmp_path, monkeypa
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
     with pytest.raises(RecipeError, match="a.data.source: there is no file or folder my/imagess: did you mean my/im"):
         run_recipe(load_recipe(tmp_path / "recipe.yaml"))
+
+
+def test_a_slip_in_the_name_of_a_run_is_no_model_on_the_hub(tmp_path, monkeypatch):
+    """Copies of the Hub's models have names like those of other models there."""
+    monkeypatch.chdir(tmp_path)
+    stages = [{"name": "a", "stage": "long_context", "model": "runs/sparsee", "length": 32}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
+    (tmp_path / "runs" / "sparse").mkdir(parents=True)
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    assert not list(find_faults(Outlook(loaded.stages, "out"), {"a"}, 1))
+    (tmp_path / "runs" / "sparse" / "manifest.json").write_text("{}")
+    with pytest.raises(RecipeError, match="a.model: there is no stage or folder 'runs/sparsee': did you mean 'runs/sp"):
+        run_recipe(loaded)

@@ -1,6 +1,7 @@
 """The stages that measure, on benchmarks and on own data; their tasks are checked before anything runs."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -51,8 +52,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_run(folder):
+def test_run(folder, capsys):
     out = run_stages(folder, stages(folder))
+    run_stages(folder, stages(folder))
+    first, second = re.findall("scores: (done .*); its report is (.*)", capsys.readouterr().out)
+    assert first[1] == second[1] == str(out / "scores" / "report.md") and second[0] == "done before, skipped"
     results = [json.loads(file.read_text()) for file in (out / "scores").glob("*--*.json")]
     of_dense = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
     assert of_dense == ["glyphs_small", "mmvp_vlm", "pairs", "retrieval", "retrieval", "urban1k", "zero_shot"]

@@ -61,6 +61,14 @@ def test_a_recipe_makes_models_that_load(run):
     assert log[0]["balance_loss"] >= 1 and 0 <= log[0]["dropped_tokens"] < 1
 
 
+def test_a_run_whose_experts_got_few_tokens_says_so_at_its_end(run, caplog):
+    run(output="sound")
+    assert not caplog.messages
+    run({"sparse.changes.capacity_factor": 0.1})
+    (message,) = caplog.messages
+    assert re.match(r"tuned: at its last step no expert computed \d\d% of the tokens, since too many", message)
+
+
 def test_the_same_seed_gives_the_same_bits(run):
     first, second, other = run(output="a"), run(output="b"), run({"seed": 1}, output="c")
     assert same_weights(first / "tuned", second / "tuned")
@@ -300,10 +308,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(stages.train, "contrastive_loss", overflow)
-        with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan; .*step-00000004") as error:
+        with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan\. Lower the") as error:
             run()
-    kept = Path(str(error.value).split("checkpoint is ")[1].split(" (delete")[0])
-    assert kept.is_dir()
+    partial, kept = re.search("delete ([^,]+), or .* goes on from ([^,]+), which is finite", str(error.value)).groups()
+    assert Path(partial).name == "tuned.partial" and Path(kept).name == "step-00000004" and Path(kept).is_dir()
     assert same_weights(run() / "tuned", run(output="whole") / "tuned")  # it can go on from there
 
 

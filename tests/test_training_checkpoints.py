@@ -188,6 +188,8 @@ class BalancedTask(ContrastiveTask):
         self.register_buffer("batches", torch.tensor(0))
         self.register_buffer("is_odd", torch.tensor(False))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("seen", model.text_projection.weight.detach()[:, :2])
+        self.register_buffer("wide", torch.zeros(1).expand(3))
         model.text_projection.register_buffer("usage", torch.zeros(16))
         model.text_projection.register_buffer("least", torch.tensor(float("inf")))
 
@@ -196,9 +198,10 @@ class BalancedTask(ContrastiveTask):
         usage = self.model.text_projection.usage
         with torch.no_grad():
             self.batches += 1
+            self.wide[:1] += 1
             self.is_odd.logical_not_()
             usage.mul_(0.9).add_(loss)
-        loss = loss * (1 + usage.mean() + self.batches + self.is_odd)
+        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.wide.sum() + self.seen.sum())
         return loss, metrics | {"loss": loss.detach()}
 
 
@@ -218,7 +221,8 @@ class BalancedStage(TrainStage):
 
 @pytest.mark.parametrize("ema_decay", [None, 0.5])
 def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
-    """Whole numbers, true or false, and real numbers; those of a loss stay out of the model's file."""
+    """Whole numbers, true or false, real numbers, a view of a weight, an expanded one; those of a loss stay out of the
+    file of the model."""
     original = recipe
 
     def balanced(**training):
@@ -231,7 +235,8 @@ def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
     kept = load_file(resumed / "tuned.partial/checkpoints/step-00000004/model.safetensors")
     assert kept["model.text_projection.least"].isinf()
     assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
-    assert kept["model.text_projection.usage"].any()
+    assert kept["model.text_projection.usage"].any() and kept["wide"].tolist() == [4, 4, 4]
+    assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
     run(ema_decay=ema_decay)
     whole = run(output="whole", ema_decay=ema_decay)
     assert losses(resumed / "tuned") == losses(whole / "tuned")
@@ -264,7 +269,7 @@ def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evalu
 
     monkeypatch.setitem(globals(), "recipe", steep)
     settings = {"save_steps": None, "evaluation": evaluation}
-    with pytest.raises(FloatingPointError, match="no checkpoint was written before it. Lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="No checkpoint was written before it. Lower the learning rate"):
         run(learning_rate=1, **settings)
     lower = run(**settings)
     assert same_weights(lower / "tuned", run(output="whole", **settings) / "tuned")

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.files import read_record
-from conversion.local_names import is_hub_name
+from conversion.local_names import is_hub_name, meant_here
 from conversion.messages import what_is_meant
 from conversion.provenance import MANIFEST
 from data.annotations import holds_list
@@ -264,6 +264,10 @@ def _problem_of_outside(reference: Reference) -> str:
     if "model" in wanted and (any((folder / name).is_file() for name in MODEL_FILES)):
         return ""
     if not folder.is_dir():
+        meant = meant_here(value)
+        # Models on the Hub have names like those of their copies here, which no stage made
+        if meant and (Path(meant) / MANIFEST).is_file():
+            return f"there is no stage or folder {value!r}: did you mean {meant!r}?"
         is_name = "model" in wanted and is_hub_name(value)
         return "" if is_name else f"there is no stage {value!r}, and no such folder"
     if not (folder / MANIFEST).is_file():

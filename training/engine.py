@@ -1,6 +1,7 @@
 """The one training loop: step, clip, schedule, log, checkpoint, resume."""
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.gradient_cache import cached_gradient
 from training.optimizers import make_optimizer
 from training.training_state import (
+    after_not_finite,
     finished_steps,
     latest_checkpoint,
     load_checkpoint,
@@ -40,7 +42,11 @@ if TYPE_CHECKING:
     from training.stages.steps import StepsStage
     from training.stages.train import TrainStage
 
+logger = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"
+# Share of tokens that no expert computes, above which a run that ends has gone wrong
+MANY_DROPPED = 0.5
 
 
 class ContrastiveTask(nn.Module):
@@ -158,11 +164,9 @@ def train(
         _measure(scores, 0, total_steps, weights, log)
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
-        kept = "no checkpoint was written before it"
-        if latest:
-            kept = f"the last good checkpoint is {latest} (delete {directory} to begin anew with other settings)"
-        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), kept)
-        grad_norm, learning_rate = _clip_gradient(accelerator, task, settings, step, kept), scheduler.get_last_lr()[0]
+        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), checkpoints)
+        grad_norm = _clip_gradient(accelerator, task, settings, step, checkpoints)
+        learning_rate = scheduler.get_last_lr()[0]
         _take_step(optimizer, scheduler, model, settings, average)
         step += 1
         is_logged = step % settings.logging_steps == 0 or step == total_steps
@@ -171,12 +175,18 @@ def train(
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             kept_of_it = checkpoints, step, settings.save_total_limit, average
-            latest = save_checkpoint(accelerator, task, optimizer, *kept_of_it)
+            save_checkpoint(accelerator, task, optimizer, *kept_of_it)
     progress.bar.close()
     state_dict = weights()
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
-    require_finite_weights(trained, f"stage {settings.name}, step {step}")
+    require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
+    if accelerator.is_main_process and values.get("dropped_tokens", 0) > MANY_DROPPED:
+        logger.warning(
+            "%s: at its last step no expert computed %.0f%% of the tokens, since too many chose the same ones. A lower "
+            "learning rate or a larger router_aux_loss_coef spreads them",
+            settings.name, 100 * values["dropped_tokens"],
+        )  # fmt: skip
     return state_dict
 
 
@@ -243,7 +253,7 @@ def _compute_gradient(
     stream: Iterator[dict[str, torch.Tensor]],
     settings: "StepsStage",
     seed_and_step: tuple[int, int],
-    kept: str,
+    checkpoints: Path,
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
@@ -254,7 +264,7 @@ def _compute_gradient(
         last = accelerator.sync_gradients = micro_step == accumulation - 1
         if size is not None:
             loss, metrics = cached_gradient(accelerator, task, model, batch, size, seed, 1 / accumulation, last)
-            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
+            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", checkpoints)
             logged.append(metrics)
             continue
         if isinstance(model, CLIPMoEModel):
@@ -262,21 +272,21 @@ def _compute_gradient(
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):
             loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
-            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", kept)
+            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", checkpoints)
             accelerator.backward(loss / accumulation)
         logged.append(metrics)
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
 
 
 def _clip_gradient(
-    accelerator: Accelerator, task: nn.Module, settings: "StepsStage", step: int, kept: str
+    accelerator: Accelerator, task: nn.Module, settings: "StepsStage", step: int, checkpoints: Path
 ) -> torch.Tensor:
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
     grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
     if accelerator.scaler is None:
         # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
-        _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", kept)
+        _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", checkpoints)
     return grad_norm
 
 
@@ -422,8 +432,6 @@ def _summary(values: dict[str, float], images_per_second: float) -> str:
     return ", ".join([*parts, f"{images_per_second:.0f} images/s"])
 
 
-def _require_finite(value: torch.Tensor, what: str, kept: str) -> None:
+def _require_finite(value: torch.Tensor, what: str, checkpoints: Path) -> None:
     if not torch.isfinite(value).all():
-        raise FloatingPointError(
-            f"{what} is {value.item()}; {kept}. Lower the learning rate, or look at the data of this step"
-        )
+        raise FloatingPointError(f"{what} is {value.item()}. {after_not_finite(checkpoints)}")

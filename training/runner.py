@@ -6,6 +6,7 @@ skipped, an unfinished one goes on from its last checkpoint, and one that was ma
 with an error.
 """
 
+import functools
 import gc
 import json
 import os
@@ -167,14 +168,15 @@ class Runner:
         """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
         context, accelerator = self.context, self.context.accelerator
         final, partial = self._folders(stage)
+        say = functools.partial(accelerator.on_main_process(print), flush=True)
         context.forget_identities()
         self.require_made_alike(stage)
         if (final / MANIFEST).is_file():
-            accelerator.on_main_process(print)(f"{stage.name}: done before, skipped")
+            say(f"{stage.name}: done before, skipped{_report_of(final)}")
             if accelerator.is_main_process:
                 shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
             return
-        accelerator.on_main_process(print)(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}", flush=True)
+        say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
         manifest = self._manifest(stage)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -195,10 +197,12 @@ class Runner:
             stage.run(resolve(stage, context), context, partial)
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, manifest["data"], partial)
+        seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
-            attempts[-1]["seconds"] = round(time.perf_counter() - started, 1)
+            attempts[-1]["seconds"] = seconds
             write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
             _finish(stage, manifest, partial, final)
+        say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
 
     def require_made_alike(self, stage: Stage) -> None:
@@ -272,6 +276,11 @@ class Runner:
                 f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
                 f"{partial}, and run it again"
             )
+
+
+def _report_of(folder: Path) -> str:
+    """Where the report of a stage is, if it wrote one."""
+    return f"; its report is {folder / 'report.md'}" if (folder / "report.md").is_file() else ""
 
 
 def _finish(stage: Stage, manifest: dict[str, Any], partial: Path, final: Path) -> None:

@@ -75,7 +75,7 @@ def save_checkpoint(
         tensors[AVERAGE] = dict(_whole(accelerator, average.averages.items()))
     for of_file in tensors.values():
         trained = {name: tensor for name, tensor in of_file.items() if name not in buffers}
-        require_finite_weights(trained, f"step {step}")  # a buffer may well be infinite
+        require_finite_weights(trained, f"step {step}", checkpoints)  # a buffer may well be infinite
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -163,7 +163,11 @@ def _fill(there: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], path: P
             if (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype):
                 found, wanted = (f"{tuple(value.shape)} of {value.dtype}" for value in (kept[name], tensor))
                 raise _unfit(path.parent, f"{path.name}: {name} is {found}, not {wanted}")
-            tensor.copy_(_like(kept[name], tensor))
+            value = _like(kept[name], tensor)
+            if 0 in tensor.stride():  # of an expanded one, each number is once in memory
+                once = tuple(slice(None if stride else 1) for stride in tensor.stride())
+                tensor, value = tensor[once], value[once]
+            tensor.copy_(value)
 
 
 def finished_steps(checkpoint: Path, total_steps: int) -> int:
@@ -191,19 +195,30 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return finished[-1] if finished else None
 
 
-def require_finite_weights(tensors: dict[str, torch.Tensor], after: str) -> None:
+def after_not_finite(checkpoints: Path) -> str:
+    """What can be done where a number is not finite any more."""
+    latest = latest_checkpoint(checkpoints)
+    if latest is None:
+        return "No checkpoint was written before it. Lower the learning rate, or look at the data before it"
+    return (
+        "Lower the learning rate, or mend the data before it, and begin the stage anew: delete "
+        f"{checkpoints.parent}, or choose another --output-dir. With the same settings and data, the same command goes "
+        f"on from {latest}, which is finite"
+    )
+
+
+def require_finite_weights(tensors: dict[str, torch.Tensor], after: str, checkpoints: Path) -> None:
     """
     Args:
         after: the step that they are of, for the error.
+        checkpoints: those of the steps before.
 
     Raises:
         FloatingPointError: a tensor holds a number that is not finite.
     """
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise FloatingPointError(
-                f"{after}: {name} is not finite after the step. Lower the learning rate, or look at the data before it"
-            )
+            raise FloatingPointError(f"{after}: {name} is not finite after the step. {after_not_finite(checkpoints)}")
 
 
 def _finished(checkpoints: Path) -> list[Path]:

@@ -93,7 +93,6 @@ class EvaluateStage(MeasuringStage):
             write_result(result, directory)
         results += oracles
         print(write_report(results, directory, baseline=self.baseline))
-        print(f"\nThe whole report is {context.output_dir / self.name / 'report.md'}")
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
 from conversion.files import save
+from conversion.provenance import LOG
 from training.context import Context
 from training.engine import CHECKPOINTS, start_trackers, train
 from training.expected import (
@@ -133,7 +134,7 @@ class StepsStage(Stage):
         accelerator.on_main_process(print)(
             f"{self.name}: {total_steps} steps of {self.global_batch_size} {self.samples} on "
             f"{accelerator.num_processes} x {accelerator.device.type}, {sum(training)} weight tensors train, "
-            f"{len(training) - sum(training)} are frozen"
+            f"{len(training) - sum(training)} are frozen; its log is {directory / LOG}"
         )
         start_trackers(accelerator, flatten(dump(self)))
         # Whatever was drawn on the way here, such as by a cache that had to be filled
