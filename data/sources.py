@@ -214,6 +214,11 @@ def _open(arguments: DataArguments) -> Rows:
         return _open_tables(arguments)
     if is_saved(source):
         return _open_saved(arguments)
+    if os.path.isfile(source) and Path(source).suffix not in BUILDERS:
+        raise ValueError(
+            f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
+            f"{', '.join([*BUILDERS, *TABLES])} or .json"
+        )
     if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = split_files(arguments)

@@ -50,7 +50,8 @@ def import_gradio():
         import gradio
     except ImportError as error:
         raise ValueError(
-            "the page needs gradio, which is not installed: `make app` opens the page in an environment that has it"
+            "the page and a Space need gradio, which is not here: `make app` opens the page in an environment that has "
+            "it, and `.venv-app/bin/python -m evaluation.app` is this command there"
         ) from error
     return gradio
 
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors():
         if args.space:
             write_space(args.space, args.model, args.baseline, args.images)
-            print(f"{args.space} is a Space: push it to the Hub as one")
+            print(f"{args.space} is a Space: hf upload USER/NAME {args.space} --repo-type space puts it on the Hub")
             return
         import_gradio()  # before the work
         sources, device = list(dict.fromkeys(filter(None, [args.model, args.baseline]))), usable_device(None)

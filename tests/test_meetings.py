@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import converters
 import pytest
@@ -13,11 +12,8 @@ from test_upcycle import processor, tiny_clip
 from transformers import CLIPTokenizer
 
 from conversion import assemble, average, publish, unify, upcycle
-from data.sources import DataArguments
-from data.worlds import build_processor
 from evaluation import evaluate
 from training import upcycle as recipes
-from training.stages.train import TrainStage
 
 
 def edit(path, change):
@@ -235,15 +231,3 @@ def test_the_table_of_the_documentation():
     assert dict(rows).items() >= {fault: message for fault, (message, _) in FAULTS.items()}.items()
     (line,) = (line for line in page.splitlines() if line.startswith("Each is refused by "))
     assert set(re.findall(r"`([^`]+)`", line)) == {name.removeprefix("stage ") for name in [*COMMANDS, *STAGES]}
-
-
-def test_hidden_states_of_another_processor_are_refused(tmp_path):
-    """Before anything of them is read: what stands below the sparse layers was made of other pixels."""
-    for name, size in (("model", 32), ("states", 48)):
-        build_processor("symbols", 16, size).save_pretrained(tmp_path / name)
-    stage = TrainStage(name="a", stage="train", model="m", data=DataArguments(**DATA), **STEPS)
-    inputs = SimpleNamespace(model=str(tmp_path / "model"), hidden_states=str(tmp_path / "states"))
-    with pytest.raises(
-        ValueError, match="image processor of .*states makes something else of images than that of .*mo"
-    ):
-        stage._hidden_states(None, None, inputs, None)

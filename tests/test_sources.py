@@ -262,6 +262,12 @@ def test_an_empty_folder(tmp_path, processor, streaming):
     assert str(tmp_path) in error_of(processor, tmp_path, streaming)
 
 
+def test_a_file_of_another_kind(tmp_path, processor):
+    rows(["a caption"])["image"][0].save(tmp_path / "x.png")
+    error = error_of(processor, tmp_path / "x.png", False)
+    assert "x.png is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in .t" in error
+
+
 def test_no_such_folder(tmp_path, processor):
     assert "nowhere" in error_of(processor, tmp_path / "nowhere", False)
     assert "user/nowhere" in error_of(processor, "user/nowhere", False)
