@@ -76,7 +76,10 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
     if isinstance(value, dict) and value.get("path") and MEMBER.fullmatch(value["path"]):
         return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
-        return os.path.join(image_root or "", value["path"])
+        path = os.path.join(image_root or "", value["path"])
+        if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+            raise OSError("it is no file")
+        return path
     raise OSError("there is no image")
 
 

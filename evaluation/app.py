@@ -203,8 +203,6 @@ def _copy_images(source: Path, target: Path) -> None:
         try:
             if path.is_symlink():
                 raise OSError("it is a link")
-            if not path.is_file():
-                raise OSError("it is no file")
             image = decode_image(str(path))
         except OSError as error:
             left_out.append(f"{path.relative_to(source)} ({error})")

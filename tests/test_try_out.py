@@ -116,6 +116,7 @@ def test_search(dense, sparse, images, caplog):
 
 def test_folders_without_images(dense, images, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
+    os.mkfifo(tmp_path / "pipe.png")
     for folder, message in ((tmp_path, "has no image that can be read"), (tmp_path / "nope", "there is no folder")):
         with pytest.raises(ValueError, match=message):
             ImageSearch({"dense": opened(dense)}, folder)
