@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datasets import Dataset
 
 from data import glyphs, names, symbols
-from evaluation.task import Task
+from evaluation.task import PRIMARY_METRICS, Task
 
 
 def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
@@ -150,4 +150,5 @@ def _names(title: str, kinds: str, captions: str) -> Task:
         protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {told}; all are "
         "candidates",
         load=lambda: (names.load("test", captions, len(of_kinds), of_kinds), 0),
+        metrics=(*PRIMARY_METRICS["retrieval"], "image_to_text_information", "text_to_image_information"),
     )

@@ -100,6 +100,7 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
         concatenate(texts, weights["corpus"]),
         image_of_text,
         query_embeds=concatenate(texts, weights["queries"]),
+        wanted=task.metrics,
     )
     return _result(model, metrics, len(rows), num_skipped, weights, counts, num_captions=len(corpus))
 
@@ -151,7 +152,10 @@ MEASURES = {
 METRICS = {
     "zero_shot": ("accuracy", "accuracy_top5", "mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc"),
     "zero_shot_groups": ("accuracy",),
-    "retrieval": tuple(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+    "retrieval": (
+        *(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+        *("image_to_text_information", "text_to_image_information"),
+    ),
     "pairs": ("text", "image", "group"),
     "linear_probe": ("accuracy", "mean_per_class_recall"),
 }

@@ -1,13 +1,18 @@
 """Retrieval in both directions, with any number of captions an image and of images a caption."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import starmap
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
 
 # Similarities closer than this are a tie: a matrix product rounds equal candidates differently, by their place in it.
 TIE = 1e-6
 # Similarities that are held at a time: 64 MiB
 AT_ONCE = 2**24
+# Queries whose similarities settle the temperature of `information`, and the logarithms of 1 / temperature to search
+FITTED, SCALES = 1024, (-3, 8)
 
 
 def retrieval_metrics(
@@ -17,6 +22,7 @@ def retrieval_metrics(
     ks: tuple[int, ...] = (1, 5, 10),
     chunk_size: int | None = None,
     query_embeds: np.ndarray | None = None,
+    wanted: Collection[str] = (),
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
@@ -32,9 +38,11 @@ def retrieval_metrics(
             ensemble do whose weights depend on the query.
         chunk_size: queries whose similarities to all candidates are held at a time; default: at most 1024, and
             `AT_ONCE` similarities.
+        wanted: metrics that take several times as long: `image_to_text_information` and `text_to_image_information`,
+            see `information`.
 
     Returns:
-        `image_to_text_recall@k` and `text_to_image_recall@k`.
+        `image_to_text_recall@k` and `text_to_image_recall@k`, and what is wanted.
 
     Raises:
         ValueError: a text has no image, or an image no text; an embedding is not finite.
@@ -51,11 +59,53 @@ def retrieval_metrics(
         raise ValueError("image_embeds and text_embeds must be finite")
     queries = text_embeds if query_embeds is None else query_embeds
     by_image = np.argsort(images, kind="stable")
-    ranks = {
-        "image_to_text": _ranks(image_embeds, text_embeds, images[by_image], texts[by_image], chunk_size),
-        "text_to_image": _ranks(queries, image_embeds, texts, images, chunk_size),
+    ways = {
+        "image_to_text": (image_embeds, text_embeds, images[by_image], texts[by_image]),
+        "text_to_image": (queries, image_embeds, texts, images),
     }
-    return {f"{name}_recall@{k}": float((rank < k).mean()) for name, rank in ranks.items() for k in ks}
+    ranks = {way: _ranks(*asked, chunk_size) for way, asked in ways.items()}
+    metrics = {f"{way}_recall@{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in ks}
+    told = {f"{way}_information": asked for way, asked in ways.items()}
+    return metrics | {name: information(*asked, chunk_size) for name, asked in told.items() if name in wanted}
+
+
+def information(
+    queries: np.ndarray,
+    candidates: np.ndarray,
+    right_queries: np.ndarray,
+    right_candidates: np.ndarray,
+    chunk_size: int | None = None,
+) -> float:
+    """How much similarities tell of which candidate is right, as a share of all that there is to tell.
+
+    With N candidates, one of them right, there are log2 N bits to tell, of which a contrastive loss of L bits leaves L
+    (InfoNCE, arXiv:1807.03748, eq. 5): the share is 1 - L / log2 N. The loss is that of the best temperature, so that
+    it does not ask how sure a model is, and a model that knows nothing has 0. Where recall at 1 is near 0, this still
+    tells models apart; and times the queries and log2 N, it is how many bits a model remembers.
+
+    Args:
+        queries: (queries, D).
+        candidates: (candidates, D).
+        right_queries, right_candidates: (pairs,), each query beside each of its right candidates, in the order of the
+            queries. A query with several is answered by all of them together.
+        chunk_size: queries whose similarities are held at a time.
+    """
+    asked = queries, candidates, right_queries, right_candidates
+    of_all = range(len(queries))
+
+    def loss(similarities: Iterable[tuple[np.ndarray, ...]], scale: float) -> float:
+        def of_chunk(similarity, rows, columns, starts):
+            right = np.logaddexp.reduceat(scale * similarity[rows, columns], starts)
+            return logsumexp(scale * similarity, axis=1) - right
+
+        return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
+
+    step = -(-len(queries) // FITTED)
+    fitted = list(_similarities(*asked, of_all[::step], chunk_size))
+    best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
+    guessed = np.log(len(candidates) / np.bincount(right_queries)).mean()
+    left = loss(_similarities(*asked, of_all, chunk_size), np.exp(best.x))
+    return max(0.0, float(1 - left / guessed)) if guessed else 1.0  # each candidate is right: nothing to tell
 
 
 def require_unit_length(**embeddings: np.ndarray) -> None:
@@ -76,23 +126,31 @@ def _pairs(image_of_text) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _ranks(queries, candidates, right_queries, right_candidates, chunk_size) -> np.ndarray:
-    """Per query, how many wrong candidates are at least as similar as the best right one.
+    """Per query, how many wrong candidates are at least as similar as the best right one. For the arguments, see
+    `information`."""
+    asked = queries, candidates, right_queries, right_candidates, range(len(queries)), chunk_size
+    return np.concatenate(list(starmap(_ranks_of_chunk, _similarities(*asked))))
 
-    Args:
-        right_queries, right_candidates: each query beside each of its right candidates, in the order of the queries.
-    """
+
+def _similarities(
+    queries, candidates, right_queries, right_candidates, chosen: Sequence[int], chunk_size: int | None
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """The similarities of the chosen queries to all candidates, some queries at a time; with the rows and columns of
+    the right ones, query by query, and where each query's begin."""
     chunk_size = chunk_size or min(1024, max(1, AT_ONCE // len(candidates)))
-    ranks = []
-    for start in range(0, len(queries), chunk_size):
-        pairs = slice(*np.searchsorted(right_queries, [start, start + chunk_size]))
-        rows, columns = right_queries[pairs] - start, right_candidates[pairs]
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
-        ranks.append(_ranks_of_chunk(queries[start : start + chunk_size] @ candidates.T, rows, columns, starts))
-    return np.concatenate(ranks)
+    chosen = np.asarray(chosen)
+    first, behind = np.searchsorted(right_queries, chosen), np.searchsorted(right_queries, chosen + 1)
+    for start in range(0, len(chosen), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        lengths = (behind - first)[chunk]
+        starts = np.cumsum(lengths) - lengths
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        columns = right_candidates[np.arange(lengths.sum()) + np.repeat(first[chunk] - starts, lengths)]
+        yield queries[chosen[chunk]] @ candidates.T, rows, columns, starts
 
 
 def _ranks_of_chunk(similarity: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """See `_ranks`. The right candidates are in `rows` and `columns`, one query after the other, from `starts` on."""
+    """Of the queries of `_similarities`, see `_ranks`."""
     right = similarity[rows, columns]
     threshold = np.maximum.reduceat(right, starts) - TIE
     as_similar = np.count_nonzero(similarity >= threshold[:, None], axis=1)

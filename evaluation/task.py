@@ -26,6 +26,8 @@ METRIC_TITLES = {
     "image": "image score",
     **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
     **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},
+    "image_to_text_information": "information image→text",
+    "text_to_image_information": "information text→image",
 }
 
 

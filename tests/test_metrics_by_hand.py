@@ -32,6 +32,37 @@ def test_several_images_a_caption_by_hand():
     assert recalls(metrics) == (pytest.approx(1 / 3), 0.5) and recalls(metrics, 2) == (1, 1)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_information_is_what_the_best_temperature_leaves_of_the_loss(several):
+    rng = np.random.default_rng(0)
+    images = random_unit(rng, 40, 6)
+    texts = images + 0.8 * random_unit(rng, 40, 6)
+    texts /= np.linalg.norm(texts, axis=1, keepdims=True)
+    of_text = np.arange(40) // 2 * 2 if several else np.arange(40)
+    images, of_text = (images[::2], of_text // 2) if several else (images, of_text)
+    wanted = ("image_to_text_information", "text_to_image_information")
+    metrics = retrieval_metrics(images, texts, of_text, wanted=wanted, chunk_size=7)
+    for way, scores, right in (
+        (wanted[0], images @ texts.T, np.arange(len(images))[:, None] == of_text),
+        (wanted[1], texts @ images.T, of_text[:, None] == np.arange(len(images))),
+    ):
+        losses = []
+        for scale in np.exp(np.linspace(-3, 8, 2000)):
+            shares = torch.tensor(scale * scores).double().softmax(dim=1).numpy()
+            losses.append(-np.log((shares * right).sum(axis=1)).mean())
+        assert metrics[way] == pytest.approx(1 - min(losses) / -np.log(right.mean(axis=1)).mean(), abs=1e-5)
+        assert 0.05 < metrics[way] < 0.9
+
+
+def test_no_information_and_all():
+    images, wanted = random_unit(np.random.default_rng(0), 50, 8), ("image_to_text_information",)
+    others = random_unit(np.random.default_rng(1), 50, 8)
+    for texts, expected in ((images, 1), (others, 0)):
+        metrics = retrieval_metrics(images, texts, np.arange(50), wanted=wanted)
+        assert metrics["image_to_text_information"] == pytest.approx(expected, abs=0.02)
+    assert retrieval_metrics(images[:1], images[:1], [0], wanted=wanted)["image_to_text_information"] == 1
+
+
 @pytest.mark.parametrize("entries", [[[0], []], [[0, 1]], [[0], [2]]])
 def test_several_images_a_caption_that_do_not_fit(entries):
     with pytest.raises(ValueError, match="image_of_text"):

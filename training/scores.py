@@ -29,7 +29,7 @@ from training.training_state import kept_random_states
 
 BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
 # Metrics that a zero-shot task has only if they stand for it in a table
-ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc")
+ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc", "image_to_text_information", "text_to_image_information")
 
 
 @dataclass(config=STRICT, kw_only=True)
