@@ -2,368 +2,246 @@
 
     python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md
 
-The file of claims names for each paper a folder with `seeds.json` and `seeds.md`, as `evaluation.seeds` writes them,
-or several, made by recipes that share models. Their rows are the models. `experts_0.json`, `experts_1.json`, ... in
-the same folder, one for each seed, which `evaluation.experts` writes as `experts.json`, add rows such as "routed",
-"expert 0" and "K = 2". Claims of folders that are not all there yet are "not measured".
+The page begins with the headlines as a table and as a picture beside it, `claims.png`; all claims follow by paper.
+`evaluation.verdicts` says what the file of claims and the folders of results hold. Claims of folders that are not all
+there yet are "not measured".
 """
 
 import argparse
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
+from matplotlib.lines import Line2D
+
+from conversion.files import new_file, one_line_errors, write_text
+from conversion.markdown import escape, one_line
+from evaluation.figures import plt
+from evaluation.intervals import LEVEL
+from evaluation.report import computed_with, markdown_table, plot_text
+from evaluation.verdicts import (
+    CANNOT_BE_TOLD,
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_MEASURED,
+    SHOWN_ELSEWHERE,
+    VERDICTS,
+    Claim,
+    Measured,
+    Paper,
+    Scores,
+    deciding,
+    measure_claim,
+    read_all_scores,
+    read_claims,
+    read_expert_scores,
+    verdict_of_all,
 )
 
-from conversion.files import one_line_errors, read_json, write_text
-from conversion.markdown import escape, one_line
-from conversion.messages import shortened, what_is_meant
-from conversion.recipe_yaml import read_yaml
-from evaluation.intervals import LEVEL, paired_interval
-from evaluation.report import computed_with, markdown_table
+HEADLINES = f"""\
+These claims are the results that the papers' abstracts name, whether they hold here or not; where one is a gain over a
+dense model, that claim or another asks for the gain over a dense model that cost as much, too. The
+[appendix](#appendix-all-claims) has all claims with all figures; numbers are those of the appendix.
 
-LEAST_SEEDS = 3
-HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
-NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
-VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
+Differences are percent points, means of the seeds, with their {LEVEL:.0%} intervals, of the score that decides. Samples
+are pairs of an image and its captions, from where the models part.
+"""
 INTRODUCTION = f"""\
 Made by `python -m evaluation.claims`. Figures are percentages, means of the seeds, and of each difference its paired
 {LEVEL:.0%} interval over the seeds (Student's t), widened so that all intervals of a claim are right together
 (Bonferroni). "{HOLDS}": the whole interval is above 0. "{DOES_NOT_HOLD}": the whole interval is below 0.
 "{CANNOT_BE_TOLD}": it has 0 in it. Of several models that the first one has to beat, it has to beat each; the figures
-are those of the hardest one. Where a claim is about several scores, the verdict is the worst of theirs. Where it names
-a number of points, these are subtracted from the differences first.
+are those of the hardest one. Where a claim is about several scores, the verdict is the worst of theirs; of those with
+it, the one with the least difference decides. Where it names a number of points, these are subtracted from the
+differences first.
 
 Of two equal models, one claim in twenty has another verdict than "{CANNOT_BE_TOLD}" by chance, or fewer. Three seeds
 are few: with them, a difference has to be several times its deviation. The intervals cover what a seed changes. In the
 symbol world, these are the order of batches and, where a recipe trains its own CLIP, the first weights; the CLIPs that
-lie in this repository, the training pictures of these runs and the test are the same for all seeds.
+lie in this repository, the training pictures of these runs and the test are the same for all seeds. In the world of
+names, these are the first weights, the training pictures and their order.
 """
-
-Text = Annotated[str, Field(pattern=r"\S")]
-Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Scores = dict[str, dict[str, list[dict[str, Share]]]]  # row -> task -> for each seed: metric -> score
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ExpertScores(BaseModel):
-    """What `evaluation.experts` wrote of one seed."""
-
-    metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)  # task -> row -> metric -> score
-    weights: str
-    commit: str | None
-    versions: dict[str, str]
-
-
-class Claim(BaseModel):
-    """A sentence of a paper, and one of: what would show it (`better`, `than`, `scores`), where it is shown, or what is
-    missing to show it."""
-
-    model_config = STRICT
-
-    claim: Text
-    # Table, section or figure of the paper
-    place: Text
-    # Titles of rows: the first must be better than each of the others
-    better: Text | None = None
-    than: Texts = Field(default_factory=list)
-    # Task -> metrics
-    scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
-    # Percent points by which it must be better; below 0: by which it may be worse
-    by: float = Field(default=0.0, ge=-100, le=100)
-    # A file that shows it, as seen from the file of claims
-    shown_in: Text | None = None
-    missing: Text | None = None
-    # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
-    note: str = ""
-
-    @model_validator(mode="after")
-    def _check(self):
-        compared = [bool(self.better), bool(self.than), bool(self.scores)]
-        if any(compared) != all(compared) or any(compared) + bool(self.shown_in) + bool(self.missing) != 1:
-            raise ValueError("a claim needs either better, than and scores, or shown_in, or missing")
-        if len({self.better, *self.than}) <= len(self.than):
-            raise ValueError("better and than name a row twice")
-        if any(len(set(metrics)) < len(metrics) for metrics in self.scores.values()):
-            raise ValueError("scores name a metric twice")
-        return self
-
-
-class Paper(BaseModel):
-    """The claims of a paper that the same results show."""
-
-    model_config = STRICT
-
-    link: Annotated[str, Field(pattern=r"^https://[^\s()<>]+$")] | None = None
-    # The folders of the results, as seen from the file of claims
-    results: Annotated[Texts, Field(min_length=1)]
-    # The command that makes them
-    command: Text
-    claims: list[Claim] = Field(min_length=1)
-
-    @field_validator("claims")
-    @classmethod
-    def _check_claims(cls, claims):
-        twice = [text for text, number in Counter(claim.claim for claim in claims).items() if number > 1]
-        if twice:
-            raise ValueError(f"the claim {twice[0]!r} stands there twice")
-        return claims
+# Verdict -> color and marker: told apart without colors, too
+MARKS = {HOLDS: ("#0a6b2d", "o"), DOES_NOT_HOLD: ("#b3261e", "X"), CANNOT_BE_TOLD: ("#666666", "D")}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a claim says of one score: the percentages of both models with each seed, and the interval of their mean
-    difference."""
+class Judged:
+    """A claim with its number on the page, what was measured of it, the verdict, and the folder of its first model."""
 
-    task: str
-    metric: str
-    better: Sequence[float]
-    rival: str
-    than: Sequence[float]
-    interval: tuple[float, float]
+    number: int
+    claim: Claim
+    measured: Sequence[Measured]
     verdict: str
-
-
-def verdict_of(interval: tuple[float, float]) -> str:
-    """Whether one model is better than another, from the interval of the difference."""
-    low, high = interval
-    return HOLDS if low > 0 else DOES_NOT_HOLD if high < 0 else CANNOT_BE_TOLD
-
-
-def verdict_of_all(verdicts: Iterable[str]) -> str:
-    """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
-    told."""
-    found = set(verdicts)
-    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in found)
-
-
-def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
-    """What the scores say of a claim, one for each of its metrics.
-
-    Args:
-        where: the scores are from, for errors.
-
-    Raises:
-        ValueError: there is no such row, task or metric.
-    """
-    measured, pairs = [], [(task, metric) for task, metrics in claim.scores.items() for metric in metrics]
-    for task, metric in pairs:
-        percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
-        better = percentages[claim.better]
-        intervals = {}
-        for rival in claim.than:
-            ends = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
-            # Rounded: scores that differ by exactly `by` are equal
-            intervals[rival] = tuple(round(end - claim.by, 9) for end in ends)
-        verdict = verdict_of_all(map(verdict_of, intervals.values()))
-        hardest = (rival for rival in claim.than if verdict_of(intervals[rival]) == verdict)
-        rival = max(hardest, key=lambda row: statistics.mean(percentages[row]))
-        ends = tuple(end + claim.by for end in intervals[rival])
-        measured.append(Measured(task, metric, better, rival, percentages[rival], ends, verdict))
-    return measured
-
-
-def _percentages(scores: Scores, row: str, task: str, metric: str, where: str) -> list[float]:
-    if row not in scores:
-        raise ValueError(f"there is no row {row!r} in {where}; there are {', '.join(scores)}")
-    if task not in scores[row]:
-        raise ValueError(f"{row!r} has no task {task!r} in {where}; there are {', '.join(scores[row])}")
-    of_seeds = scores[row][task]
-    if any(metric not in metrics for metrics in of_seeds):
-        raise ValueError(f"{task} of {row!r} has no metric {metric!r} in {where}; there are {', '.join(of_seeds[0])}")
-    return [100 * metrics[metric] for metrics in of_seeds]
-
-
-def read_claims(path: Path) -> dict[str, Paper]:
-    """Title -> paper.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no YAML, an unknown key, a value of the wrong type, or a claim that stands there twice.
-    """
-    try:
-        raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
-        return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-
-
-def _fault(error: Any) -> str:
-    *parents, key = ["file", *error["loc"]]
-    where = ".".join(map(str, error["loc"])) or "the file"
-    if error["type"] == "extra_forbidden":
-        known = (Claim if "claims" in parents else Paper).model_fields
-        return f"{where}: there is no key {key!r}: {what_is_meant(str(key), known)}"
-    return f"{where}: {error['msg']} (got {shortened(error['input'])})"
-
-
-def read_scores(folder: Path) -> Scores | None:
-    """The scores in a folder of results; None if there are none yet.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: it is damaged, or has fewer than three seeds, or rows named as those of single experts.
-    """
-    path = folder / "seeds.json"
-    if not path.exists():
-        return None
-    scores = _validated(Scores, read_json(path), path)
-    numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
-    if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
-        found = ", ".join(map(str, sorted(numbers))) or "none"
-        raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {found}")
-    experts = _read_experts(folder, numbers.pop())
-    twice = sorted(set(scores) & set(experts))
-    if twice:
-        raise ValueError(f"{path} and the experts_*.json beside it both have {', '.join(twice)}: rename the former")
-    return scores | experts
-
-
-def read_all_scores(folders: Sequence[Path]) -> Scores | None:
-    """The scores in several folders of results, of recipes that share models; None if not all are there yet.
-
-    Raises:
-        OSError, ValueError: as `read_scores`.
-        ValueError: a row that two folders have is not the same in both, so that their runs differ; or they have
-            different numbers of seeds.
-    """
-    merged: Scores = {}
-    origin: dict[str, Path] = {}
-    for folder in folders:
-        scores = read_scores(folder)
-        if scores is None:
-            return None
-        for row, of_tasks in scores.items():
-            tasks = merged.setdefault(row, {})
-            for task, of_seeds in of_tasks.items():
-                if tasks.setdefault(task, of_seeds) != of_seeds:
-                    raise ValueError(
-                        f"{task} of {row!r} differs between {origin[row]} and {folder}: give one of the rows another "
-                        "title, or measure both with the same settings, seeds and commit"
-                    )
-            origin.setdefault(row, folder)
-    if len({len(of_seeds) for of_tasks in merged.values() for of_seeds in of_tasks.values()}) > 1:
-        raise ValueError(f"{' and '.join(map(str, folders))} have different numbers of seeds: measure the same in all")
-    return merged
-
-
-def _read_experts(folder: Path, num_seeds: int) -> Scores:
-    """The rows of single experts and of the routed model, where they were measured."""
-    if not (folder / "experts_0.json").exists():
-        return {}
-    of_seeds = [_expert_scores(folder, seed) for seed in range(num_seeds)]
-    if len({of_seed.weights for of_seed in of_seeds}) < num_seeds:
-        raise ValueError(f"{folder / 'experts_*.json'}: two are of the same weights; a spread needs different seeds")
-    all_metrics = [of_seed.metrics for of_seed in of_seeds]
-    return {
-        row: {task: [metrics.get(task, {}).get(row, {}) for metrics in all_metrics] for task in all_metrics[0]}
-        for row in next(iter(all_metrics[0].values()))
-    }
-
-
-def _expert_scores(folder: Path, seed: int) -> ExpertScores:
-    path = folder / f"experts_{seed}.json"
-    return _validated(ExpertScores, read_json(path), path)
-
-
-def _validated(kind: Any, content: Any, path: Path) -> Any:
-    try:
-        return TypeAdapter(kind).validate_python(content, strict=True)
-    except ValidationError as error:
-        raise ValueError(f"{path} is damaged: {_fault(error.errors()[0])}") from error
+    folder: Path | None
 
 
 def write_claims(path: Path, output: Path) -> str:
-    """Write the page of all claims.
+    """Write the page of all claims and, where there are headlines, their picture beside it.
 
     Returns:
         The table of how many claims hold, a row a paper.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: as `read_claims`, `read_scores` and `measure_claim`; or `output` is the file of claims.
+        ValueError: as `read_claims`, `read_all_scores` and `measure_claim`; or `output` is the file of claims.
     """
     if output.resolve() == path.resolve():
         raise ValueError(f"{output} is the file of claims: choose another --output")
-    sections, counts, number = [], [], 1
+    sections, counts, all_judged = [], [], []
     for title, paper in read_claims(path).items():
+        folders = [path.parent / results for results in paper.results]
         try:
-            section, verdicts = _section(title, paper, path.parent, output.parent, number)
+            scores, origin = read_all_scores(folders)
+            where = " and ".join(map(str, folders))
+            judged = [
+                _judge(number, claim, scores, origin, where, path.parent)
+                for number, claim in enumerate(paper.claims, len(all_judged) + 1)
+            ]
+            sections.append(_section(title, paper, judged, scores, path.parent, output.parent))
         except ValueError as error:
             raise ValueError(f"{path}: {title}: {error}") from error
-        sections.append(section)
-        counts.append([title, *(str(verdicts.count(verdict)) for verdict in VERDICTS)])
-        number += len(verdicts)
+        counts.append([title, *(str(sum(one.verdict == verdict for one in judged)) for verdict in VERDICTS)])
+        all_judged += judged
     summary = markdown_table(["paper", *VERDICTS], counts)
-    write_text(output, "\n\n".join(["# Claims of the papers", INTRODUCTION + "\n" + summary, *sections]))
+    page = [
+        "# Claims of the papers",
+        "## How claims are judged",
+        INTRODUCTION.strip(),
+        "## Appendix: all claims",
+        summary,
+        *sections,
+    ]
+    headlines = [one for one in all_judged if one.claim.headline]
+    with ExitStack() as files:
+        if headlines:
+            picture = output.with_suffix(".png")
+            draw_headlines(headlines, files.enter_context(new_file(picture)))
+            table = _headline_table(headlines, output.parent)
+            page[1:1] = [HEADLINES.strip(), table, f"![{_alt_text(headlines)}]({picture.name})"]
+        write_text(output, "\n\n".join(page))
     return summary
 
 
-def _section(title: str, paper: Paper, base: Path, output_folder: Path, first: int) -> tuple[str, list[str]]:
-    """The part of the page on one paper, and the verdicts on its claims, whose numbers begin with `first`."""
-    folders = [base / results for results in paper.results]
-    scores, rows, notes, verdicts = read_all_scores(folders), [], [], []
-    for number, claim in enumerate(paper.claims, first):
-        compared, figures, verdict = _judge(claim, scores, " and ".join(map(str, folders)), base, output_folder)
-        rows.append([f"{number}", escape(claim.claim), escape(claim.place), compared, figures, verdict])
-        verdicts.append(verdict)
-        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (verdict == DOES_NOT_HOLD)
-        notes += [f"- {number}: {note}"] * bool(note)
+def _judge(number: int, claim: Claim, scores: Scores, origin: Mapping[str, Path], where: str, base: Path) -> Judged:
+    if claim.shown_in is not None and (base / claim.shown_in).exists():
+        return Judged(number, claim, (), SHOWN_ELSEWHERE, None)
+    if claim.better is None or not scores:
+        return Judged(number, claim, (), NOT_MEASURED, None)
+    measured = measure_claim(claim, scores, where)
+    return Judged(number, claim, measured, verdict_of_all(one.verdict for one in measured), origin[claim.better])
+
+
+def _headline_table(headlines: Sequence[Judged], output_folder: Path) -> str:
+    rows = []
+    for one in headlines:
+        difference, link = "", ""
+        if one.measured:
+            decides = deciding(one.measured)
+            difference = escape(f"{decides.task} {decides.metric}: {_difference(decides)}")
+            link = f"[{escape(one.folder.name)}]({_link(one.folder / 'seeds.md', output_folder)})"
+        elif one.claim.missing:
+            difference = f"missing: {escape(one.claim.missing)}"
+        claim, budget = escape(one.claim.claim), escape(one.claim.headline.budget or "")
+        rows.append([f"{one.number}", claim, budget, difference, one.verdict, link])
+    return _table(["", "claim", "trained with", "difference", "verdict", "all scores"], rows)
+
+
+def _alt_text(headlines: Sequence[Judged]) -> str:
+    counts = Counter(one.verdict for one in headlines)
+    verdicts = ", ".join(f"{verdict}: {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+    return f"The differences of the headlines in the table above, with their intervals and a line at 0. {verdicts}."
+
+
+def draw_headlines(headlines: Sequence[Judged], path: Path) -> None:
+    """A row for each headline, with the difference of the score that decides and its interval. Close to 0 the axis is
+    linear, beyond 1 point logarithmic."""
+    figure, axis = plt.subplots(figsize=(8.5, 1.3 + 0.33 * len(headlines)), layout="constrained")
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_xscale("symlog", linthresh=1)
+    for row, one in enumerate(headlines):
+        if not one.measured:
+            axis.text(0, row, f" {one.verdict} ", fontsize=9, va="center", ha="center", backgroundcolor="white")
+            continue
+        decides, (color, marker) = deciding(one.measured), MARKS[one.verdict]
+        axis.plot(decides.interval, [row, row], color=color, linewidth=2)
+        axis.plot(decides.difference, row, color=color, marker=marker, markersize=8)
+        if one.claim.by:
+            axis.plot([one.claim.by] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1, linestyle=":")
+    labels = [f"{plot_text(one.claim.headline.short, 60)}  {one.number}" for one in headlines]
+    axis.set_yticks(range(len(headlines)), labels, fontsize=9)
+    axis.set_ylim(len(headlines) - 0.5, -0.5)
+    ticks = [-50, -10, -5, -2, -1, 0, 1, 2, 5, 10, 50]
+    axis.set_xticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks], fontsize=9)
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(
+        f"difference in percent points, with its {LEVEL:.0%} interval (logarithmic beyond 1 point)", fontsize=9
+    )
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    legend = [
+        Line2D([], [], color=color, marker=marker, markersize=8, linewidth=2, label=verdict)
+        for verdict, (color, marker) in MARKS.items()
+    ]
+    legend.append(Line2D([], [], color="black", linestyle=":", linewidth=1, label="points that the claim names"))
+    figure.legend(handles=legend, loc="outside upper center", ncol=len(legend), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130, format="png")
+    plt.close(figure)
+
+
+def _section(
+    title: str, paper: Paper, judged: Sequence[Judged], scores: Scores, base: Path, output_folder: Path
+) -> str:
+    """The part of the page on one paper."""
+    rows, notes = [], []
+    for one in judged:
+        claim, figures = one.claim, "<br>".join(escape(_figures(measured)) for measured in one.measured)
+        compared = _compared(claim, base, output_folder)
+        rows.append([f"{one.number}", escape(claim.claim), escape(claim.place), compared, figures, one.verdict])
+        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (one.verdict == DOES_NOT_HOLD)
+        notes += [f"- {one.number}: {note}"] * bool(note)
     made = "There are no results yet."
-    if scores is not None:
+    if scores:
         num_seeds = len(next(of_seeds for row in scores.values() for of_seeds in row.values()))
         links = [
-            f"[{escape(name)}]({_link(folder, output_folder)}). {_computed_with(folder)}"
-            for name, folder in zip(paper.results, folders, strict=True)
+            f"[{escape(name)}]({_link(base / name, output_folder)}). {_computed_with(base / name)}"
+            for name in paper.results
         ]
         made = f"Results of {num_seeds} seeds: {' '.join(links)}"
-    header = ["", "claim", "in the paper", "what would show it", "figures", "verdict"]
-    table = [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
+    table = _table(["", "claim", "in the paper", "what would show it", "figures", "verdict"], rows)
     name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
-    parts = [f"## {name}", f"{made} Made by", f"```bash\n{paper.command.strip()}\n```"]
-    return "\n\n".join([*parts, "\n".join(table), *(["\n".join(notes)] if notes else [])]), verdicts
+    parts = [f"### {name}", f"{made} Made by", f"```bash\n{paper.command.strip()}\n```", table]
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
-def _judge(claim: Claim, scores: Scores | None, where: str, base: Path, output_folder: Path) -> tuple[str, str, str]:
-    """The cells of a claim: what is compared, the figures and the verdict."""
+def _compared(claim: Claim, base: Path, output_folder: Path) -> str:
+    """What would show a claim, as a cell of a table."""
     if claim.missing is not None:
-        return f"missing: {escape(claim.missing)}", "", NOT_MEASURED
+        return f"missing: {escape(claim.missing)}"
     if claim.shown_in is not None:
         shown_in = base / claim.shown_in
-        link = f"[{escape(shown_in.name)}]({_link(shown_in, output_folder)})"
-        return (link, "", SHOWN_ELSEWHERE) if shown_in.exists() else (escape(shown_in.name), "", NOT_MEASURED)
+        name = escape(shown_in.name)
+        return f"[{name}]({_link(shown_in, output_folder)})" if shown_in.exists() else name
     points = f", by at least {claim.by:g} points" if claim.by > 0 else f", at most {-claim.by:g} points worse"
     on = [f"{task} ({', '.join(metrics)})" for task, metrics in claim.scores.items()]
-    compared = f"{claim.better} against {' / '.join(claim.than)}{points * bool(claim.by)}; on {', '.join(on)}"
-    if scores is None:
-        return escape(compared), "", NOT_MEASURED
-    measured = measure_claim(claim, scores, where)
-    verdict = verdict_of_all([one.verdict for one in measured])
-    return escape(compared), "<br>".join(escape(_figures(one)) for one in measured), verdict
+    return escape(f"{claim.better} against {' / '.join(claim.than)}{points * bool(claim.by)}; on {', '.join(on)}")
 
 
 def _figures(measured: Measured) -> str:
     better, than = map(statistics.mean, (measured.better, measured.than))
-    low, high = measured.interval
-    difference = f"{better - than:+.1f} ({low:+.1f} to {high:+.1f})"
     scores = f"{better:.1f} against {than:.1f} of {measured.rival}"
-    return f"{measured.task} {measured.metric}: {scores}: {difference}, {measured.verdict}"
+    return f"{measured.task} {measured.metric}: {scores}: {_difference(measured)}, {measured.verdict}"
+
+
+def _difference(measured: Measured) -> str:
+    low, high = measured.interval
+    return f"{measured.difference:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _computed_with(folder: Path) -> str:
@@ -374,9 +252,14 @@ def _computed_with(folder: Path) -> str:
         raise ValueError(f"{path} does not say the commit: make it again with python -m evaluation.seeds")
     if not (folder / "experts_0.json").exists():
         return lines[-1]
-    of_seeds = (_expert_scores(folder, seed) for seed in range(len(list(folder.glob("experts_*.json")))))
+    of_seeds = (read_expert_scores(folder, seed) for seed in range(len(list(folder.glob("experts_*.json")))))
     made = dict.fromkeys(computed_with(of_seed.model_dump()) for of_seed in of_seeds)
     return f"{lines[-1]} Single experts: {escape('; '.join(made))}."
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
 
 
 def _link(path: Path, folder: Path) -> str:

@@ -1,27 +1,16 @@
-"""Verdicts on claims by hand, and what is wrong in a file of claims. The claims of the four papers are in
+"""The page of claims and its picture. Verdicts by hand are in test_verdicts.py, and the claims of the four papers in
 test_claims_of_papers.py."""
 
 import json
-import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
+from matplotlib.text import Text
 
-from evaluation.claims import (
-    CANNOT_BE_TOLD,
-    DOES_NOT_HOLD,
-    HOLDS,
-    Claim,
-    main,
-    measure_claim,
-    read_claims,
-    verdict_of,
-    verdict_of_all,
-    write_claims,
-)
-from evaluation.intervals import paired_interval
+from evaluation.claims import MARKS, main, write_claims
+from evaluation.figures import plt
+from evaluation.verdicts import CANNOT_BE_TOLD, DOES_NOT_HOLD, HOLDS
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 COMMIT = "Commit abc, torch 2."
@@ -66,73 +55,6 @@ def rows(text):
 
 
 @pytest.mark.parametrize(
-    ("differences", "expected"),
-    [
-        ([1.0, 1.2, 1.4], HOLDS),  # 1.2 ± 0.5
-        ([1, 2, 3], CANNOT_BE_TOLD),  # 2 ± 2.5
-        ([0, 0, 0], CANNOT_BE_TOLD),
-        ([0.1, 0.1, 0.1], HOLDS),  # models that no seed changes
-        ([-1.0, -1.2, -1.4], DOES_NOT_HOLD),
-        ([-0.1, -2, -5.9], CANNOT_BE_TOLD),
-    ],
-)
-def test_verdict(differences, expected):
-    assert verdict_of(paired_interval(differences, [0, 0, 0])) == expected
-
-
-def test_an_interval_by_hand():
-    """Student's t of two degrees of freedom is 4.303 at 97.5 %, and 6.205 at 98.75 %."""
-    deviation = math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2)
-    reach = 4.30265 * deviation / math.sqrt(3)
-    assert paired_interval([11, 22, 33], [10, 20, 30]) == pytest.approx((2 - reach, 2 + reach), abs=1e-4)
-    assert paired_interval([11, 22, 33], [10, 20, 30], comparisons=2)[1] == pytest.approx(
-        2 + 6.20535 / math.sqrt(3), abs=1e-4
-    )
-    with pytest.raises(ValueError, match="two seeds or more of both, got 1 and 1"):
-        paired_interval([1], [1])
-
-
-def test_equal_models_on_the_whole_page():
-    """All claims that are measured, of models that differ by chance alone: at most one verdict in twenty is wrong."""
-    rng, wrong, number = np.random.default_rng(0), 0, 0
-    claims = [claim for paper in read_claims(CARDS / "claims.yaml").values() for claim in paper.claims if claim.better]
-    for _ in range(30):
-        for one in claims:
-            one = one.model_copy(update={"by": 0.0})
-            scores = {
-                row: {task: [dict(zip(metrics, rng.normal(size=len(metrics)), strict=True)) for _ in range(3)]
-                      for task, metrics in one.scores.items()}
-                for row in (one.better, *one.than)
-            }  # fmt: skip
-            verdicts = [measured.verdict for measured in measure_claim(one, scores, "here")]
-            wrong, number = wrong + (verdict_of_all(verdicts) != CANNOT_BE_TOLD), number + 1
-    assert number > 1500 and 0.005 < wrong / number < 0.05
-
-
-def test_each_rival_has_to_be_beaten():
-    """Not the best mean alone: the other one varies more."""
-    scores = {"sparse": [0.7, 0.71, 0.72], "best": [0.69, 0.7, 0.71], "varied": [0.6, 0.709, 0.755]}
-    scores = {row: {"t": [{"m": score} for score in of_row]} for row, of_row in scores.items()}
-    names = {"claim": "c", "place": "p", "better": "sparse", "scores": {"t": ["m"]}}
-    (alone,) = measure_claim(Claim(**names, than="best"), scores, "here")
-    (both,) = measure_claim(Claim(**names, than=["best", "varied"]), scores, "here")
-    assert (alone.rival, alone.verdict) == ("best", HOLDS)
-    assert (both.rival, both.verdict) == ("varied", CANNOT_BE_TOLD)
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "expected"),
-    [
-        ([HOLDS, HOLDS], HOLDS),
-        ([HOLDS, CANNOT_BE_TOLD], CANNOT_BE_TOLD),
-        ([CANNOT_BE_TOLD, DOES_NOT_HOLD, HOLDS], DOES_NOT_HOLD),
-    ],
-)
-def test_verdict_of_several_scores(verdicts, expected):
-    assert verdict_of_all(verdicts) == expected
-
-
-@pytest.mark.parametrize(
     ("by", "expected"),
     [
         (0, HOLDS),  # +10, +11, +15
@@ -155,12 +77,6 @@ def test_at_most_some_points_worse(folder):
     assert "dense against longer, at most 7.5 points worse; on retrieval (recall)" in found[1][3]
 
 
-def test_a_difference_of_exactly_the_points_is_none():
-    scores = {"a": {"t": [{"m": 0.55}] * 3}, "b": {"t": [{"m": 0.51}] * 3}}  # 100 * 0.55 - 100 * 0.51 > 4
-    one = Claim(claim="c", place="p", better="a", than="b", scores={"t": ["m"]}, by=4.0)
-    assert measure_claim(one, scores, "here")[0].verdict == CANNOT_BE_TOLD
-
-
 def test_the_strongest_of_several_counts(folder):
     ((number, text, place, compared, figures, verdict),) = rows(page(folder, claim(than=["dense", "longer"])))
     assert (number, text, place, verdict) == ("1", "it wins", "Table 1", CANNOT_BE_TOLD)
@@ -173,6 +89,70 @@ def test_the_page_says_what_was_run(folder):
     assert "## [Paper](https://arxiv.org/abs/1)" in text and "```bash\none\ntwo\n```" in text
     assert f"3 seeds: [results](results). {COMMIT}" in text
     assert re.search(r"\| Paper \| 1 +\| 0 +\| 0 +\| 0 +\| 0 ", text)
+
+
+def test_headlines_come_first(folder):
+    headline = {"short": "few | words", "budget": "10 | 20 samples"}
+    lacking = {"claim": "c", "place": "p", "missing": "a row", "headline": {"short": "no row"}}
+    claims = (claim(claim="b", than="longer"), claim(headline=headline), lacking)
+    text = page(folder, *claims)
+    headlines, appendix = text.split("## Appendix: all claims")
+    assert rows(headlines) == [
+        ["2", "it wins", r"10 \| 20 samples", "retrieval recall: +12.0 (+5.4 to +18.6)", HOLDS]
+        + ["[results](results/seeds.md)"],
+        ["3", "c", "", "missing: a row", "not measured"],
+    ]
+    assert [row[0] for row in rows(appendix)] == ["1", "2", "3"]
+    assert re.search(r"!\[The differences .* holds: 1, not measured: 1\.\]\(claims\.png\)", headlines)
+    assert (folder / "claims.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_headlines_there_is_no_picture(folder):
+    assert "claims.png" not in page(folder, claim()) and not (folder / "claims.png").exists()
+
+
+def test_a_headline_has_the_score_that_decides(folder):
+    """One holds, by less, and the other cannot be told."""
+    of_row = {"sparse": ([0.6, 0.62, 0.67], [0.5, 0.6, 0.4]), "dense": ([0.5, 0.51, 0.52], [0.4, 0.2, 0.35])}
+    scores = {
+        row: {"retrieval": [{"sure": one, "unsure": other} for one, other in zip(*of, strict=True)]}
+        for row, of in of_row.items()
+    }
+    (folder / "results" / "seeds.json").write_text(json.dumps(scores))
+    both = claim(scores={"retrieval": ["sure", "unsure"]}, headline={"short": "s", "budget": "b"})
+    headline, _ = rows(page(folder, both))
+    assert headline[3].startswith("retrieval unsure: +18.3 (") and headline[4] == CANNOT_BE_TOLD
+
+
+def test_the_picture(folder, monkeypatch):
+    """Verdicts are told apart by color and by marker, and texts can be read."""
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    claims = [
+        claim(),
+        claim(claim="b", better="dense", than="sparse"),
+        claim(claim="c", than="longer", by=-3.0),
+        {"claim": "d", "place": "p", "missing": "a row"},
+    ]
+    shorts = ["first", "$second$", "third", "fourth"]
+    page(folder, *(one | {"headline": {"short": s, "budget": "b"}} for one, s in zip(claims, shorts, strict=True)))
+    (figure,) = figures
+    (axis,) = figure.axes
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["first  1", r"\$second\$  2", "third  3", "fourth  4"]
+    points = {line.get_ydata()[0]: line for line in axis.lines if line.get_marker() in "oXD"}
+    assert {row: (point.get_color(), point.get_marker()) for row, point in points.items()} == {
+        0: MARKS[HOLDS],
+        1: MARKS[DOES_NOT_HOLD],
+        2: MARKS[CANNOT_BE_TOLD],
+    }
+    assert [point.get_xdata()[0] for point in points.values()] == pytest.approx([12, -12, 5])
+    intervals = {tuple(line.get_ydata()): line.get_xdata() for line in axis.lines if len(line.get_xdata()) == 2}
+    assert intervals[0, 0] == pytest.approx([5.4, 18.6], abs=0.05) and {(1, 1), (2, 2)} < set(intervals)
+    assert [tuple(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"] == [(-3.0, -3.0)]
+    assert [len(set(of)) for of in zip(*MARKS.values(), strict=True)] == [3, 3]
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert min(text.get_fontsize() for text in texts) >= 8 and "not measured" in {t.get_text().strip() for t in texts}
 
 
 def test_notes(folder):
@@ -282,32 +262,14 @@ def test_any_text_is_only_text(folder):
         ({"by": True}, "claims.0.by: .* number"),
         ({"by": 101}, "claims.0.by"),
         ({"claim": " "}, "claims.0.claim"),
+        ({"headline": {"short": "s"}}, "a headline that compares models says in budget what they were trained with"),
+        ({"headline": {"budget": "10 samples"}}, "headline.short"),
     ],
 )
 def test_what_is_wrong_with_a_claim(folder, changes, message):
     with pytest.raises(ValueError, match=f"claims.yaml: .*{message}"):
         page(folder, claim(**changes))
     assert not (folder / "claims.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[1]", "the file: .* dictionary"),
-        ("", "the file: .* dictionary"),
-        ("{}", "at least 1 item"),
-        ("Paper: {results: r, comand: c, claims: []}", "no key 'comand': did you mean 'command'.*"),
-        ("Paper: {results: r, command: c, claims: []}", "Paper.claims: .* at least 1"),
-        ("Paper: {results: r, command: c, link: javascript:x, claims: []}", "Paper.link"),
-        ("a: [", "is not valid YAML"),
-        (b"\xff", "no text in UTF-8"),
-    ],
-)
-def test_what_is_wrong_with_the_file(tmp_path, content, message):
-    path = tmp_path / "claims.yaml"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=f"claims.yaml.*{message}"):
-        read_claims(path)
 
 
 def test_a_claim_stands_there_once(folder):

@@ -1,5 +1,6 @@
 """The claims of the four papers: the committed page, and what the recipes have of it."""
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -7,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from data import symbols
-from evaluation.claims import measure_claim, read_claims, write_claims
+from evaluation.claims import write_claims
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.tasks import TASKS
+from evaluation.verdicts import measure_claim, read_claims, read_scores
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 RECIPES = CARDS.parent / "training" / "recipes"
+PAPERS = read_claims(CARDS / "claims.yaml")
 
 
 def test_the_committed_page_is_up_to_date(tmp_path):
@@ -24,6 +28,95 @@ def test_the_committed_page_is_up_to_date(tmp_path):
     links = re.compile(r"\]\((?!https:)[^)]*\)")  # as seen from another folder
     made, committed = ((folder / "claims.md").read_text(encoding="utf-8") for folder in (tmp_path, CARDS))
     assert links.sub("", made) == links.sub("", committed)
+    drawn, shown = (Image.open(folder / "claims.png") for folder in (tmp_path, CARDS))
+    if drawn.info["Software"] == shown.info["Software"]:  # other versions of matplotlib draw otherwise
+        assert np.array_equal(np.asarray(drawn), np.asarray(shown))
+
+
+def test_headlines_are_results_of_abstracts():
+    """Of all papers; whether they hold is no reason."""
+    of_papers = {title: [one for one in paper.claims if one.headline] for title, paper in PAPERS.items()}
+    headlines = list(itertools.chain(*of_papers.values()))
+    assert min(map(len, of_papers.values())) >= 2 and 10 <= len(headlines) <= 15
+    assert [one.claim for one in headlines if not one.place.startswith("abstract")] == []
+
+
+# Words of a budget, and the stages of a recipe that a model of the headline goes through
+BUDGETS = {
+    "CLIP-UP 6.6 above dense, as many steps": [("51,200", "clip_up_symbols", "clip_up")],
+    "CLIP-UP above dense, as many multiply-adds": [
+        ("51,200", "clip_up_symbols", "clip_up"),
+        ("66,560", "clip_up_symbols", "dense_longer"),
+    ],
+    "The same, in the world of names": [
+        ("1.5 M", "clip_up_names", "clip_up_8_faster"),
+        ("2.0 M", "clip_up_names", "dense_faster"),
+    ],
+    "CLIP-UP above sparse from scratch": [
+        ("92,800", "clip_up_tables_symbols", "separated_looks separated_seed separated_upcycled"),
+        (
+            "92,800",
+            "clip_up_tables_symbols",
+            "separated_scratch_looks separated_scratch_web separated_scratch",
+        ),
+    ],
+    "CLIP-MoE above fine-tuning for one stage": [
+        ("40,960", "clip_moe_symbols", "expert_1 expert_2 expert_3 clip_moe"),
+        ("10,240", "clip_moe_symbols", "direct"),
+        ("10,240", "clip_moe_symbols", "sparse_upcycling"),
+    ],
+    "CLIP-MoE above fine-tuning, as many samples": [
+        ("40,960", "clip_moe_symbols", "direct_4x"),
+        ("40,960", "clip_moe_symbols_baselines", "all_weights"),
+    ],
+    "CLIP-MoE above fine-tuning, zero-shot": [
+        ("40,960", "clip_moe_symbols", "direct_4x"),
+        ("10,240", "clip_moe_symbols", "sparse_upcycling"),
+    ],
+    "CLIP-FMoE above fine-tuning, as many samples": [
+        ("9,600", "clip_fmoe_symbols", "direct"),
+        ("19,200", "clip_fmoe_symbols", "direct_2x"),
+    ],
+    "MoDE-4 above one model, samples of one expert": [
+        ("25,600 samples for each", "mode_symbols", "expert_1"),
+        ("25,600 for the dense", "mode_symbols", "dense"),
+    ],
+    "MoDE-4 above one model, samples of all experts": [
+        ("102,400", "mode_symbols", "expert_1 expert_2 expert_3 expert_4"),
+        ("102,400", "mode_symbols", "dense_4x"),
+    ],
+}
+
+
+def test_budgets_are_those_of_the_recipes():
+    headlines = {one.headline.short: one.headline for paper in PAPERS.values() for one in paper.claims if one.headline}
+    for short, parts in BUDGETS.items():
+        for words, recipe, names in parts:
+            assert words in headlines[short].budget
+            samples = samples_of(recipe, names.split())
+            number = words.split(" samples")[0].split(" for")[0]
+            assert number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), (short, words, samples)
+
+
+def samples_of(recipe, names):
+    """The samples that stages of a recipe train on together; a pass is through the 9,600 pairs of clip_fmoe_symbols."""
+    content = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    stages = {stage["name"]: stage for stage in content["stages"]}
+    of_stages = [{**content.get("defaults", {}).get("train", {}), **stages[name]} for name in names]
+    return sum(
+        stage["max_steps"] * stage["global_batch_size"] if "max_steps" in stage else 9600 * stage["num_epochs"]
+        for stage in of_stages
+    )
+
+
+def test_the_best_learning_rates_are_the_best():
+    """Of the dense model and of CLIP-UP with 8 experts, in the world of names."""
+    (one,) = (one for one in PAPERS["CLIP-UP"].claims if one.claim.endswith("each with its best learning rate."))
+    rows = read_scores(CARDS / "clip_up_names")
+    for metric in ("image_to_text_recall@1", "text_to_image_recall@1"):
+        means = {row: sum(seed[metric] for seed in tasks["names_2048"]) for row, tasks in rows.items()}
+        for model, best in (("dense", one.than[0]), ("CLIP-UP, 8 experts", one.better)):
+            assert max((row for row in means if row.startswith(model)), key=means.get) == best
 
 
 def metrics_of(task):
@@ -38,9 +131,7 @@ def metrics_of(task):
     return [dict.fromkeys(names, 0.5)] * 3
 
 
-@pytest.mark.parametrize(
-    ("title", "paper"), read_claims(CARDS / "claims.yaml").items(), ids=lambda value: str(value)[:9]
-)
+@pytest.mark.parametrize(("title", "paper"), PAPERS.items(), ids=lambda value: str(value)[:9])
 def test_recipes_have_what_the_claims_name(title, paper):
     """Rows, tasks and metrics, also before there are results; and the command makes these results of that recipe."""
     assert re.findall(r"training/recipes/(\w+)\.yaml", paper.command) == paper.results

@@ -1,0 +1,302 @@
+"""What scores of several seeds say of a claim: whether it holds.
+
+A paper's claims stand in a file, which `read_claims` reads. For each paper it names a folder with `seeds.json` and
+`seeds.md`, as `evaluation.seeds` writes them, or several, made by recipes that share models. Their rows are the models.
+`experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which `evaluation.experts` writes as
+`experts.json`, add rows such as "routed", "expert 0" and "K = 2".
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from conversion.files import read_json
+from conversion.messages import shortened, what_is_meant
+from conversion.recipe_yaml import read_yaml
+from evaluation.intervals import paired_interval
+
+LEAST_SEEDS = 3
+HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
+NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
+VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
+Text = Annotated[str, Field(pattern=r"\S")]
+Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Scores = dict[str, dict[str, list[dict[str, Share]]]]  # row -> task -> for each seed: metric -> score
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ExpertScores(BaseModel):
+    """What `evaluation.experts` wrote of one seed."""
+
+    metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)  # task -> row -> metric -> score
+    weights: str
+    commit: str | None
+    versions: dict[str, str]
+
+
+class Headline(BaseModel):
+    """What marks a claim as one that a reader asks for first."""
+
+    model_config = STRICT
+
+    # The claim in a few words, for the picture
+    short: Text
+    # Samples, and multiply-adds where they differ, that its models were trained with
+    budget: Text | None = None
+
+
+class Claim(BaseModel):
+    """A sentence of a paper, and one of: what would show it (`better`, `than`, `scores`), where it is shown, or what is
+    missing to show it."""
+
+    model_config = STRICT
+
+    claim: Text
+    # Table, section or figure of the paper
+    place: Text
+    # Titles of rows: the first must be better than each of the others
+    better: Text | None = None
+    than: Texts = Field(default_factory=list)
+    # Task -> metrics
+    scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
+    # Percent points by which it must be better; below 0: by which it may be worse
+    by: float = Field(default=0.0, ge=-100, le=100)
+    # A file that shows it, as seen from the file of claims
+    shown_in: Text | None = None
+    missing: Text | None = None
+    headline: Headline | None = None
+    # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _check(self):
+        compared = [bool(self.better), bool(self.than), bool(self.scores)]
+        if any(compared) != all(compared) or any(compared) + bool(self.shown_in) + bool(self.missing) != 1:
+            raise ValueError("a claim needs either better, than and scores, or shown_in, or missing")
+        if len({self.better, *self.than}) <= len(self.than):
+            raise ValueError("better and than name a row twice")
+        if any(len(set(metrics)) < len(metrics) for metrics in self.scores.values()):
+            raise ValueError("scores name a metric twice")
+        if self.headline and self.better and not self.headline.budget:
+            raise ValueError("a headline that compares models says in budget what they were trained with")
+        return self
+
+
+class Paper(BaseModel):
+    """The claims of a paper that the same results show."""
+
+    model_config = STRICT
+
+    link: Annotated[str, Field(pattern=r"^https://[^\s()<>]+$")] | None = None
+    # The folders of the results, as seen from the file of claims
+    results: Annotated[Texts, Field(min_length=1)]
+    # The command that makes them
+    command: Text
+    claims: list[Claim] = Field(min_length=1)
+
+    @field_validator("claims")
+    @classmethod
+    def _check_claims(cls, claims):
+        twice = [text for text, number in Counter(claim.claim for claim in claims).items() if number > 1]
+        if twice:
+            raise ValueError(f"the claim {twice[0]!r} stands there twice")
+        return claims
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a claim says of one score: the percentages of both models with each seed, and the interval of their mean
+    difference."""
+
+    task: str
+    metric: str
+    better: Sequence[float]
+    rival: str
+    than: Sequence[float]
+    interval: tuple[float, float]
+    verdict: str
+
+    @property
+    def difference(self) -> float:
+        """Of the means, in percent points."""
+        return statistics.mean(self.better) - statistics.mean(self.than)
+
+
+def verdict_of(interval: tuple[float, float]) -> str:
+    """Whether one model is better than another, from the interval of the difference."""
+    low, high = interval
+    return HOLDS if low > 0 else DOES_NOT_HOLD if high < 0 else CANNOT_BE_TOLD
+
+
+def verdict_of_all(verdicts: Iterable[str]) -> str:
+    """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
+    told."""
+    found = set(verdicts)
+    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in found)
+
+
+def deciding(measured: Sequence[Measured]) -> Measured:
+    """Of a claim's scores the one that decides: of those with the verdict of all, the one with the least difference."""
+    verdict = verdict_of_all(one.verdict for one in measured)
+    return min((one for one in measured if one.verdict == verdict), key=lambda one: one.difference)
+
+
+def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
+    """What the scores say of a claim, one for each of its metrics.
+
+    Args:
+        where: the scores are from, for errors.
+
+    Raises:
+        ValueError: there is no such row, task or metric.
+    """
+    measured, pairs = [], [(task, metric) for task, metrics in claim.scores.items() for metric in metrics]
+    for task, metric in pairs:
+        percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
+        better = percentages[claim.better]
+        intervals = {}
+        for rival in claim.than:
+            ends = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
+            # Rounded: scores that differ by exactly `by` are equal
+            intervals[rival] = tuple(round(end - claim.by, 9) for end in ends)
+        verdict = verdict_of_all(map(verdict_of, intervals.values()))
+        hardest = (rival for rival in claim.than if verdict_of(intervals[rival]) == verdict)
+        rival = max(hardest, key=lambda row: statistics.mean(percentages[row]))
+        ends = tuple(end + claim.by for end in intervals[rival])
+        measured.append(Measured(task, metric, better, rival, percentages[rival], ends, verdict))
+    return measured
+
+
+def _percentages(scores: Scores, row: str, task: str, metric: str, where: str) -> list[float]:
+    if row not in scores:
+        raise ValueError(f"there is no row {row!r} in {where}; there are {', '.join(scores)}")
+    if task not in scores[row]:
+        raise ValueError(f"{row!r} has no task {task!r} in {where}; there are {', '.join(scores[row])}")
+    of_seeds = scores[row][task]
+    if any(metric not in metrics for metrics in of_seeds):
+        raise ValueError(f"{task} of {row!r} has no metric {metric!r} in {where}; there are {', '.join(of_seeds[0])}")
+    return [100 * metrics[metric] for metrics in of_seeds]
+
+
+def read_claims(path: Path) -> dict[str, Paper]:
+    """Title -> paper.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no YAML, an unknown key, a value of the wrong type, or a claim that stands there twice.
+    """
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _fault(error: Any) -> str:
+    *parents, key = ["file", *error["loc"]]
+    where = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] == "extra_forbidden":
+        known = (Claim if "claims" in parents else Paper).model_fields
+        return f"{where}: there is no key {key!r}: {what_is_meant(str(key), known)}"
+    return f"{where}: {error['msg']} (got {shortened(error['input'])})"
+
+
+def read_scores(folder: Path) -> Scores | None:
+    """The scores in a folder of results; None if there are none yet.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it is damaged, or has fewer than three seeds, or rows named as those of single experts.
+    """
+    path = folder / "seeds.json"
+    if not path.exists():
+        return None
+    scores = _validated(Scores, read_json(path), path)
+    numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
+    if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
+        found = ", ".join(map(str, sorted(numbers))) or "none"
+        raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {found}")
+    experts = _read_experts(folder, numbers.pop())
+    twice = sorted(set(scores) & set(experts))
+    if twice:
+        raise ValueError(f"{path} and the experts_*.json beside it both have {', '.join(twice)}: rename the former")
+    return scores | experts
+
+
+def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[str, Path]]:
+    """The scores in several folders of results, of recipes that share models; none if not all are there yet.
+
+    Returns:
+        The scores, and for each row the first folder that has it.
+
+    Raises:
+        OSError, ValueError: as `read_scores`.
+        ValueError: a row that two folders have is not the same in both, so that their runs differ; or they have
+            different numbers of seeds.
+    """
+    merged: Scores = {}
+    origin: dict[str, Path] = {}
+    for folder in folders:
+        scores = read_scores(folder)
+        if scores is None:
+            return {}, {}
+        for row, of_tasks in scores.items():
+            tasks = merged.setdefault(row, {})
+            for task, of_seeds in of_tasks.items():
+                if tasks.setdefault(task, of_seeds) != of_seeds:
+                    raise ValueError(
+                        f"{task} of {row!r} differs between {origin[row]} and {folder}: give one of the rows another "
+                        "title, or measure both with the same settings, seeds and commit"
+                    )
+            origin.setdefault(row, folder)
+    if len({len(of_seeds) for of_tasks in merged.values() for of_seeds in of_tasks.values()}) > 1:
+        raise ValueError(f"{' and '.join(map(str, folders))} have different numbers of seeds: measure the same in all")
+    return merged, origin
+
+
+def _read_experts(folder: Path, num_seeds: int) -> Scores:
+    """The rows of single experts and of the routed model, where they were measured."""
+    if not (folder / "experts_0.json").exists():
+        return {}
+    of_seeds = [read_expert_scores(folder, seed) for seed in range(num_seeds)]
+    if len({of_seed.weights for of_seed in of_seeds}) < num_seeds:
+        raise ValueError(f"{folder / 'experts_*.json'}: two are of the same weights; a spread needs different seeds")
+    all_metrics = [of_seed.metrics for of_seed in of_seeds]
+    return {
+        row: {task: [metrics.get(task, {}).get(row, {}) for metrics in all_metrics] for task in all_metrics[0]}
+        for row in next(iter(all_metrics[0].values()))
+    }
+
+
+def read_expert_scores(folder: Path, seed: int) -> ExpertScores:
+    """What was measured of one seed's single experts.
+
+    Raises:
+        OSError, ValueError: as `read_scores`.
+    """
+    path = folder / f"experts_{seed}.json"
+    return _validated(ExpertScores, read_json(path), path)
+
+
+def _validated(kind: Any, content: Any, path: Path) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged: {_fault(error.errors()[0])}") from error
