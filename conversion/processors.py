@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
@@ -22,7 +23,6 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from conversion.files import save
 from conversion.folders import check_json, has_file, load_config, loading
-from data.tokenizer import BYTES
 from modeling_clip_moe import CLIPMoDEConfig
 
 # By which a folder or repository is known to have each half of a processor
@@ -186,7 +186,8 @@ def _require_own_end_tokens(
             f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}: set eos_token_id to "
             f"{end}"
         )
-    missing = set(BYTES) - vocabulary.keys()
+    letters = ByteLevel.alphabet()
+    missing = {*letters, *(f"{letter}</w>" for letter in letters)} - vocabulary.keys()
     if tokenizer.unk_token_id == end and missing:
         raise ValueError(
             f"the tokenizer of {source} lacks {len(missing)} bytes, such as {min(missing)!r}, and writes its end token "
