@@ -87,7 +87,8 @@ def environment() -> dict:
         "accelerate": accelerate.__version__,
         "numpy": numpy.__version__,
     }
-    for name in ("scikit-learn", "matplotlib", "pillow"):  # clusters and digits; the fonts of the symbols; pictures
+    # Clusters and digits; the fonts of the symbols; pictures; the icons, and who draws them
+    for name in ("scikit-learn", "matplotlib", "pillow", "mkdocs-material", "resvg-py"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {"commit": commit, "versions": versions}

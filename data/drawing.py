@@ -130,6 +130,16 @@ def png(image: np.ndarray) -> dict[str, bytes]:
     return {"bytes": buffer.getvalue(), "path": None}
 
 
+def shown_in_turns(kinds: Sequence[int], split: str, seed: int) -> Callable[[int], int]:
+    """Which kind a row shows, by its number: all are shown once, in an order of their own, then all once more."""
+
+    @cache
+    def order(turn: int) -> np.ndarray:
+        return np.random.default_rng([SPLITS[split], seed, turn]).permutation(len(kinds))
+
+    return lambda index: kinds[order(index // len(kinds))[index % len(kinds)]]
+
+
 def drawn_rows(draw: Callable[[int], dict[str, Any]], number: int, features: Features) -> Dataset:
     """The rows 0 to `number` - 1 of a world. Few at a time are dictionaries, which take several times the memory."""
     parts = [range(start, min(start + AT_ONCE, number)) for start in range(0, number, AT_ONCE)]

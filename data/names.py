@@ -26,7 +26,7 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 from transformers import CLIPTokenizer
 
-from data.drawing import COLORS, SPLITS, drawn_rows, png
+from data.drawing import COLORS, SPLITS, drawn_rows, png, shown_in_turns
 from data.tokenizer import learn_tokenizer
 
 CAPTION_STYLES = ("web", "facts", "detailed")
@@ -140,14 +140,10 @@ def load(
             f"num_samples is {num_samples} and image_size {image_size}, must be at least 1 and a multiple of "
             f"{SMALLEST_IMAGE}"
         )
-
-    @cache
-    def order(turn: int) -> np.ndarray:
-        return np.random.default_rng([SPLITS[split], seed, turn]).permutation(len(kinds))
+    shown = shown_in_turns(kinds, split, seed)
 
     def draw(index: int) -> dict[str, Any]:
-        turn, place = divmod(index, len(kinds))
-        town = kinds[order(turn)[place]]
+        town = shown(index)
         image = render(town, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]))
         scale = image_size // SMALLEST_IMAGE
         text = caption(town, captions)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from datasets import Dataset
 
-from data import glyphs, names, symbols
+from data import glyphs, icons, names, symbols
 from evaluation.task import PRIMARY_METRICS, Task
+
+INFORMATION = ("image_to_text_information", "text_to_image_information")
 
 
 def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
@@ -150,5 +152,33 @@ def _names(title: str, kinds: str, captions: str) -> Task:
         protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {told}; all are "
         "candidates",
         load=lambda: (names.load("test", captions, len(of_kinds), of_kinds), 0),
-        metrics=(*PRIMARY_METRICS["retrieval"], "image_to_text_information", "text_to_image_information"),
+        metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
+    )
+
+
+def icon_tasks() -> dict[str, Task]:
+    """The tasks on icons, which their extra has to be installed for."""
+    kinds = {
+        "icons_brands": ("logos of brands", "brands", "every brand's logo, with the brand's name"),
+        "icons_all": ("icons", "all", "an icon of every name, with the name"),
+        "icons_other_artists": (
+            "icons of other artists",
+            "other artists",
+            "icons whose names are also those of another artist's icons, which alone are among all, with the name",
+        ),
+    }
+    return {name: _icons(title, of_kinds, shown) for name, (title, of_kinds, shown) in kinds.items()}
+
+
+def _icons(title: str, kinds: str, shown: str) -> Task:
+    def load() -> tuple[Dataset, int]:
+        numbers = icons.kind_set(kinds)
+        return icons.load("test", "web", len(numbers), numbers), 0
+
+    return Task(
+        kind="retrieval",
+        title=title,
+        protocol=f"a new picture of {shown}; all are candidates",
+        load=load,
+        metrics=[*(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image")), *INFORMATION],
     )

@@ -18,12 +18,12 @@ from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
-from evaluation.built_in_tasks import glyph_tasks, name_tasks, symbol_tasks
+from evaluation.built_in_tasks import glyph_tasks, icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask, in_one_line
 from evaluation.results import task_name
 from evaluation.task import Task
 
-TASKS = glyph_tasks() | name_tasks() | symbol_tasks()
+TASKS = glyph_tasks() | icon_tasks() | name_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
@@ -130,6 +130,8 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
                     if name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
+                elif name.startswith("icons_"):
+                    WORLDS["icons"].kind_set("all")  # raises where their extra is not installed
                 elif name in BENCHMARKS:
                     benchmark_task(BENCHMARKS[name], data_root, ask_hub=False)
             except NotDownloaded:

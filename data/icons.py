@@ -1,0 +1,252 @@
+"""The world of icons: real pictures with real names, those of mkdocs-material, which the extra `icons` installs.
+
+Four artists drew them: Simple Icons the logos of brands, Material Design Icons, Font Awesome and Octicons everything
+else. A kind is a name. The first artist who has it draws it; what another one drew of the same name is a kind of its
+own, to test on.
+
+`web` captions are the name. `detailed` ones also tell the artist. Everything follows from the arguments of `load` and
+from the versions of both packages, to the bit.
+
+    python -m data.icons --contact-sheet icons.png
+"""
+
+import argparse
+import hashlib
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+from transformers import CLIPTokenizer
+
+from data.drawing import (
+    BACKGROUNDS,
+    COLORS,
+    SPLITS,
+    choose,
+    drawn_rows,
+    ground,
+    inked,
+    photographed,
+    png,
+    shown_in_turns,
+)
+from data.tokenizer import learn_tokenizer
+
+CAPTION_STYLES = ("web", "detailed")
+TEMPLATES = ["{}"]
+ATTRIBUTES = ["kind", "artist"]
+SMALLEST_IMAGE = 16
+
+# Their folders, in the order in which they are asked for a name
+ARTISTS = {
+    "simple": "simple icons",
+    "material": "material design icons",
+    "fontawesome": "font awesome",
+    "octicons": "octicons",
+}
+VOCABULARY = 1000  # tokens
+
+
+@dataclass(frozen=True)
+class Icon:
+    """A name, who drew it, and the SVG file."""
+
+    name: str
+    artist: str
+    path: Path
+
+
+def kind_set(name: str) -> Sequence[int]:
+    """The numbers of the icons of a set: "all" names, the "brands" alone, "brands 1024" for the first so many of them,
+    or "other artists": another artist's icon of a name that is among all.
+
+    Raises:
+        ValueError: it is none of these, or there are not so many brands; or the extra is not installed.
+    """
+    brands, names, others = map(len, _icons())
+    sets = {"all": range(brands + names), "brands": range(brands)}
+    sets["other artists"] = range(brands + names, brands + names + others)
+    what, _, number = name.partition(" ")
+    if name not in sets and what == "brands" and number.isdecimal() and 0 < int(number) <= brands:
+        return range(int(number))
+    if name not in sets:
+        raise ValueError(
+            f"icons have no set of kinds {name!r}, only {', '.join(sets)}, and a number of brands up to {brands}, as "
+            "in brands 1024"
+        )
+    return sets[name]
+
+
+def load(
+    split: str,
+    captions: str,
+    num_samples: int,
+    kinds: Sequence[int] | None = None,
+    seed: int = 0,
+    image_size: int = 32,
+    captions_per_image: int = 1,
+) -> Dataset:
+    """Icons with captions.
+
+    Args:
+        split: "train" or "test": other pictures of the same icons.
+        captions: "web" or "detailed".
+        num_samples: how many rows; the first ones are the same for any number. All icons are shown once, in an order of
+            their own, then all once more.
+        kinds: numbers of icons, see `kind_set`; None: the brands.
+        seed: other pictures in another order for another one, of the same icons.
+        image_size: pixels a side, at least `SMALLEST_IMAGE`.
+        captions_per_image: with more than one, `caption` is a list.
+
+    Returns:
+        Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.
+
+    Raises:
+        ValueError: an unknown split, caption style or icon, no sample, or too small an image; or the extra is not
+            installed.
+    """
+    kinds = kind_set("brands") if kinds is None else kinds
+    if split not in SPLITS or captions not in CAPTION_STYLES:
+        raise ValueError(
+            f"split is {split!r} and captions is {captions!r}, must be one of {', '.join(SPLITS)} and one of "
+            f"{', '.join(CAPTION_STYLES)}"
+        )
+    last = sum(map(len, _icons())) - 1
+    if not len(kinds) or not 0 <= min(kinds) <= max(kinds) <= last:
+        raise ValueError(f"kinds must be numbers of icons, from 0 to {last}, at least one")
+    if num_samples < 1 or image_size < SMALLEST_IMAGE:
+        raise ValueError(
+            f"num_samples is {num_samples} and image_size {image_size}, must be at least 1 and {SMALLEST_IMAGE}"
+        )
+    shown = shown_in_turns(kinds, split, seed)
+
+    def draw(index: int) -> dict[str, Any]:
+        kind = shown(index)
+        image = render(kind, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]), image_size)
+        text = caption(kind, captions)
+        return {
+            "image": png(image),
+            "caption": [text] * captions_per_image if captions_per_image > 1 else text,
+            **{"kind": icon(kind).name, "artist": icon(kind).artist},
+        }
+
+    text = Value("string")
+    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
+    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
+
+
+def caption(kind: int, style: str) -> str:
+    """What a caption of one of `CAPTION_STYLES` says of an icon."""
+    return icon(kind).name + ("" if style == "web" else f", drawn by {icon(kind).artist}")
+
+
+def icon(kind: int) -> Icon:
+    """An icon by its number: brands come first, then other names, then those of other artists."""
+    return _numbered()[kind]
+
+
+def render(kind: int, rng: np.random.Generator, image_size: int) -> np.ndarray:
+    """A picture of an icon, (image_size, image_size, 3) uint8: moved by whole pixels, in an ink on a ground, noisy."""
+    side = image_size - image_size // 8
+    y, x = rng.integers(image_size - side + 1, size=2)
+    alpha = np.zeros((image_size, image_size, 1), np.float32)
+    alpha[y : y + side, x : x + side, 0] = _mask(icon(kind).path, side)
+    paper = ground({"background": choose(rng, list(BACKGROUNDS)), "texture": "plain"}, rng, image_size)
+    ink = inked(choose(rng, list(COLORS)), rng)
+    return photographed(alpha * ink + (1 - alpha) * paper, rng)
+
+
+@cache
+def _mask(path: Path, side: int) -> np.ndarray:
+    """How much of each pixel an icon covers, (side, side) from 0 to 1; one that is no square is in the middle."""
+    import resvg_py
+
+    svg = path.read_text(encoding="utf-8")
+    drawn = resvg_py.svg_to_bytes(svg_string=svg, width=side, height=side, skip_system_fonts=True)
+    alpha = PILImage.open(io.BytesIO(drawn)).getchannel("A")
+    mask = PILImage.new("L", (side, side))
+    mask.paste(alpha, ((side - alpha.width) // 2, (side - alpha.height) // 2))
+    return np.asarray(mask, np.float32) / 255
+
+
+@cache
+def _numbered() -> list[Icon]:
+    return list(itertools.chain(*_icons()))
+
+
+@cache
+def _icons() -> tuple[list[Icon], list[Icon], list[Icon]]:
+    """The brands, the icons of other names, and those that another artist drew of a name of either: each in a random
+    order that depends on the names alone."""
+    folder, first, second = _folder(), {}, {}
+    for artist, title in ARTISTS.items():
+        for path in sorted((folder / artist).rglob("*.svg")):
+            # Octicons have one file a size
+            name = " ".join(re.split(r"[-_.]", re.sub(r"-\d+$", "", path.stem) if artist == "octicons" else path.stem))
+            # "stack overflow" and "stackoverflow" are one name
+            letters, found = name.replace(" ", ""), Icon(name, title, path)
+            if letters not in first:
+                first[letters] = found
+            elif letters not in second and first[letters].artist != title:
+                second[letters] = Icon(first[letters].name, title, path)
+    order = sorted(first, key=lambda letters: hashlib.sha256(letters.encode()).digest())
+    brands = [first[letters] for letters in order if first[letters].artist == ARTISTS["simple"]]
+    names = [first[letters] for letters in order if first[letters].artist != ARTISTS["simple"]]
+    return brands, names, [second[letters] for letters in order if letters in second]
+
+
+def _folder() -> Path:
+    """Where mkdocs-material has its icons."""
+    try:
+        distribution("resvg-py")
+        return Path(distribution("mkdocs-material").locate_file("material/templates/.icons"))
+    except PackageNotFoundError as error:
+        raise ValueError(f"icons need {error.name}, which is not installed: pip install -e '.[icons]'") from None
+
+
+def build_tokenizer(context_length: int) -> CLIPTokenizer:
+    """A CLIP tokenizer learned from all names."""
+    names = [found.name for found in _numbered()]
+    return learn_tokenizer(
+        [*names, *(f", drawn by {artist}" for artist in ARTISTS.values())], VOCABULARY, context_length
+    )
+
+
+def draw_icons(path: str | Path, columns: int = 8, rows: int = 4) -> None:
+    """Draw the first icons of each set with their names: two pictures of each."""
+    width, height, side = 150, 86, 64
+    sheet = PILImage.new("RGB", (columns * width, 3 * rows * height), "white")
+    drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
+    starts = (0, len(kind_set("brands")), len(kind_set("all")))
+    kinds = [start + number for start in starts for number in range(columns * rows)]
+    for place, kind in enumerate(kinds):
+        x, y = place % columns * width + 6, place // columns * height + 6
+        for number in range(2):
+            picture = PILImage.fromarray(render(kind, np.random.default_rng([kind, number]), 32))
+            sheet.paste(picture.resize((side, side), PILImage.Resampling.NEAREST), (x + number * (side + 4), y))
+        drawing.text((x, y + side + 1), icon(kind).name[:24], "black", font)
+    sheet.save(path, "png", optimize=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Look at the world of icons.")
+    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw icons into")
+    arguments = parser.parse_args(argv)
+    try:
+        draw_icons(arguments.contact_sheet)
+    except (OSError, ValueError) as error:  # no such folder, no kind of picture, no extra
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
