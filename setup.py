@@ -26,6 +26,8 @@ training = [
 ]
 # K-means of more than 100,000 features
 faiss = ["faiss-cpu>=1.12"]
+# The pictures of data.icons, and what draws them
+icons = ["mkdocs-material>=9.8.2", "resvg-py>=0.5"]
 test = [
     *training,
     *faiss,
@@ -44,6 +46,7 @@ app = [*training, "gradio>=6.31"]
 # clip-benchmark and llava-torch come without their own requirements: see the Makefile
 integrations = [
     *test,
+    *icons,
     "diffusers>=0.42",
     "onnx>=1.23",
     "onnxruntime>=1.31",
@@ -68,5 +71,12 @@ setup(
         "torch>=2.11",
         "transformers>=5.17",
     ],
-    extras_require={"training": training, "faiss": faiss, "test": test, "integrations": integrations, "app": app},
+    extras_require={
+        "training": training,
+        "faiss": faiss,
+        "icons": icons,
+        "test": test,
+        "integrations": integrations,
+        "app": app,
+    },
 )
