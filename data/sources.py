@@ -45,7 +45,7 @@ Rows = datasets.Dataset | datasets.IterableDataset
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "glyphs", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
+    # "glyphs", "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
     # metadata.jsonl, of parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of
     # .parquet, .arrow, .tar, .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a
     # Karpathy split.
@@ -84,7 +84,7 @@ class DataArguments:
     # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind;
     # "facts", of the names, everything but the name.
     captions: Literal["web", "detailed", "looks", "facts"] = "web"
-    # Of a built-in world only: a set of its kinds, such as "all", symbols' "planet" or names' "4096 half 1".
+    # Of a built-in world only: a set of its kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands 1024".
     kinds: str = "all"
     # Of a built-in world only: of how its pictures are drawn. None: the recipe's seed, so that other seeds see other
     # pictures; outside of a recipe, 0.

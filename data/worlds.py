@@ -1,4 +1,4 @@
-"""The worlds that this package draws, so that nothing needs a download.
+"""The worlds that this package draws, so that nothing needs a download; `icons` need an extra.
 
 A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES` and `TEMPLATES`; see `data.names` and
 docs/worlds.md.

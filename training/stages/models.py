@@ -53,8 +53,8 @@ class InitializeStage(Stage):
     vision_config: dict[str, JsonValue]
     # Size of the embeddings that images and texts share.
     projection_dim: int = Field(gt=0)
-    # A folder or hub name with a processor, or "glyphs" or "symbols": the tokenizer and image processor of that
-    # world. None: CLIP's own image processor, at the model's image size.
+    # A folder or hub name with a processor, or a built-in world, such as "symbols": its tokenizer and image processor.
+    # None: CLIP's own image processor, at the model's image size.
     processor: str | None = None
     # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
