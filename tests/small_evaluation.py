@@ -49,7 +49,7 @@ def small_tasks(monkeypatch):
     """The built-in tasks on a few pictures."""
     sizes = {"number": 40, "retrieval": 40}
     symbols = symbol_tasks(**sizes, pairs=14, train=1500)  # so that all kinds are there
-    for name in [name for name in TASKS if name.startswith("names_")]:
+    for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
     for name, task in (glyph_tasks(**sizes, pairs=12, train=400) | name_tasks((16,), 16) | symbols).items():
         monkeypatch.setitem(TASKS, name, task)

@@ -80,7 +80,8 @@ def test_examples_are_of_the_models_own_data():
     text = told(Lineage(stages=SCRATCH, data=[OWN]))
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
     assert '"a photo of a cat"' in told(Lineage(bases=["openai/clip-vit-large-patch14"]))
-    for world, texts in WORLDS.items():
+    drawn = {world: texts for world, texts in WORLDS.items() if world != "icons"}  # an integration
+    for world, texts in drawn.items():
         rows = worlds.WORLDS[world].load("train", "web", 4096)
         kinds = {template.format(kind) for kind in rows["kind"] for template in ("{}", "a picture of a {}")}
         assert set(texts) <= kinds | {text.replace(" a a", " an a") for text in kinds}

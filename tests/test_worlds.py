@@ -3,24 +3,27 @@
 import inspect
 import json
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 
-from data import glyphs, symbols
+from data import glyphs, icons, symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_captions import WRONG_SHARE
 from data.symbol_kinds import TOPIC_OF, TOPICS
 from data.worlds import WORLDS, build_processor
+from evaluation.built_in_tasks import icon_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
 from evaluation.seeds import write_seeds
 from evaluation.tasks import TASKS
 from training import upcycle
 
+ALL_TASKS = list(TASKS)  # tests have smaller ones
 RECIPE = """
 output_dir: out
 stages:
@@ -31,6 +34,8 @@ stages:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_world_has_what_others_need(name):
+    if name == "icons":
+        pytest.importorskip("resvg_py", reason="the icons extra is not installed")
     world = WORLDS[name]
     first = list(inspect.signature(world.load).parameters)[:7]
     assert first == ["split", "captions", "num_samples", "kinds", "seed", "image_size", "captions_per_image"]
@@ -40,7 +45,7 @@ def test_a_world_has_what_others_need(name):
     assert processor.tokenizer.model_max_length == 64
     assert processor(images=rows[0]["image"], return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
     assert all(template.count("{}") == 1 for template in world.TEMPLATES)
-    assert any(task.startswith(f"{name}_") for task in TASKS)
+    assert any(task.startswith(f"{name}_") for task in ALL_TASKS)
 
 
 def test_a_recipe_draws_the_kinds_that_it_names():
@@ -105,6 +110,31 @@ def test_a_recipe_with_kinds_that_are_not_there_ends_in_one_line(dense, tmp_path
         upcycle.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
     assert str(stop.value.code).startswith("error: ") and "\n" not in str(stop.value.code)
     assert "symbols have no set of kinds 'plannet'" in str(stop.value.code) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        RECIPE.partition("stages:")[2].replace("symbols", "icons").replace("KINDS", "brands"),
+        "[{name: new, stage: initialize, projection_dim: 8, processor: icons, text_config: {}, vision_config: {}}]",
+        "[{name: scores, stage: evaluate, models: {dense: DENSE}, tasks: [icons_all]}]",
+    ],
+    ids=["source", "processor", "task"],
+)
+def test_icons_without_their_extra_end_in_one_line(stages, dense, tmp_path, monkeypatch):  # noqa: F811
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(icons, "distribution", missing)
+    monkeypatch.setattr(icons, "_icons", icons._icons.__wrapped__)
+    monkeypatch.setattr(icons, "_numbered", icons._numbered.__wrapped__)
+    monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"output_dir: out\nstages: {stages.replace('DENSE', str(dense))}")
+    with pytest.raises(SystemExit) as stop:
+        upcycle.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
+    assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in str(stop.value.code)
+    assert len(str(stop.value.code).splitlines()) <= 2 and not (tmp_path / "out").exists()
 
 
 def test_results_of_a_mean_of_tasks(dense, tmp_path):  # noqa: F811

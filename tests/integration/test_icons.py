@@ -1,0 +1,151 @@
+"""The world of icons: that its names are apart, what is drawn, and CLIP-UP's recipe on it."""
+
+import re
+from importlib.metadata import distribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModel
+
+from conversion.lineage import WORLDS
+from data import icons
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from evaluation.tasks import TASKS
+from training import upcycle
+
+pytest.importorskip("resvg_py", reason="the icons extra is not installed")
+ROOT = Path(__file__).parents[2]
+SETS = ("brands", "all", "other artists")
+
+
+def names_of(kinds):
+    return [icons.icon(kind).name for kind in kinds]
+
+
+def test_no_two_names_are_one():
+    names = names_of(icons.kind_set("all"))
+    assert len({name.replace(" ", "") for name in names}) == len(names)
+    assert all(re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name) for name in names)
+    assert "credit card off outline" in names and "stackoverflow" in names
+    read = icons.build_tokenizer(20)(names)["input_ids"]
+    assert len(set(map(tuple, read))) == len(names) and max(map(len, read)) <= 20
+
+
+def test_sets_of_kinds_nest():
+    brands, everything, others = map(icons.kind_set, SETS)
+    assert icons.kind_set("brands 256") == brands[:256] == everything[:256] and everything[: len(brands)] == brands
+    assert {icons.icon(kind).artist for kind in brands} == {"simple icons"}
+    assert {icons.icon(kind).artist for kind in everything} == set(icons.ARTISTS.values())
+    assert not set(others) & set(everything)
+    artist_of = {icons.icon(kind).name: icons.icon(kind).artist for kind in everything}
+    assert all(artist_of[icons.icon(kind).name] != icons.icon(kind).artist for kind in others)
+    assert len(set(names_of(others))) == len(others)
+
+
+@pytest.mark.parametrize("kinds", ["logos", "brands 0", "brands 3370", "brands x", "other artists 3"])
+def test_sets_that_are_not_there(kinds):
+    with pytest.raises(ValueError, match=f"icons have no set of kinds '{kinds}', only all, brands, other artists, and"):
+        DataArguments(source="icons", num_samples=4, kinds=kinds)
+
+
+def test_rows_follow_from_their_arguments():
+    few, many = (icons.load("train", "web", number, range(16)) for number in (20, 40))
+    pixels = [np.asarray(image) for image in few["image"]]
+    assert list(few["caption"]) == list(many["caption"])[:20]
+    assert all(map(np.array_equal, pixels, map(np.asarray, many["image"])))
+    assert {image.shape for image in pixels} == {(32, 32, 3)}
+    for other in (icons.load("test", "web", 20, range(16)), icons.load("train", "web", 20, range(16), seed=1)):
+        assert list(other["caption"]) != list(few["caption"])
+        assert sorted(other["caption"][:16]) == sorted(few["caption"][:16]) == sorted(names_of(range(16)))
+
+
+def test_an_icon_is_dark_on_light_wherever_it_is():
+    number = names_of(icons.kind_set("brands")).index("webstorm")  # a square with two letters
+    pictures = [icons.render(number, np.random.default_rng(seed), 32).astype(int).sum(axis=2) for seed in range(40)]
+    corners = {tuple(np.argwhere(picture < np.median(picture) + 150)[0]) for picture in pictures}
+    assert len({y for y, _ in corners}) == len({x for _, x in corners}) == 5  # moved by 0 to 4 pixels
+    dark = [np.mean(picture < (picture.min() + picture.max()) / 2) for picture in pictures]
+    assert 0.5 < min(dark) and max(dark) < 0.77  # of a square of 28 pixels
+
+
+def test_every_icon_is_drawn_inside():
+    for kind in range(0, len(icons._numbered()), 97):
+        mask = icons._mask(icons.icon(kind).path, 28)
+        assert mask.shape == (28, 28) and 0.01 < mask.mean() < 1 and 0 <= mask.min() <= mask.max() <= 1
+
+
+def test_captions():
+    (row,) = icons.load("train", "detailed", 1, [5])
+    assert row["caption"] == f"{row['kind']}, drawn by simple icons" and row["artist"] == "simple icons"
+    assert icons.load("train", "web", 1, [5], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
+    rows = load_pairs(DataArguments(source="icons", num_samples=16, kinds="brands 16"))
+    assert sorted(rows["caption"]) == sorted(names_of(range(16)))
+    assert set(WORLDS["icons"]) <= set(names_of(icons.kind_set("brands")))  # a card's examples
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("val", "web", 1), "split is 'val'"),
+        (("train", "looks", 1), "captions is 'looks', must be one of train, test and one of web, detailed"),
+        (("train", "web", 0), "num_samples is 0"),
+        (("train", "web", 1, []), "at least one"),
+        (("train", "web", 1, [-1]), "numbers of icons, from 0 to "),
+        (("train", "web", 1, [0], 0, 15), "image_size 15, must be at least 1 and 16"),
+    ],
+)
+def test_what_cannot_be_drawn(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        icons.load(*arguments)
+
+
+def test_the_page_tells_what_is_there():
+    """The numbers are those of the versions in constraints.txt, and the licenses lie in the package."""
+    page = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
+    brands, everything, others = (f"{len(icons.kind_set(kinds)):,}" for kinds in SETS)
+    assert f"{brands} brands, or an icon of one of {everything} names" in page
+    assert f"`other artists` are {others} icons" in page
+    artists = [icons.icon(kind).artist for kind in icons.kind_set("all")]
+    assert [f"{artists.count(artist):,}" for artist in icons.ARTISTS.values()] == re.findall(
+        r"^\| \[\w.*\| ([\d,]+) \|$", page.split("## The icons")[1].split("## The symbols")[0], re.MULTILINE
+    )
+    drawn = [icons._mask(icons.icon(kind).path, 28).tobytes() for kind in icons.kind_set("all")]
+    times = {drawing: drawn.count(drawing) for drawing in set(drawn)}
+    shared = [times[drawing] > 1 for drawing in drawn]
+    assert not any(shared[: len(icons.kind_set("brands"))]) and f"{sum(shared)} share one with another name" in page
+    told = {"simple": "CC0 1.0", "material": "Apache 2.0", "fontawesome": "CC BY 4.0", "octicons": "MIT License"}
+    for artist, words in told.items():
+        (license,) = icons._folder().joinpath(artist).glob("LICENSE*")
+        assert words in license.read_text(encoding="utf-8") and words.removesuffix(" License") in page
+    for package in ("mkdocs-material", "resvg-py"):
+        (license,) = (
+            file for file in distribution(package).files if file.name == "LICENSE" and "licenses" in str(file)
+        )
+        assert "Permission is hereby granted, free of charge" in license.read_text()
+
+
+def test_the_sheet(tmp_path):
+    icons.main(["--contact-sheet", str(tmp_path / "icons.png")])
+    assert (tmp_path / "icons.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="error: "):
+        icons.main(["--contact-sheet", str(tmp_path / "no folder" / "icons.png")])
+
+
+def test_the_recipe_runs(tmp_path, capsys):
+    steps = [f"--{stage}.max_steps" for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")]
+    upcycle.main(
+        [
+            *["--config", str(ROOT / "training/recipes/clip_up_icons.yaml"), "--output-dir", str(tmp_path / "out")],
+            *[word for step in steps for word in (step, "2")],
+            *["--defaults.train.data.num_samples", "64", "--defaults.train.global_batch_size", "32"],
+            *["--evaluation.tasks", "[icons_brands, icons_other_artists]"],
+        ]
+    )
+    table = capsys.readouterr().out
+    assert "logos of brands: R@1 image→text" in table and "icons of other artists: R@5 text→image" in table
+    model = AutoModel.from_pretrained(tmp_path / "out" / "clip_up")
+    assert model.config.vision_config.moe_layers == [1] and model.config.vision_config.num_experts == 8
+    rows, _ = TASKS["icons_other_artists"].load()
+    assert sorted(rows["caption"]) == sorted(names_of(icons.kind_set("other artists")))
