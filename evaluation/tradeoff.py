@@ -1,0 +1,154 @@
+"""What models learned against what they kept, beside the lines of weight averages.
+
+    python -m evaluation.tradeoff model_cards/names_kept --learned names_learned --kept names_kept --base base
+
+FOLDER has `seeds.json`, as `evaluation.seeds` writes it, and gets `tradeoff.md` and `tradeoff.png`. Models named
+"dense, 10 %" to "dense, 100 %" are the line "dense" of means of the base's weights and of those of the last, so much of
+which is the last's (WiSE-FT, arXiv:2109.01903). Each other model, and each line's end, is compared with every line in
+every seed: how much more it learned than the line has where the line kept as much.
+"""
+
+import argparse
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from conversion.files import new_file, one_line_errors, output_folder, read_json, write_text
+from evaluation.intervals import LEVEL, paired_interval
+from evaluation.report import markdown_table, plot_text
+from evaluation.task import PRIMARY_METRICS
+from evaluation.tasks import TASKS
+
+OF_LINE = re.compile(r"(.+), (\d+) %")
+Point = tuple[float, float]  # what a model kept, and what it learned, in percent
+
+
+def above_line(point: Point, line: Sequence[Point]) -> float:
+    """How much more a model learned than a line has where it kept as much.
+
+    Args:
+        line: from the base on, joined by straight pieces. Where several keep as much, the one that learned most counts.
+            Beyond the ends of what the line keeps, its nearest point does.
+    """
+    kept, learned = point
+    kept = min(max(kept, min(k for k, _ in line)), max(k for k, _ in line))
+    reached = []
+    for (k1, l1), (k2, l2) in zip(line, line[1:], strict=False):
+        if min(k1, k2) <= kept <= max(k1, k2):
+            reached.append(max(l1, l2) if k1 == k2 else l1 + (l2 - l1) * (kept - k1) / (k2 - k1))
+    return learned - max(reached)
+
+
+def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
+    """Write `tradeoff.md` and `tradeoff.png`.
+
+    Args:
+        folder: with `seeds.json`.
+        learned, kept: the tasks whose main scores are averaged as what was learned and what was kept.
+        base: the model that all lines begin with.
+
+    Returns:
+        The table: a row a model that is no inner point of a line.
+
+    Raises:
+        FileNotFoundError: there is no `seeds.json`.
+        ValueError: it has no such task or base, or no line.
+    """
+    seeds = read_json(folder / "seeds.json")
+    points = {model: _points(model, tasks, kept, learned) for model, tasks in seeds.items()}
+    if base not in points:
+        raise ValueError(f"{folder} has no model {base!r}; there are {', '.join(points)}")
+    lines: dict[str, list[str]] = {}
+    for model in points:
+        if match := OF_LINE.fullmatch(model):
+            lines.setdefault(match[1], [base]).append(model)
+    if not lines:
+        raise ValueError(f"{folder} has no line of weight averages, which are named as in 'dense, 10 %'")
+    inner = {model for line in lines.values() for model in line[1:-1]}
+    shown = [model for model in points if model not in inner]
+    rows = []
+    for model in shown:
+        cells = [_mean(points[model], 1), _mean(points[model], 0)]
+        for line in lines.values():
+            cells.append("" if model in (base, line[-1]) else _above(points[model], [points[name] for name in line]))
+        rows.append([model, *cells])
+    number = len(points[base])
+    table = markdown_table(["model", "learned", "kept", *(f"above {name}" for name in lines)], rows)
+    titles = f"Learned: {learned}; kept: {kept}; the mean of the main scores of each, in percent."
+    text = (
+        f"{titles} Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
+        f"than the line has where it kept as much, ± the paired {LEVEL:.0%} interval over the seeds."
+    )
+    with output_folder(folder), new_file(folder / "tradeoff.png") as picture:
+        _draw(
+            {model: points[model] for model in shown},
+            {n: [points[m] for m in line] for n, line in lines.items()},
+            picture,
+        )
+        write_text(folder / "tradeoff.md", f"{table}\n\n{text}\n\n![learned against kept](tradeoff.png)\n")
+    return table
+
+
+def _points(model: str, tasks: Mapping[str, Sequence[Mapping[str, float]]], *names: str) -> list[tuple[float, ...]]:
+    """For each seed, the scores of these tasks."""
+    for name in names:
+        if name not in tasks:
+            raise ValueError(f"{model!r} has no results of {name!r}; there are those of {', '.join(tasks)}")
+    scores = [
+        [statistics.mean(of[m] for m in PRIMARY_METRICS[TASKS[name].kind]) for of in tasks[name]] for name in names
+    ]
+    return [tuple(100 * score for score in of_seed) for of_seed in zip(*scores, strict=True)]
+
+
+def _mean(points: Sequence[tuple[float, ...]], which: int) -> str:
+    values = [point[which] for point in points]
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def _above(points: Sequence[Point], line: Sequence[Sequence[Point]]) -> str:
+    differences = [above_line(point, of_seed) for point, *of_seed in zip(points, *line, strict=True)]
+    low, high = paired_interval(differences, [0.0] * len(differences))
+    return f"{statistics.mean(differences):+.1f} ± {(high - low) / 2:.1f}"
+
+
+def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(8, 5.5))
+    for style, (name, line) in zip(("-", "--", ":", "-."), lines.items(), strict=False):
+        means = np.mean(line, axis=1)
+        axis.plot(
+            means[:, 0], means[:, 1], style, color="0.5", marker=".", label=plot_text(f"{name}, averaged with the base")
+        )
+    for number, (model, of_seeds) in enumerate(points.items()):
+        mean, spread = np.mean(of_seeds, axis=0), np.std(of_seeds, axis=0, ddof=1)
+        axis.errorbar(
+            *mean, xerr=spread[0], yerr=spread[1], fmt="os^DvP*X"[number % 8], color=f"C{number % 10}", capsize=2,
+            markersize=8, label=plot_text(model),
+        )  # fmt: skip
+    axis.set_xlabel("kept, %")
+    axis.set_ylabel("learned, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=130, format="png")
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation.tradeoff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="folder with seeds.json")
+    parser.add_argument("--learned", required=True, metavar="TASK")
+    parser.add_argument("--kept", required=True, metavar="TASK")
+    parser.add_argument("--base", required=True, metavar="MODEL", help="what the lines begin with")
+    args = parser.parse_args(argv)
+    with one_line_errors():
+        print(write_tradeoff(args.folder, args.learned, args.kept, args.base))
+
+
+if __name__ == "__main__":
+    main()
