@@ -280,7 +280,7 @@ def routed(text, vision, **towers):
 
 
 def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
-    """Texts spread over two of four experts, images over one: log 2 and 0 of entropy in the mean."""
+    """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
     text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
     vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
     config, outputs, mask = routed(text, vision)
@@ -288,7 +288,7 @@ def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     loss, metrics = entropy_losses(config, outputs, mask, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
     # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
     torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
-    expected = {"local_entropy_text": math.log(2), "global_entropy_text": 0.0, "global_entropy_vision": math.log(2)}
+    expected = {"local_entropy_text": 1.0, "global_entropy_text": 0.0, "global_entropy_vision": 1.0}  # bits
     torch.testing.assert_close(metrics, {name: torch.tensor(value) for name, value in expected.items()})
     loss, _ = entropy_losses(config, outputs, mask, {}, {"text": 3.0}, {"text": 4})
     torch.testing.assert_close(loss, torch.tensor(3 * (math.log(4) - math.log(2))))

@@ -307,7 +307,7 @@ def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
     (legend,) = figure.legends
     texts, handles = legend.get_texts(), legend.legend_handles
     assert {(text.get_text(), line.get_color()) for text, line in zip(texts, handles, strict=True)} == colors
-    assert {"router z-loss", "local entropy of texts (nats)"} & {axis.get_title() for axis in figure.axes}
+    assert {"router z-loss", "local entropy of texts (bits)"} & {axis.get_title() for axis in figure.axes}
     monkeypatch.undo()
     curves.plt.close(figure)
 

@@ -4,6 +4,7 @@ Every function returns this process's part. The mean of the parts over the proce
 and the mean of their gradients, which is what DDP and FSDP take, is its gradient.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -150,17 +151,17 @@ def entropy_losses(
         min_experts: of the towers with a global loss, see `global_entropy_loss`.
 
     Returns:
-        Their sum, and each before it is weighted, such as `local_entropy_text`.
+        Their sum, in nats, and each before it is weighted, in bits, such as `local_entropy_text`.
     """
     total, values = 0.0, {}
     for tower, router_logits, _, mask in _sparse_towers(config, outputs, attention_mask):
         name = tower.base_config_key.removesuffix("_config")
         if name in local_coef:
             loss = local_entropy_loss(router_logits, mask, reduce=all_reduce_sum)
-            total, values[f"local_entropy_{name}"] = total + local_coef[name] * loss, loss.detach()
+            total, values[f"local_entropy_{name}"] = total + local_coef[name] * loss, loss.detach() / math.log(2)
         if name in global_coef:
             loss = global_entropy_loss(router_logits, min_experts[name], mask, reduce=all_reduce_sum)
-            total, values[f"global_entropy_{name}"] = total + global_coef[name] * loss, loss.detach()
+            total, values[f"global_entropy_{name}"] = total + global_coef[name] * loss, loss.detach() / math.log(2)
     return total, values
 
 
