@@ -22,7 +22,7 @@ from conversion.provenance import (
     weights_fingerprint,
 )
 from conversion.recipe_yaml import read_yaml
-from conversion.result_schema import require_result
+from conversion.result_schema import ExpertSummary, require_result, require_summary
 
 # Stages whose results tell something of a model
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
@@ -91,6 +91,7 @@ class Lineage:
         unknown: the same for folders that do not tell how they were made, or tell it no more.
         data: of all stages that have some.
         results: name of a file -> the scores of these weights in the run.
+        experts: of the run's analyses of these weights, whether the experts do anything.
         pictures: name -> file.
     """
 
@@ -101,6 +102,7 @@ class Lineage:
     unknown: list[str] = field(default_factory=list)
     data: list[Data] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experts: list[ExpertSummary] = field(default_factory=list)
     pictures: dict[str, Path] = field(default_factory=dict)
 
     @classmethod
@@ -169,12 +171,17 @@ class Lineage:
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """The scores of a folder's weights in its run, with their pictures."""
+    """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
     weights = weights_fingerprint(str(folder))
-    results = _results(folder, weights)
+    results, analyses = _results(folder, weights), _analyses(folder, weights)
     return {
         "results": {name: _published(read_json(path) | {"source": folder.name}) for name, path in results.items()},
-        "pictures": _pictures(folder, weights, {path.parent for path in results.values()}),
+        "experts": [
+            require_summary(analysis["summary"], str(path))
+            for path, analysis in analyses.items()
+            if "summary" in analysis  # earlier versions had none
+        ],
+        "pictures": _pictures({path.parent for path in (*results.values(), *analyses)}),
     }
 
 
@@ -354,19 +361,24 @@ def _results(folder: Path, weights: str) -> dict[str, Path]:
     return results
 
 
-def _pictures(folder: Path, weights: str, measured: set[Path]) -> dict[str, Path]:
-    """Name -> file of the pictures beside results of a folder's weights, and beside their analyses."""
-    folders = set(measured)
+def _analyses(folder: Path, weights: str) -> dict[Path, dict[str, Any]]:
+    """File -> content of the analyses of experts in a run that are of the weights in a folder. Warns as `_results`."""
+    found = {}
     for path in sorted(folder.parent.glob("*/experts.json")):
         analysis = read_record(path, dict)
         if analysis.get("weights") == weights:
-            folders.add(path.parent)
+            found[path] = analysis
         elif _is_of(analysis, folder):
             print(
-                f"warning: the pictures of {path.parent.name} are left out: they are of other weights, or do not say "
-                "of which; delete it and run it again",
+                f"warning: the analysis {path.parent.name} is left out: it is of other weights, or does not say of "
+                "which; delete it and run it again",
                 file=sys.stderr,
             )
+    return found
+
+
+def _pictures(folders: set[Path]) -> dict[str, Path]:
+    """Name -> file of the pictures in these folders of results and analyses."""
     pictures = [path / name for path in sorted(folders) for name in PICTURES]
     return {path.name: path for path in pictures if path.is_file() and not path.is_symlink()}  # a link may be anything
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from conversion.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from conversion.markdown import code, escape, one_line
+from conversion.result_schema import ExpertSummary
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
@@ -99,6 +100,7 @@ def render(
         text_encoder=_text_encoder(towers["text"]),
         stages=[(name, *_stage_row(manifest)) for name, manifest in lineage.stages.items()],
         lineage=lineage,
+        how_to_read_experts=ExpertSummary.READING,
         results=results,
         measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
         scores=list(_scores(results)),

@@ -1,15 +1,17 @@
-"""What is in a result of an evaluation: `evaluation` writes it, model cards read it."""
+"""What a result of an evaluation holds, and the summary of an analysis: `evaluation` writes it, model cards read it."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from conversion.files import read_json
 from conversion.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TextCounts(BaseModel):
@@ -65,24 +67,100 @@ class Result(BaseModel):
     local: list[str] = Field(default_factory=list)
 
 
+class Spread(BaseModel):
+    """The mean of some values, and the ends of their range."""
+
+    model_config = ConfigDict(strict=True)
+
+    mean: FiniteFloat
+    lowest: FiniteFloat
+    highest: FiniteFloat
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        values = sorted(values)
+        return cls(mean=sum(values) / len(values), lowest=values[0], highest=values[-1])
+
+
+class Collapse(BaseModel):
+    """A score of a sparse model, and what is left of it where each layer's experts are replaced by their mean."""
+
+    model_config = ConfigDict(strict=True)
+
+    title: Text
+    routed: Share
+    mean: Share
+    # Half the interval of the difference over test samples; None: of a score that is no mean over them
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+    @property
+    def found(self) -> str:
+        error = "" if self.error is None else f" ± {100 * self.error:.1f}"
+        difference = f"{100 * (self.mean - self.routed):+.1f}{error} points"
+        return f"{self.routed:.1%} routed, {self.mean:.1%} with the mean of the experts: {difference}"
+
+
+class ExpertSummary(BaseModel):
+    """Whether the experts of a sparse model do anything."""
+
+    model_config = ConfigDict(strict=True)
+
+    READING: ClassVar[str] = (
+        "The collapse test replaces the experts of each layer by their mean: where that changes a score by less than "
+        "its interval (±, 95% over test samples, wider than it need be), nothing shows that they do different things. "
+        "The entropy of the routers, a mean over tokens and layers, is 0 bits where they are sure of every token, and "
+        "the most where they prefer no expert. Linear CKA compares what two experts, each alone with all tokens, make "
+        "of the same images or texts: 1 for alike, 0 for nothing in common."
+    )
+
+    collapse: list[Collapse] = Field(min_length=1)
+    # In bits, over the sparse layers
+    entropy: Spread
+    # log2 of the number of experts
+    most_entropy: FiniteFloat
+    # Linear CKA, over the pairs of experts and the sparse towers; None: there are no pairs
+    agreement: Spread | None
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """What was measured, and what was found."""
+        rows = [(f"collapse test, {score.title}", score.found) for score in self.collapse]
+        bits, alike = self.entropy, self.agreement
+        layers = f"(layers: {bits.lowest:.2f} to {bits.highest:.2f})"
+        rows.append(("entropy of the routers", f"{bits.mean:.2f} of at most {self.most_entropy:.2f} bits {layers}"))
+        if alike is not None:
+            pairs = f"(pairs: {alike.lowest:.3f} to {alike.highest:.3f})"
+            rows.append(("how alike the experts are", f"CKA {alike.mean:.3f} {pairs}"))
+        return rows
+
+
+def require_summary(content: Any, where: str) -> ExpertSummary:
+    """The summary of an analysis. Raises a ValueError that says what is missing or wrong in it."""
+    return _validated(ExpertSummary, content, f"the summary in {where} is none of experts")
+
+
 def require_result(content: Any, where: str) -> dict[str, Any]:
     """The content, if it is that of a result.
 
     Raises:
         ValueError: it is not; says what is missing or wrong in it.
     """
+    _validated(Result, content, f"{where} is no result of an evaluation")
+    return content
+
+
+def _validated(schema: type[BaseModel], content: Any, fault: str) -> Any:
     if not isinstance(content, dict):
-        raise ValueError(f"{where} is no result of an evaluation: it holds no JSON object")
+        raise ValueError(f"{fault}: it holds no JSON object")
     try:
-        Result.model_validate(content)
+        return schema.model_validate(content)
     except ValidationError as error:
         errors = error.errors()
-        missing = [str(part["loc"][0]) for part in errors if part["type"] == "missing"]
+        missing = [".".join(map(str, part["loc"])) for part in errors if part["type"] == "missing"]
         if missing:
-            raise ValueError(f"{where} is no result of an evaluation: it lacks {', '.join(missing)}") from error
+            raise ValueError(f"{fault}: it lacks {', '.join(missing)}") from error
         wrong = [f"{'.'.join(map(str, part['loc']))} is {shortened(part['input'])} ({part['msg']})" for part in errors]
-        raise ValueError(f"{where} is no result of an evaluation: {'; '.join(wrong[:3])}") from error
-    return content
+        raise ValueError(f"{fault}: {'; '.join(wrong[:3])}") from error
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
     python -m evaluation.experts --model runs/demo/clip_moe --tasks symbols_pairs --output-dir experts
 
-Every task is measured with all tokens sent through one expert, for every expert, and with the routers (CLIP-MoE Table
-1, CLIP-FMoE Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19), and with every
-layer's experts replaced by their mean: if that costs nothing, the experts do nothing apart from each other. An expert
-alone has the weight that the experts of a token have together in the routed model.
+Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
+layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside it
+stand the entropy of the routers, in bits, and how alike the experts are.
+
+Then every task is measured with all tokens sent through one expert, for every expert (CLIP-MoE Table 1, CLIP-FMoE
+Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
+weight that the experts of a token have together in the routed model.
 
 OUTPUT_DIR gets the tables `experts.md` with the same as `experts.json`, and pictures:
 
@@ -40,10 +43,12 @@ from datasets import Dataset
 from conversion.checkpoints import is_sparse
 from conversion.files import one_line_errors
 from conversion.provenance import environment, weights_fingerprint
+from conversion.result_schema import ExpertSummary
 from data.images import decode_image
 from evaluation.agreement import agreement
 from evaluation.embedder import Embedder, usable_device
-from evaluation.experts_page import ByLayer, Findings, Routing, write_findings
+from evaluation.expert_summary import summarize
+from evaluation.experts_page import ByLayer, Findings, Routing, summary_section, write_findings
 from evaluation.measures import measure
 from evaluation.page_folder import require_free_page
 from evaluation.preferences import (
@@ -77,8 +82,8 @@ EXPERT_PROTOCOL = (
 MOST_EMBEDDINGS = 10_000
 
 
-# Name of a task or of a column of the table -> ...
-ByTask = dict[str, dict[str, float]]
+# Name of a task or of a column of the table -> what `evaluation.measures.measure` gives
+ByTask = dict[str, dict[str, Any]]
 ByColumn = dict[str, ByTask]
 
 
@@ -148,8 +153,9 @@ def analyze_experts(
         expert: the one that has a picture of its own.
 
     Returns:
-        The table: a row a metric, a column an expert, in percent; the best of a row is bold. Below it, how an expert is
-        measured, and in how many metrics the routed model is better than all of them.
+        How the page begins: whether the experts do anything, and a table with a row a metric and a column an expert, in
+        percent, of which the best of a row is bold. Below it, how an expert is measured, and in how many metrics the
+        routed model is better than all of them.
 
     Raises:
         ValueError: a model without sparse layers or whose towers differ in their number of experts, or whose sparse
@@ -168,25 +174,29 @@ def analyze_experts(
     settings |= {"num_experts_per_tok": list(num_experts_per_tok), "capacity_factors": list(capacity_factors)}
     settings |= {"drawn_experts": [] if expert is None else [expert]}
     require_free_page(output_dir, "experts", settings)
-    metrics, embeds = _measure_alone(tasks, embedder, num_experts)
-    metrics |= _measure_numbers(tasks, embedder, num_experts_per_tok)
+    results, embeds = _measure_alone(tasks, embedder, num_experts)
+    results |= _measure_numbers(tasks, embedder, num_experts_per_tok)
     with averaged_experts(embedder.model):
-        metrics[MEAN] = _measure_all(tasks, embedder)
-    metrics[ROUTED], routing = _measure_routed(tasks, embedder)
+        results[MEAN] = _measure_all(tasks, embedder)
+    results[ROUTED], routing = _measure_routed(tasks, embedder)
     embeds[ROUTED] = embedder.embeds()
-    table = f"{_table(metrics)}\n\n{EXPERT_PROTOCOL} {_verdict(metrics)}"
+    agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
+    summary = summarize(tasks, results[ROUTED], results[MEAN], routing.entropy, agreements, num_experts)
+    shown = {column: of for column, of in results.items() if column != MEAN}
+    beginning = [summary_section(summary), "## Every expert alone", _table(shown)]
+    beginning.append(f"{EXPERT_PROTOCOL} {_verdict(results)}")
     findings = Findings(
-        table=table,
+        beginning="\n\n".join(beginning),
         title=f"% of the tokens computed by each expert: {', '.join(tasks)}",
         routing=routing,
-        agreement={what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]},
+        agreement=agreements,
         layers=layers,
         num_embeddings={what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
         **_drawn(embedder, layers, capacity_factors),
         expert=expert,
     )
-    write_findings(output_dir, findings, _result(metrics, findings), settings)
-    return table
+    write_findings(output_dir, findings, _result(results, summary, findings), settings)
+    return findings.beginning
 
 
 def _identity(model: str | Path, tasks: Mapping[str, Task]) -> dict[str, Any]:
@@ -198,11 +208,12 @@ def _identity(model: str | Path, tasks: Mapping[str, Task]) -> dict[str, Any]:
     }
 
 
-def _result(metrics: ByColumn, findings: Findings) -> dict[str, Any]:
+def _result(results: ByColumn, summary: ExpertSummary, findings: Findings) -> dict[str, Any]:
     """What `experts.json` holds beside the settings."""
     return {
+        "summary": summary.model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
-        "metrics": {task: {column: of[task] for column, of in metrics.items()} for task in metrics[ROUTED]},
+        "metrics": {task: {col: of[task]["metrics"] for col, of in results.items()} for task in results[ROUTED]},
         **dataclasses.asdict(findings.routing),
         "agreement": findings.agreement,
         "words": findings.words,
@@ -273,33 +284,33 @@ def _drawn(embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequ
 
 
 def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
-    return {name: measure(task, embedder)["metrics"] for name, task in tasks.items()}
+    return {name: measure(task, embedder) for name, task in tasks.items()}
 
 
 def _measure_alone(
     tasks: Mapping[str, Task], embedder: _Witness, num_experts: int
 ) -> tuple[ByColumn, dict[str, dict[str, np.ndarray]]]:
-    """The metrics of each expert, which gets all tokens, and its embeddings."""
-    metrics, embeds = {}, {}
+    """What each expert scores, which gets all tokens, and its embeddings."""
+    results, embeds = {}, {}
     for expert in range(num_experts):
         embedder.forget()
         with embedder.model.force_expert(expert):
-            metrics[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
+            results[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
         embeds[f"{EXPERT} {expert}"] = embedder.embeds()
-    return metrics, embeds
+    return results, embeds
 
 
 def _measure_numbers(tasks: Mapping[str, Task], embedder: Embedder, num_experts_per_tok: Sequence[int]) -> ByColumn:
-    """The metrics with other numbers of experts a token."""
-    metrics = {}
+    """The scores with other numbers of experts a token."""
+    results = {}
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
-            metrics[f"K = {number}"] = _measure_all(tasks, embedder)
-    return metrics
+            results[f"K = {number}"] = _measure_all(tasks, embedder)
+    return results
 
 
 def _measure_routed(tasks: Mapping[str, Task], embedder: _Witness) -> tuple[ByTask, Routing]:
-    """The metrics of the model as it is, and what its routers and fusion gates did meanwhile."""
+    """The scores of the model as it is, and what its routers and fusion gates did meanwhile."""
     embedder.forget()
     model = embedder.model
     with (
@@ -308,7 +319,7 @@ def _measure_routed(tasks: Mapping[str, Task], embedder: _Witness) -> tuple[ByTa
         average_gates(model) as gates,
         average_gates(model, at_output=True) as output_gates,
     ):
-        metrics = _measure_all(tasks, embedder)
+        results = _measure_all(tasks, embedder)
     configs = {tower: getattr(model.config, f"{tower}_config") for tower in counts}
     unnormalized = {tower: layers for tower, layers in counts.items() if not configs[tower].norm_topk_prob}
     limited = {tower: layers for tower, layers in counts.items() if configs[tower].capacity_factor is not None}
@@ -326,7 +337,7 @@ def _measure_routed(tasks: Mapping[str, Task], embedder: _Witness) -> tuple[ByTa
         output_gates=_by_layer(output_gates, GateMean.mean),
         scales=_by_layer(unnormalized, RouterCounts.mean_weight),
     )
-    return metrics, routing
+    return results, routing
 
 
 def _by_layer(counts: ByLayer, value: Callable[[Any], Any]) -> ByLayer:
@@ -351,23 +362,23 @@ def _require_texts(tasks: Mapping[str, Task], model: CLIPMoEModel) -> None:
         )
 
 
-def _table(metrics: ByColumn) -> str:
+def _table(results: ByColumn) -> str:
     rows = []
-    for task, of_routed in metrics[ROUTED].items():
-        for metric in of_routed:
-            values = [by_task[task][metric] for by_task in metrics.values()]
+    for task, of_routed in results[ROUTED].items():
+        for metric in of_routed["metrics"]:
+            values = [by_task[task]["metrics"][metric] for by_task in results.values()]
             cells = [f"**{value:.1%}**" if value == max(values) else f"{value:.1%}" for value in values]
             rows.append([f"{task}: {metric}", *cells])
-    return markdown_table(["metric", *metrics], rows)
+    return markdown_table(["metric", *results], rows)
 
 
-def _verdict(metrics: ByColumn) -> str:
+def _verdict(results: ByColumn) -> str:
     """Whether routing is worth it."""
-    experts = [by_task for column, by_task in metrics.items() if column.startswith(EXPERT)]
+    experts = [by_task for column, by_task in results.items() if column.startswith(EXPERT)]
     better = [
-        value > max(by_task[task][metric] for by_task in experts)
-        for task, of_routed in metrics[ROUTED].items()
-        for metric, value in of_routed.items()
+        value > max(by_task[task]["metrics"][metric] for by_task in experts)
+        for task, of_routed in results[ROUTED].items()
+        for metric, value in of_routed["metrics"].items()
     ]
     return f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
 
@@ -399,7 +410,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     layers = {"text": args.text_layer, "vision": args.vision_layer}
     with one_line_errors():
-        table = analyze_experts(
+        beginning = analyze_experts(
             args.model,
             find_tasks(wanted_tasks(parse_tasks(" ".join(args.tasks)), args), args.data_root),
             args.output_dir,
@@ -410,7 +421,7 @@ def main(argv: list[str] | None = None) -> None:
             batch_size=args.batch_size,
             device=args.device,
         )
-    print(table)
+    print(beginning)
 
 
 if __name__ == "__main__":

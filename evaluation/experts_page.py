@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from conversion.result_schema import ExpertSummary
 from evaluation.page_folder import write_page
 from evaluation.preferences import Caption, RoutedImages
 from evaluation.report import markdown_table
@@ -64,7 +65,7 @@ class Findings:
     """All that the page shows.
 
     Args:
-        table: of the scores.
+        beginning: of the page: `summary_section`, and the scores of each expert.
         title: of the picture of shares.
         agreement: "images" or "texts" -> column -> column -> linear CKA.
         layers: tower -> the layer whose patches or words are drawn.
@@ -78,7 +79,7 @@ class Findings:
         expert: the one that has a picture of its own, if one does.
     """
 
-    table: str
+    beginning: str
     title: str
     routing: Routing
     agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]]
@@ -90,6 +91,12 @@ class Findings:
     words: list[list[tuple[str, float, int]]] | None
     captions: list[list[Caption]] | None
     expert: int | None
+
+
+def summary_section(summary: ExpertSummary) -> str:
+    """Whether the experts do anything, with how to read it."""
+    table = markdown_table(["measured", "found"], summary.rows)
+    return "\n\n".join(["## Do the experts do anything?", ExpertSummary.READING, table])
 
 
 def write_findings(
@@ -134,7 +141,7 @@ def _has_pairs(routing: Routing) -> bool:
 
 def _page(findings: Findings) -> str:
     routing = findings.routing
-    sections = ["# Experts", findings.table, *_agreement(findings), *_shares(routing), *_capacity(findings)]
+    sections = ["# Experts", findings.beginning, *_agreement(findings), *_shares(routing), *_capacity(findings)]
     if _has_pairs(routing):
         sections += ["Which experts compute the same tokens:", "![co-activation](coactivation.png)"]
     if routing.scales:

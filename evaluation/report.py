@@ -190,7 +190,7 @@ def _summary(table, baseline: str | None) -> str:
             cell = "" if value is None else f"{value:.1%}"
             other = None if baseline in (None, model) else _score(table[baseline], task, metric)
             if None not in (value, other):
-                number = _number_of_means(row[task], metric)
+                number = number_of_means(row[task], metric)
                 error = "" if number is None else f" ± {100 * sampling_error(value, other, number):.1f}"
                 cell += f" ({100 * (value - other):+.1f}{error})"
             cells.append(cell)
@@ -205,7 +205,7 @@ def _brackets(baseline: str) -> str:
     )
 
 
-def _number_of_means(result: dict[str, Any], metric: str) -> int | None:
+def number_of_means(result: dict[str, Any], metric: str) -> int | None:
     """Of how many samples a metric is the mean; None: it is the mean of other means, or no mean."""
     if metric in NO_MEANS or any(name.startswith(f"{metric}/") for name in result["metrics"]):
         return None

@@ -106,7 +106,11 @@ def sources(tmp_path_factory):
     (folder / "run" / "scores").mkdir()
     content = result("sparse", **score, weights=weights, source="sparse")
     (folder / "run" / "scores" / "glyphs_pairs--sparse.json").write_text(json.dumps(content))
-    (folder / "run" / "scores" / "experts.json").write_text(json.dumps({"weights": weights, "source": "sparse"}))
+    spread = {"mean": 0.5, "lowest": 0.25, "highest": 0.75}
+    collapse = [{"title": "pairs: group score", "routed": 0.5, "mean": 0.25, "error": 0.1}]
+    summary = {"collapse": collapse, "entropy": spread, "most_entropy": 1.0, "agreement": spread}
+    analysis = {"weights": weights, "source": "sparse", "summary": summary}
+    (folder / "run" / "scores" / "experts.json").write_text(json.dumps(analysis))
     (folder / "run" / "scores" / "report.png").write_bytes(b"a picture")
     return folder
 

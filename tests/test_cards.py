@@ -6,6 +6,7 @@ import shutil
 import pytest
 import test_lineage
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 
 from conversion import publish
 from conversion.lineage import WORLDS, Data, Lineage
@@ -46,6 +47,40 @@ def test_ordinary_names_look_as_before(run):
     text = test_lineage.card_of(Lineage.of(run / "sparse"), license="apache-2.0").text
     assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
     assert "| sparse | upcycle | preset clip_moe, model mean |" in text
+
+
+SUMMARY = {
+    "collapse": [{"title": "retrieval, my_*photos*: R@1 image→text", "routed": 0.75, "mean": 0.5, "error": 0.0625}],
+    "entropy": {"mean": 1.5, "lowest": 1.25, "highest": 1.75},
+    "most_entropy": 2.0,
+    "agreement": {"mean": 0.5, "lowest": 0.25, "highest": 0.875},
+}
+
+
+def test_a_card_tells_whether_the_experts_do_anything(run):
+    (run / "experts").mkdir()
+    weights = weights_fingerprint(str(run / "sparse"))
+    for summary in ({}, {"summary": SUMMARY}):  # earlier versions had none
+        analysis = {"source": str(run / "sparse"), "weights": weights, **summary}
+        (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+        text = test_lineage.card_of(Lineage.of(run / "sparse")).text
+        assert ("Do the experts do anything?" in text) == ("collapse test" in text) == bool(summary)
+    page = MarkdownIt().enable("table").render(text)
+    for measured, found in (
+        (
+            "collapse test, retrieval, my_*photos*: R@1 image→text",
+            "75.0% routed, 50.0% with the mean of the experts: -25.0 ± 6.2 points",
+        ),
+        ("entropy of the routers", "1.50 of at most 2.00 bits (layers: 1.25 to 1.75)"),
+        ("how alike the experts are", "CKA 0.500 (pairs: 0.250 to 0.875)"),
+    ):
+        assert f"<td>{measured}</td>\n<td>{found}</td>" in page
+    analysis["summary"] = {"collapse": []}
+    (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+    with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: it lacks entropy, most_"):
+        Lineage.of(run / "sparse")
+    test_lineage.change_weights(run / "sparse")
+    assert "Do the experts" not in test_lineage.card_of(Lineage.of(run / "sparse")).text
 
 
 def told(lineage, text=None, vision=None, **options):

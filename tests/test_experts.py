@@ -36,6 +36,12 @@ sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, 
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 
 
+def columns_of(beginning):
+    """Of the table of scores."""
+    (header,) = (line for line in beginning.splitlines() if line.startswith("| metric"))
+    return [cell.strip() for cell in header.split("|")[1:-1]]
+
+
 def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     model, folder = sparse
     table = analyze_experts(folder, TASKS, tmp_path / "out")
@@ -58,12 +64,14 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "averaged")
     expected = measure(TASKS["pairs"], Embedder(tmp_path / "averaged", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["mean of experts"] == pytest.approx(expected)
+    of_pairs = result["summary"]["collapse"][0]
+    assert of_pairs["title"] == "pairs: group score" and of_pairs["mean"] == pytest.approx(expected["group"])
+    assert of_pairs["routed"] == result["metrics"]["pairs"]["routed"]["group"] != of_pairs["mean"]
+    assert result["summary"]["agreement"]["highest"] < 0.999
     scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
     assert len(set(scores)) > 1
-    lines = table.splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
-        "metric", "expert 0", "expert 1", "expert 2", "expert 3", "mean of experts", "routed"
-    ]  # fmt: skip
+    assert columns_of(table) == ["metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed"]
+    lines = table[table.index("| metric") :].splitlines()
     assert all("**" in line for line in lines[2:] if line.startswith("|"))
     assert any("group/texture" in line for line in lines)
     assert f"# Experts\n\n{table}\n" in (tmp_path / "out" / "experts.md").read_text()
@@ -104,6 +112,12 @@ def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
         other.model = model
         assert measure(TASKS["retrieval"], other)["metrics"] != pytest.approx(scores["routed"])
     assert "better than every expert alone in 0 of" in table
+    summary = result["summary"]
+    for score in summary["collapse"]:
+        assert score["mean"] == score["routed"]
+    assert list(summary["agreement"].values()) == pytest.approx([1, 1, 1], abs=1e-6) and summary["most_entropy"] == 3
+    assert f"{scores['routed']['image_to_text_recall@1']:.1%} with the mean of the experts: +0.0 ±" in table
+    assert "CKA 1.000 (pairs: 1.000 to 1.000)" in table
 
 
 def test_scales_are_what_dense_takes(unnormalized, tmp_path):
@@ -154,15 +168,7 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
 def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model, folder = gated
     table = analyze_experts(folder, RETRIEVAL, tmp_path, num_experts_per_tok=[1, 4])
-    columns = [cell.strip() for cell in table.splitlines()[0].split("|")[1:-1]]
-    assert columns == [
-        "metric",
-        *(f"expert {number}" for number in range(4)),
-        "K = 1",
-        "K = 4",
-        "mean of experts",
-        "routed",
-    ]
+    assert columns_of(table) == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
     result = json.loads((tmp_path / "experts.json").read_text())
     for gates in (result["gates"], result["output_gates"]):
         assert set(gates["vision"]) == {"3"} and 0 < gates["vision"]["3"] < 1

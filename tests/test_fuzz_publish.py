@@ -19,7 +19,9 @@ RUN = {
     "manifest.json": ["stage", "inputs", ("stage", "data"), ("stage", "model"), ("stage", "preset"), ("stage", "name")],
     "attempts.json": [],
     "../recipe.yaml": [],
-    "../scores/experts.json": ["weights", "source"],
+    "../scores/experts.json": [
+        *("weights", "source", "summary"), ("summary", "collapse"), ("summary", "entropy"), ("summary", "agreement")
+    ],
     "../scores/glyphs_pairs--sparse.json": [
         *result("a"), "weights", ("metrics", "group"), ("primary", "group"), ("versions", "torch")
     ],

@@ -149,7 +149,7 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
         analysis = {"source": str(run / "sparse"), "weights": weights}
         (run / "experts" / "experts.json").write_text(json.dumps(analysis))
         assert list(Lineage.of(run / "sparse").pictures) == expected
-    assert "the pictures of experts are left out: they are of other weights" in capsys.readouterr().err
+    assert "the analysis experts is left out: it is of other weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Whether the experts of a sparse model do anything, in three measures."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from conversion.result_schema import Collapse, ExpertSummary, Spread
+from evaluation.intervals import sampling_error
+from evaluation.report import number_of_means, primary_columns
+from evaluation.task import Task
+
+# What each tower embeds
+EMBEDDED = {"text": "texts", "vision": "images"}
+
+
+def summarize(
+    tasks: Mapping[str, Task],
+    routed: Mapping[str, dict[str, Any]],
+    mean: Mapping[str, dict[str, Any]],
+    entropy: Mapping[str, Mapping[int, float]],
+    agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]],
+    num_experts: int,
+) -> ExpertSummary:
+    """The collapse test, the entropy of the routers and how alike the experts are.
+
+    Args:
+        tasks: by their names.
+        routed, mean: task -> what `evaluation.measures.measure` gives of the model, and of the one whose layers have
+            the mean of their experts.
+        entropy: tower -> sparse layer -> bits.
+        agreement: "images" or "texts" -> "expert N" -> "expert N" -> linear CKA; other columns do not count.
+    """
+    rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
+    collapse = []
+    for (task, metric), title in primary_columns(rows).items():
+        scores, number = [of[task]["metrics"][metric] for of in (routed, mean)], number_of_means(routed[task], metric)
+        error = None if number is None else sampling_error(*scores, number)
+        collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
+    experts = [f"expert {number}" for number in range(num_experts)]
+    # Of a dense tower, all experts make the same
+    pairs = [
+        agreement[EMBEDDED[tower]][one][other] for tower in entropy for one, other in itertools.combinations(experts, 2)
+    ]
+    known = [value for value in pairs if value is not None]
+    return ExpertSummary(
+        collapse=collapse,
+        entropy=Spread.of(value for of_tower in entropy.values() for value in of_tower.values()),
+        most_entropy=math.log2(num_experts),
+        agreement=Spread.of(known) if known else None,
+    )
