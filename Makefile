@@ -15,7 +15,7 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 
 # gradio takes no Pillow 13
 APP := .venv-app
-MODEL ?= runs/demo/clip_moe
+MODEL ?= runs/clip_moe_demo/clip_moe
 BASELINE ?= training/symbol_clip
 RESULTS ?= runs/benchmarks
 
@@ -32,7 +32,7 @@ $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/clip-benchmark $(FOR_CLIP_BENCHMARK)
 	touch $(INTEGRATIONS)
 
-demo: $(STAMP)  ## upcycle, train and evaluate the symbol CLIP into runs/demo
+demo: $(STAMP)  ## dense and sparse models that remember names, into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 
 $(APP)/installed: setup.py constraints.txt
@@ -41,7 +41,7 @@ $(APP)/installed: setup.py constraints.txt
 	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app]"
 	touch $@
 
-app: $(APP)/installed  ## a page for a model: make app MODEL=runs/demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
+app: $(APP)/installed  ## a page for a model: make app MODEL=runs/clip_moe_demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
 	$(APP)/bin/python -m evaluation.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
 
 test-app: $(APP)/installed  ## the page in a headless Chromium

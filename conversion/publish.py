@@ -1,7 +1,7 @@
 """Publishes a model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
 
-    python -m conversion.publish runs/demo/clip_moe user/clip-moe --base-model user/base --license apache-2.0
-    python -m conversion.publish runs/demo/clip_moe user/clip-moe --dry-run runs/published
+    python -m conversion.publish runs/clip_moe_demo/clip_moe user/clip-moe --base-model user/base --license apache-2.0
+    python -m conversion.publish runs/clip_moe_demo/clip_moe user/clip-moe --dry-run runs/published
 
 What is published has to load in a process without this package and to compute there what it computes here; otherwise
 nothing is uploaded. The card is made of what the run that trained the model left: its recipe, its stages' manifests and

@@ -1,6 +1,6 @@
 """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
 
-    python -m evaluation.app runs/demo/clip_moe --baseline training/symbol_clip --images my/images
+    python -m evaluation.app runs/clip_moe_demo/clip_moe --baseline training/symbol_clip --images my/images
     python -m evaluation.app user/model --baseline user/dense --space my_space
 
 A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. With `--images`, texts find the

@@ -1,6 +1,6 @@
 """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory.
 
-    python -m evaluation.efficiency training/symbol_clip runs/demo/clip_moe --output-dir runs/efficiency
+    python -m evaluation.efficiency training/symbol_clip runs/clip_moe_demo/clip_moe --output-dir runs/efficiency
     python -m evaluation.efficiency ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
 
 MODEL is a folder or hub name, or an architecture at a paper's size: ViT-B/32, ViT-B/16 or ViT-L/14, alone or with

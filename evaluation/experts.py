@@ -1,6 +1,6 @@
 """What each expert of a sparse model knows, and which tokens it gets.
 
-    python -m evaluation.experts --model runs/demo/clip_moe --tasks symbols_pairs --output-dir experts
+    python -m evaluation.experts --model runs/clip_moe_demo/clip_moe --tasks symbols_pairs --output-dir experts
 
 Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
 layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside it

@@ -24,13 +24,15 @@ RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
 STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
-DEMO = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "
-DEMO += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
+SMALL = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "
+SMALL += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
+CLIP_MOE_DEMO = "--config training/recipes/clip_moe_demo.yaml " + SMALL
 SMALLER = {
-    "--config training/recipes/demo.yaml": DEMO,
+    "--config training/recipes/clip_moe_demo.yaml": SMALL,
     "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
-    "training.upcycle --seed": DEMO
-    + "--stages direct,evaluation --evaluation.models '{dense: training/symbol_clip, direct: direct}'",
+    "training.upcycle --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
+    "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.baseline seed "
+    "--evaluation.models '{seed: seed_model, dense: dense}'",
     "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
     "--long_clip.num_components 2 --stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import stand_ins
-from documents import DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_block, run_page
+from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_block, run_page
 
 from conversion.recipe_yaml import read_yaml
 from data import glyphs, symbols
@@ -57,12 +57,12 @@ def smaller(load):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory, small_tests):
-    """A folder in which everything lies that the pages name, and `make demo` has run."""
+    """A folder in which everything lies that the pages name, and the CLIP-MoE of the symbols is made."""
     folder = tmp_path_factory.mktemp("docs") / "checkout"
     stand_ins.make_folder(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        upcycle.main(DEMO.split())
+        upcycle.main(CLIP_MOE_DEMO.split())
     return folder
 
 

@@ -359,7 +359,7 @@ def test_two_folders_of_one_name_are_two_data(run):
     ]
 
 
-@pytest.mark.parametrize("name", ["runs/demo/clip_moe", "no name", "training"])
+@pytest.mark.parametrize("name", ["runs/clip_moe_demo/clip_moe", "no name", "training"])
 def test_a_base_model_is_a_name_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training").mkdir()

@@ -345,11 +345,11 @@ def test_a_stage_of_ones_own_changes_no_other_row(plan_of, tmp_path, monkeypatch
 
 
 def test_faults_come_after_the_plan(tmp_path, capsys):
-    command = ["--plan", "--output-dir", str(tmp_path / "out"), "--clip_moe.global_batch_size", "100000"]
+    command = ["--plan", "--output-dir", str(tmp_path / "out"), "--clip_up_8.global_batch_size", "100000"]
     with pytest.raises(SystemExit) as exit:
         upcycle.main([*command, "--evaluation.tasks", "[symbol_pairs]"])
-    assert "clip_moe    train_router   to do  unified, symbols" in capsys.readouterr().out
+    assert re.search(r"clip_up_8 +train +to do +upcycled_8, names", capsys.readouterr().out)
     first, *faults = str(exit.value.code).splitlines()
     assert first.startswith("error: ") and first.endswith("demo.yaml has 2 faults:")
-    assert [fault.split(":")[0] for fault in faults] == ["  clip_moe.global_batch_size", "  evaluation.tasks"]
+    assert [fault.split(":")[0] for fault in faults] == ["  clip_up_8.global_batch_size", "  evaluation.tasks"]
     assert not (tmp_path / "out").exists()

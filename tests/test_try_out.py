@@ -256,5 +256,5 @@ def test_without_gradio(dense, monkeypatch):
 
 
 def test_names_are_short_where_they_differ():
-    assert app._names(["runs/demo/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
+    assert app._names(["runs/clip_moe_demo/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
     assert app._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

@@ -27,7 +27,7 @@ SECTIONS = {
 def place(repository, tmp_path_factory):
     place = tmp_path_factory.mktemp("page")
     model = with_77_positions(CLIPMoEModel.from_pretrained(repository))
-    for name in ("runs/demo/clip_moe", "user/clip-moe-l14", "user/clip-moe-l14-336"):
+    for name in ("runs/clip_moe_demo/clip_moe", "user/clip-moe-l14", "user/clip-moe-l14-336"):
         model.save_pretrained(place / name)
         AutoProcessor.from_pretrained(repository).save_pretrained(place / name)
     save_dense_llava(place / "llava-hf" / "llava-1.5-7b-hf")
