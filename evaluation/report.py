@@ -27,7 +27,13 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
-NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc")
+NO_MEANS = (
+    "mean_per_class_recall",
+    "mean_of_top1_and_top5",
+    "roc_auc",
+    "image_to_text_information",
+    "text_to_image_information",
+)
 # The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
