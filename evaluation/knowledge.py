@@ -24,7 +24,7 @@ import numpy as np
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.folders import load_config
 from conversion.markdown import one_line
-from evaluation.costs import meta_model
+from evaluation.costs import count_parameters, meta_model
 from evaluation.report import arrange, markdown_table
 from evaluation.results import named_folder
 
@@ -127,11 +127,9 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
 def _sizes(source: str) -> tuple[int, int, int]:
     """Experts, parameters and activated parameters of the layers of a model's folder."""
     config = load_config(source)
-    experts = max(getattr(config.get_text_config(), "num_experts", 1), 1)
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", experts)
-    named = {name: p.numel() for name, p in meta_model(config).named_parameters() if ".layers." in name}
-    idle = sum(number for name, number in named.items() if ".experts." in name) * (experts - chosen) // experts
-    return experts, sum(named.values()), sum(named.values()) - idle
+    counts = count_parameters(meta_model(config))
+    experts = getattr(config.text_config, "num_experts", 1) if counts["expert"] else 1
+    return experts, counts["layers"], counts["layers"] - counts["total"] + counts["activated"]
 
 
 def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
