@@ -6,7 +6,8 @@
 MODEL is a folder or hub name, or an architecture at a paper's size: ViT-B/32, ViT-B/16 or ViT-L/14, alone or with
 :clip_up, :clip_moe, :clip_fmoe, or :5_experts, which is CLIP-FMoE's baseline. Parameters and multiply-adds are counted
 without computing anything. Where there are weights, speed and memory are measured, too: in rounds, in each of which all
-models have their turn. In brackets: the ratio to the first model, or to --baseline. The papers' tables:
+models have their turn. In brackets: the ratio to the first model, or to --baseline. With --captions, the number of
+different captions that there are to remember, the page tells whether that is much for the models. The papers' tables:
 
     CLIP-UP, Table 2         ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
     CLIP-MoE, section 5.4    ViT-L/14 ViT-L/14:clip_moe
@@ -14,6 +15,7 @@ models have their turn. In brackets: the ratio to the first model, or to --basel
 """
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
 
+# Bits to remember for each parameter in the layers of a dense model, from which and up to which experts gain and do not
+MUCH, LITTLE = 1.7, 0.2
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
@@ -42,6 +46,7 @@ def compare_models(
     models: Sequence[str],
     *,
     baseline: str | None = None,
+    captions: int | None = None,
     output_dir: Path | None = None,
     batch_size: int = 32,
     dtype: torch.dtype = torch.float32,
@@ -52,6 +57,7 @@ def compare_models(
     Args:
         models: folders, hub names, or architectures at a paper's size (`paper_config`).
         baseline: the model of the ratios; default: the first.
+        captions: how many different ones the data have, of which each has to be told from all others.
         output_dir: gets `efficiency.md` and `efficiency.json`.
         batch_size: images or texts that are embedded at a time.
         device: default: the accelerator, if there is one.
@@ -61,7 +67,7 @@ def compare_models(
 
     Raises:
         OSError: there is no such model, or the folder cannot be written.
-        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, a model that is no CLIP
+        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, fewer than two captions, a model that is no CLIP
             or damaged, a device that cannot compute, too little memory, or a folder with a page of other models,
             weights or settings.
     """
@@ -73,10 +79,13 @@ def compare_models(
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if captions is not None and captions < 2:
+        raise ValueError(f"captions must be at least 2, got {captions}: one caption needs no memory")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
     settings = {
         "baseline": baseline,
+        **({} if captions is None else {"captions": captions}),
         "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -153,6 +162,8 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}."
     )
+    if "captions" in how:
+        sections.append(_to_remember(costs, how["captions"]))
     if measured:
         memory = "the process, which starts with its libraries," if how["device"] == "cpu" else "the accelerator"
         sections += [
@@ -164,6 +175,24 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
     versions = ", ".join(f"{name} {version}" for name, version in how["versions"].items())
     sections.append(f"{how['device']}, {how['threads']} threads, commit {how['commit']}, {versions}.")
     return "\n\n".join(sections)
+
+
+def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
+    """Whether there is much to remember: bits against parameters, and the rule of `docs/results.md`."""
+    bits = captions * math.log2(captions)
+    columns = {
+        "M parameters in the layers": lambda costs: costs["parameters"]["layers"] / 1e6,
+        "bits to remember, for each": lambda costs: bits / costs["parameters"]["layers"],
+    }
+    return (
+        f"To remember: to tell {captions:,} captions from each other takes {captions:,} x log2 {captions:,} = "
+        f"{bits:,.0f} bits.\n\n{_table(costs, columns, '')}\n\n"
+        f"A rule of thumb, measured on models of a few thousand parameters that remember names (docs/results.md): where "
+        f"a dense model has {MUCH} bits or more to remember for each parameter of its layers, and training shows each "
+        "caption often, a sparse model of as many multiply-adds remembers more; where it has "
+        f"{LITTLE} or less, there is nothing to gain. Between them it depends on the training. What captions have in "
+        "common is understood and need not be remembered one by one, so this is the most that there can be."
+    )
 
 
 def _table(costs: Mapping[str, Any], columns: Mapping[str, Callable], baseline: str) -> str:
@@ -192,6 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub name, or as above")
     parser.add_argument("--baseline", help="the model of the ratios (default: the first)")
+    parser.add_argument("--captions", type=int, metavar="N", help="different captions that there are to remember")
     parser.add_argument("--output-dir", type=named_folder, help="gets efficiency.md and efficiency.json")
     parser.add_argument("--batch-size", type=int, default=32, help="images or texts at a time (default: 32)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -201,6 +231,7 @@ def main(argv: list[str] | None = None) -> None:
         page = compare_models(
             args.models,
             baseline=args.baseline,
+            captions=args.captions,
             output_dir=args.output_dir,
             batch_size=args.batch_size,
             dtype=getattr(torch, args.dtype),

@@ -298,3 +298,16 @@ def test_names_of_models_are_no_markup():
     parts = {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model)}
     how = {"device": "cpu", "threads": 1, "commit": "0", "versions": {}}
     assert "times \\*a\\* \\<b>." in _page({"*a* <b>": parts}, "*a* <b>", how)
+
+
+def test_what_there_is_to_remember(capsys):
+    main(["ViT-B/32", "ViT-B/32:clip_up", "--captions", "1024"])
+    page = capsys.readouterr().out
+    assert "= 10,240 bits" in page
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "| ViT" in line]
+    layers = [count_parameters(build(name))["layers"] for name in ("ViT-B/32", "ViT-B/32:clip_up")]
+    vision, text = 12 * (12 * 768**2 + 13 * 768), 12 * (12 * 512**2 + 13 * 512)
+    assert layers[0] == vision + text
+    assert [row[1] for row in rows[-2:]] == [f"{number / 1e6:.2f}" for number in layers]
+    with pytest.raises(SystemExit, match="captions must be at least 2, got 1"):
+        main(["ViT-B/32", "--captions", "1"])
