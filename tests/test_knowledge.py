@@ -71,7 +71,7 @@ def test_page(folder, tmp_path):
 def test_results_without_information(folder):
     for path in folder[0].glob("*.json"):
         content = json.loads(path.read_text())
-        content["metrics"] = content["primary"] = {"recall": 0.5}
+        content |= {"metrics": {"recall": 0.5}, "primary": {"recall": "recall"}}
         path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no results of a task that tells information"):
         read_knowledge(folder)
