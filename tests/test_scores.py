@@ -345,6 +345,13 @@ def test_a_damaged_line_is_named_wherever_it_is_damaged(tmp_path, line, message)
     assert curves.read_log(tmp_path / "log.jsonl") == {2: {"loss": 0.1}}
 
 
+def test_curves_of_one_quantity(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 0.5, "logit_scale": 20.0}\n')
+    assert curves.read_curves([tmp_path], ["temperature"]) == {tmp_path.name: {1: {"temperature": 0.05}}}
+    with pytest.raises(ValueError, match="balance_loss is not logged in .*, only loss, temperature"):
+        curves.read_curves([tmp_path], ["loss", "balance_loss"])
+
+
 def test_curves_of_a_stage_that_has_logged_little(tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     log.write_text("")

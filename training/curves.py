@@ -2,7 +2,7 @@
 
     python -m training.curves runs/demo runs/clip_up --output-dir curves
 
-Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints the last values of every stage that trained.
+With --only contrastive_loss, of these quantities alone. Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints the last values of every stage that trained.
 """
 
 import argparse
@@ -39,15 +39,17 @@ FEW = 20  # points that are marked: one alone makes no line
 Curve = dict[int, dict[str, float]]
 
 
-def read_curves(runs: Sequence[Path]) -> dict[str, Curve]:
+def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Curve]:
     """The curves of all stages that trained in these folders, by their names: with the run's, if there are several.
 
     Args:
         runs: folders of runs, or of single stages.
+        only: quantities; none: all that were logged.
 
     Raises:
         FileNotFoundError: a folder has no log.
-        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet.
+        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet, or not
+            one of these quantities.
     """
     curves = {}
     for run in runs:
@@ -57,9 +59,19 @@ def read_curves(runs: Sequence[Path]) -> dict[str, Curve]:
         for log in logs:
             name = log.parent.name if len(runs) == 1 else log.parent.relative_to(run.parent).as_posix()
             curves[name if name not in curves else str(log.parent)] = read_log(log)
-    if not quantities(curves.values()):
+    logged = quantities(curves.values())
+    if not logged:
         raise ValueError(f"no step is logged yet in {', '.join(map(str, runs))}: try again later")
-    return curves
+    for name in only:
+        if name not in logged:
+            raise ValueError(f"{name} is not logged in {', '.join(map(str, runs))}, only {', '.join(logged)}")
+    return {
+        stage: {
+            step: {name: value for name, value in values.items() if name in (only or logged)}
+            for step, values in curve.items()
+        }
+        for stage, curve in curves.items()
+    }
 
 
 def read_log(log: Path) -> Curve:
@@ -109,8 +121,9 @@ def write_table(curves: dict[str, Curve], path: Path) -> None:
 def draw(curves: dict[str, Curve], path: Path) -> None:
     """A picture with a panel for each quantity and a line for each stage."""
     names = quantities(curves.values())
-    rows = math.ceil(len(names) / COLUMNS)
-    figure, axes = plt.subplots(rows, COLUMNS, figsize=(6 * COLUMNS, 3.2 * rows), squeeze=False, layout="constrained")
+    columns = min(COLUMNS, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
     colors = plt.colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
     for axis, name in zip(axes.flat, names, strict=False):
         for number, (stage, curve) in enumerate(curves.items()):
@@ -151,9 +164,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run or of one of its stages")
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=(), metavar="QUANTITY", help="as the columns of curves.csv")
     args = parser.parse_args(argv)
     with one_line_errors(), output_folder(args.output_dir):
-        curves = read_curves(args.runs)
+        curves = read_curves(args.runs, args.only)
         write_table(curves, args.output_dir / "curves.csv")
         draw(curves, args.output_dir / "curves.png")
     print(last_values(curves))
