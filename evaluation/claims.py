@@ -44,8 +44,9 @@ from evaluation.verdicts import (
 
 HEADLINES = f"""\
 These claims are the results that the papers' abstracts name, whether they hold here or not; where one is a gain over a
-dense model, that claim or another asks for the gain over a dense model that cost as much, too. The
-[appendix](#appendix-all-claims) has all claims with all figures; numbers are those of the appendix.
+dense model, that claim or another asks for the gain over a dense model that cost as much, too. Of trials that differ in
+size alone, the largest stands for them. The [appendix](#appendix-all-claims) has all claims with all figures; numbers
+are those of the appendix.
 
 Differences are percent points, means of the seeds, with their {LEVEL:.0%} intervals, of the score that decides. Samples
 are pairs of an image and its captions, from where the models part.
