@@ -26,7 +26,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def meant_here(name: str) -> str | None:
-    """The file or folder here whose name is nearly that of one in the same folder that is not here."""
+    """A file or folder that is here and that a misspelt name probably means; None: there is none."""
     folder, last = os.path.split(name)
     similar = difflib.get_close_matches(last, os.listdir(folder) if os.path.isdir(folder) else [], 1, SLIP)
     return os.path.join(folder, similar[0]) if similar else None

@@ -16,6 +16,7 @@ import io
 import itertools
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -55,6 +56,7 @@ ARTISTS = {
     "octicons": "octicons",
 }
 VOCABULARY = 1000  # tokens
+PACKAGES = ("mkdocs-material", "resvg-py")  # the icons, and what draws them
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class Icon:
     name: str
     artist: str
     path: Path
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed, from which all icons follow."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = distribution(package).version
+    return found
 
 
 def kind_set(name: str) -> Sequence[int]:
@@ -103,7 +114,7 @@ def load(
         captions: "web" or "detailed".
         num_samples: how many rows; the first ones are the same for any number. All icons are shown once, in an order of
             their own, then all once more.
-        kinds: numbers of icons, see `kind_set`; None: the brands.
+        kinds: numbers of icons, see `kind_set`; None: all.
         seed: other pictures in another order for another one, of the same icons.
         image_size: pixels a side, at least `SMALLEST_IMAGE`.
         captions_per_image: with more than one, `caption` is a list.
@@ -115,7 +126,7 @@ def load(
         ValueError: an unknown split, caption style or icon, no sample, or too small an image; or the extra is not
             installed.
     """
-    kinds = kind_set("brands") if kinds is None else kinds
+    kinds = kind_set("all") if kinds is None else kinds
     if split not in SPLITS or captions not in CAPTION_STYLES:
         raise ValueError(
             f"split is {split!r} and captions is {captions!r}, must be one of {', '.join(SPLITS)} and one of "

@@ -23,6 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
+from data import icons
 from data.annotations import holds_list
 from data.shards import MEMBER
 from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
@@ -88,10 +89,13 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     """What a source holds, without opening its images or shards as pairs: for the manifests of stages.
 
     Returns:
-        The number of files and the hash of their names and contents; of a Hub dataset, its commit; None where that is
-        all in the settings (a built-in world) or cannot be known now (data that are gone, a Hub out of reach).
+        The number of files and the hash of their names and contents; of a Hub dataset, its commit; of icons, the
+        versions of the packages that have them; None where that is all in the settings (another built-in world) or
+        cannot be known now (data that are gone, a Hub out of reach).
     """
     source = arguments.source
+    if source == "icons":
+        return icons.versions()
     if source in WORLDS:
         return None
     files = source_files(arguments)

@@ -84,7 +84,7 @@ class DataArguments:
     # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind;
     # "facts", of the names, everything but the name.
     captions: Literal["web", "detailed", "looks", "facts"] = "web"
-    # Of a built-in world only: a set of its kinds, "all", symbols' "planet", names' "4096 half 1" or icons' "brands 9".
+    # Of a built-in world only: a set of its kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = "all"
     # Of a built-in world only: of how its pictures are drawn. None: the recipe's seed, so that other seeds see other
     # pictures; outside of a recipe, 0.

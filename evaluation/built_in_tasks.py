@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from datasets import Dataset
 
 from data import glyphs, icons, names, symbols
-from evaluation.task import PRIMARY_METRICS, Task
-
-INFORMATION = ("image_to_text_information", "text_to_image_information")
+from evaluation.task import INFORMATION, PRIMARY_METRICS, Task
 
 
 def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:

@@ -128,13 +128,16 @@ def write_claims(path: Path, output: Path) -> str:
     return summary
 
 
-def _judge(number: int, claim: Claim, scores: Scores, origin: Mapping[str, Path], where: str, base: Path) -> Judged:
+def _judge(
+    number: int, claim: Claim, scores: Scores, origin: Mapping[tuple[str, str], Path], where: str, base: Path
+) -> Judged:
     if claim.shown_in is not None and (base / claim.shown_in).exists():
         return Judged(number, claim, (), SHOWN_ELSEWHERE, None)
     if claim.better is None or not scores:
         return Judged(number, claim, (), NOT_MEASURED, None)
     measured = measure_claim(claim, scores, where)
-    return Judged(number, claim, measured, verdict_of_all(one.verdict for one in measured), origin[claim.better])
+    folder = origin[claim.better, deciding(measured).task]
+    return Judged(number, claim, measured, verdict_of_all(one.verdict for one in measured), folder)
 
 
 def _headline_table(headlines: Sequence[Judged], output_folder: Path) -> str:

@@ -84,8 +84,8 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
         `total`; `activated`, those that one token meets: K of the E experts of each sparse layer; both also of each
         tower with its projection (`text`, `text_activated`, `vision`, `vision_activated`), of which a shared encoder is
         a part in both; those of one expert in all layers (`expert`, 0 if dense), of all `routers` and fusion gates,
-        and of the towers' layers, without embeddings and projections (`layers`); and with `trainable` the number of those
-        whose names it is found in, under that name.
+        and of the towers' layers, without embeddings and projections (`layers`); and with `trainable` the number of
+        those whose names it is found in, under that name.
     """
     named = list(model.named_parameters(remove_duplicate=False))  # a shared encoder is a part of both towers
 

@@ -37,8 +37,8 @@ from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
 
-# Bits to remember for each parameter in the layers of a dense model, from which and up to which experts gain and do not
-MUCH, LITTLE = 1.7, 0.2
+# Bits to remember for each parameter of a dense model's layers: from MUCH on experts gained, up to LITTLE they did not
+MUCH, LITTLE = 3, 0.8
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
@@ -67,9 +67,9 @@ def compare_models(
 
     Raises:
         OSError: there is no such model, or the folder cannot be written.
-        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, fewer than two captions, a model that is no CLIP
-            or damaged, a device that cannot compute, too little memory, or a folder with a page of other models,
-            weights or settings.
+        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, fewer than two captions,
+            a model that is no CLIP or damaged, a device that cannot compute, too little memory, or a folder with a page
+            of other models, weights or settings.
     """
     repeated = sorted({model for model in models if list(models).count(model) > 1})
     if repeated or not models:
@@ -184,12 +184,14 @@ def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
         "M parameters in the layers": lambda costs: costs["parameters"]["layers"] / 1e6,
         "bits to remember, for each": lambda costs: bits / costs["parameters"]["layers"],
     }
+    table = _table(costs, columns, "")
     return (
         f"To remember: to tell {captions:,} captions from each other takes {captions:,} x log2 {captions:,} = "
-        f"{bits:,.0f} bits.\n\n{_table(costs, columns, '')}\n\n"
-        f"A rule of thumb, measured on models of a few thousand parameters that remember names (docs/results.md): where "
-        f"a dense model has {MUCH} bits or more to remember for each parameter of its layers, and training shows each "
-        "caption often, a sparse model of as many multiply-adds remembers more; where it has "
+        f"{bits:,.0f} bits.\n\n{table}\n\n"
+        "A rule of thumb, measured on dense models of 3 to 51 thousand parameters that remember names (see "
+        "docs/results.md): "
+        f"where a dense model has {MUCH} bits or more to remember for each parameter of its layers, and training shows "
+        "each caption often, a sparse model of as many multiply-adds remembers more; where it has "
         f"{LITTLE} or less, there is nothing to gain. Between them it depends on the training. What captions have in "
         "common is understood and need not be remembered one by one, so this is the most that there can be."
     )

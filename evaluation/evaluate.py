@@ -1,6 +1,6 @@
 """Measure a model.
 
-    python -m evaluation.evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot,symbols_pairs --output-dir scores
+    python -m evaluation.evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot --output-dir scores
     python -m evaluation.evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
     python -m evaluation.evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
 

@@ -3,10 +3,10 @@
     python -m evaluation.knowledge runs/clip_up_names_long/evaluation --output-dir runs/knowledge
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them, on tasks that tell `information`:
-those on names. Of N towns there are N log2 N bits to remember; a model knows the share that its held-out contrastive
-loss leaves, the mean of both directions (`evaluation.retrieval.information`). Bits and parameters are the measures of
-"Physics of Language Models: Part 3.3" (arXiv:2404.05405). Parameters are those of the towers' layers: embeddings and
-projections have the same number in a dense model and in its sparse form. OUTPUT_DIR gets `knowledge.md`,
+those on names and icons. Of N of them there are N log2 N bits to remember; a model knows the share that its held-out
+contrastive loss leaves, the mean of both directions (`evaluation.retrieval.information`). Bits and parameters are the
+measures of "Physics of Language Models: Part 3.3" (arXiv:2404.05405). Parameters are those of the towers' layers:
+embeddings and projections have the same number in a dense model and in its sparse form. OUTPUT_DIR gets `knowledge.md`,
 `knowledge.png` and `knowledge.json`.
 """
 
@@ -18,17 +18,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
+from transformers import CLIPConfig
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.folders import load_config
-from conversion.markdown import one_line
 from evaluation.costs import count_parameters, meta_model
-from evaluation.report import arrange, markdown_table
+from evaluation.figures import plt
+from evaluation.report import arrange, markdown_table, plot_text
 from evaluation.results import named_folder
+from evaluation.task import INFORMATION
+from modeling_clip_moe import CLIPMoEConfig
 
-METRICS = ("image_to_text_information", "text_to_image_information")
 MARKERS = "osD^vP*X"
 
 
@@ -39,7 +40,7 @@ class Knowledge:
     model: str
     task: str
     names: int  # that there are to remember
-    experts: int  # in each sparse layer; 1: dense
+    experts: int  # in each sparse layer; 0: dense
     parameters: int  # of the towers' layers
     activated: int  # of these, those that one token meets
     share: float  # of the bits
@@ -61,30 +62,39 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     of the same size, are one.
 
     Raises:
-        ValueError: a folder has no results of a task that tells information, or a model's folder is gone.
+        ValueError: a folder has no results of a task that tells information, two results of one model are of the same
+            seed, or a model is a mixture or is gone.
     """
-    found: dict[tuple[str, str, int, int], list[float]] = {}
+    shares: dict[tuple, dict[int, float]] = {}
     for folder in folders:
         results = [result for row in arrange(sorted(folder.glob("*--*.json"))).values() for result in row.values()]
-        results = [result for result in results if METRICS[0] in result["metrics"]]
+        results = [result for result in results if INFORMATION[0] in result["metrics"]]
         if not results:
             raise ValueError(f"{folder} has no results of a task that tells information, such as names_2048")
         for result in results:
-            share = statistics.mean(result["metrics"][metric] for metric in METRICS)
             key = result["model"], result["task"], result["num_samples"], *_sizes(result["source"])
-            found.setdefault(key, []).append(share)
-    knowledge = [Knowledge(*key, statistics.mean(shares), len(shares)) for key, shares in found.items()]
-    return sorted(knowledge, key=lambda one: (one.names, one.parameters, one.model))
+            of_seeds = shares.setdefault(key, {})
+            if result["seed"] in of_seeds:
+                what = f"{result['task']} of {result['model']!r}"
+                raise ValueError(f"{what} is there twice with seed {result['seed']}, again in {folder}")
+            of_seeds[result["seed"]] = statistics.mean(result["metrics"][metric] for metric in INFORMATION)
+    knowledge = [Knowledge(*key, statistics.mean(of.values()), len(of)) for key, of in shares.items()]
+    return sorted(knowledge, key=lambda one: (one.names, one.task, one.parameters, one.model))
+
+
+def best_dense(knowledge: Sequence[Knowledge], task: str) -> list[tuple[int, float]]:
+    """Parameters and bits of the dense model of each size that remembers most of a task, by size."""
+    best: dict[int, float] = {}
+    for one in knowledge:
+        if one.task == task and not one.experts:
+            best[one.parameters] = max(best.get(one.parameters, 0), one.bits)
+    return sorted(best.items())
 
 
 def equal_dense(one: Knowledge, others: Sequence[Knowledge]) -> float | None:
     """Parameters of a dense model that would remember as much, between dense models of the same task that remember less
     and more, on a line of the logarithms. None: there are no such two."""
-    best: dict[int, float] = {}
-    for other in others:
-        if other.task == one.task and other.experts == 1:
-            best[other.parameters] = max(best.get(other.parameters, 0), other.bits)
-    curve = sorted(best.items())
+    curve = [(parameters, bits) for parameters, bits in best_dense(others, one.task) if bits > 0]
     for (fewer, less), (more, most) in zip(curve, curve[1:], strict=False):
         if less <= one.bits <= most and less < most:
             return float(np.exp(np.interp(np.log(one.bits), np.log([less, most]), np.log([fewer, more]))))
@@ -96,12 +106,12 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
     knowledge = read_knowledge(folders)
     rows = []
     for one in knowledge:
-        equal = None if one.experts == 1 else equal_dense(one, knowledge)
+        equal = equal_dense(one, knowledge) if one.experts else None
         rows.append(
             [
                 one.model,
                 f"{one.names:,}",
-                f"{one.experts}" if one.experts > 1 else "dense",
+                str(one.experts or "dense"),
                 f"{one.parameters:,}",
                 f"{one.to_remember / one.parameters:.2f}",
                 f"{100 * one.share:.1f} %",
@@ -114,8 +124,9 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
     columns += ["bits a parameter remembered", "dense model that remembers as much", "runs"]
     table = markdown_table(columns, rows)
     text = (
-        "Parameters are those of the towers' layers. In brackets: how many times as many the sparse model has. A mean "
-        "of so many runs."
+        "Parameters are those of the towers' layers. A dense model that remembers as much is one between those of the "
+        "table, of each size the one that remembers most, however long it trained; in brackets: how many times as many "
+        "parameters the sparse model has. A row is the mean of so many runs."
     )
     with output_folder(output_dir), new_file(output_dir / "knowledge.png") as picture:
         _draw(knowledge, picture)
@@ -127,8 +138,11 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
 def _sizes(source: str) -> tuple[int, int, int]:
     """Experts, parameters and activated parameters of the layers of a model's folder."""
     config = load_config(source)
+    if not isinstance(config, CLIPConfig | CLIPMoEConfig):
+        raise ValueError(f"{source} is a model of type {config.model_type!r}: a dense or sparse CLIP is needed")
     counts = count_parameters(meta_model(config))
-    experts = getattr(config.text_config, "num_experts", 1) if counts["expert"] else 1
+    towers = (config.text_config, config.vision_config) if counts["expert"] else ()
+    experts = max((tower.num_experts for tower in towers if tower.moe_layers), default=0)
     return experts, counts["layers"], counts["layers"] - counts["total"] + counts["activated"]
 
 
@@ -136,26 +150,19 @@ def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
     """Bits by parameters: a line through dense models for each number of names, and a mark for each sparse model."""
     figure, axis = plt.subplots(figsize=(8, 5))
     experts = sorted({one.experts for one in knowledge})
-    for color, names in enumerate(sorted({one.names for one in knowledge})):
-        of_names = [one for one in knowledge if one.names == names]
-        axis.axhline(of_names[0].to_remember, color=f"C{color}", linestyle=":", linewidth=1)
-        axis.annotate(
-            f"{names:,} names",
-            (1.01, of_names[0].to_remember),
-            xycoords=("axes fraction", "data"),
-            color=f"C{color}",
-            va="center",
-        )
-        dense: dict[int, float] = {}
-        for one in of_names:
-            if one.experts == 1:
-                dense[one.parameters] = max(dense.get(one.parameters, 0), one.bits)
-        axis.plot(list(dense), list(dense.values()), color=f"C{color}")
-        for one in of_names:
+    for color, task in enumerate(dict.fromkeys(one.task for one in knowledge)):
+        of_task = [one for one in knowledge if one.task == task]
+        style = {"color": f"C{color % 10}"}
+        axis.axhline(of_task[0].to_remember, linestyle=":", linewidth=1, **style)
+        place = (1.01, of_task[0].to_remember)
+        axis.annotate(plot_text(task), place, xycoords=("axes fraction", "data"), va="center", **style)
+        if dense := best_dense(knowledge, task):
+            axis.plot(*zip(*dense, strict=True), **style)
+        for one in of_task:
             marker = MARKERS[experts.index(one.experts) % len(MARKERS)]
-            axis.plot(one.parameters, one.bits, marker, color=f"C{color}", markersize=7)
+            axis.plot(one.parameters, one.bits, marker, markersize=7, **style)
     for number, marker in zip(experts, MARKERS, strict=False):
-        axis.plot([], [], marker, color="black", label="dense" if number == 1 else one_line(f"{number} experts"))
+        axis.plot([], [], marker, color="black", label=f"{number} experts" if number else "dense")
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("parameters in the layers")

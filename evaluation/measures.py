@@ -13,7 +13,7 @@ from evaluation.ensemble import Ensemble, concatenate
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
-from evaluation.task import Task
+from evaluation.task import INFORMATION, Task
 from evaluation.texts import count_texts, require_told_apart
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
@@ -154,7 +154,7 @@ METRICS = {
     "zero_shot_groups": ("accuracy",),
     "retrieval": (
         *(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
-        *("image_to_text_information", "text_to_image_information"),
+        *INFORMATION,
     ),
     "pairs": ("text", "image", "group"),
     "linear_probe": ("accuracy", "mean_per_class_recall"),

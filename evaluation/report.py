@@ -20,6 +20,7 @@ from evaluation.figures import plt
 from evaluation.html_page import html_page
 from evaluation.intervals import LEVEL, sampling_error
 from evaluation.results import named_folder
+from evaluation.task import INFORMATION
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
@@ -27,13 +28,7 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
-NO_MEANS = (
-    "mean_per_class_recall",
-    "mean_of_top1_and_top5",
-    "roc_auc",
-    "image_to_text_information",
-    "text_to_image_information",
-)
+NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", *INFORMATION)
 # The only markup in a cell: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches

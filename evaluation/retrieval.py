@@ -103,9 +103,9 @@ def information(
     step = -(-len(queries) // FITTED)
     fitted = list(_similarities(*asked, of_all[::step], chunk_size))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
-    guessed = np.log(len(candidates) / np.bincount(right_queries)).mean()
-    left = loss(_similarities(*asked, of_all, chunk_size), np.exp(best.x))
-    return max(0.0, float(1 - left / guessed)) if guessed else 1.0  # each candidate is right: nothing to tell
+    chance = np.log(len(candidates) / np.bincount(right_queries)).mean()
+    lacking = loss(_similarities(*asked, of_all, chunk_size), np.exp(best.x))
+    return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 
 def require_unit_length(**embeddings: np.ndarray) -> None:

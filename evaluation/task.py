@@ -16,6 +16,8 @@ PRIMARY_METRICS = {
     "pairs": {"group": "group score"},
     "linear_probe": {"accuracy": "accuracy"},
 }
+# Of retrieval, how much a model knows: `evaluation.retrieval.information`
+INFORMATION = ("image_to_text_information", "text_to_image_information")
 # Metrics that stand for benchmarks whose protocols ask for them -> the titles of their columns
 METRIC_TITLES = {
     "accuracy": "accuracy",
@@ -26,8 +28,7 @@ METRIC_TITLES = {
     "image": "image score",
     **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
     **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},
-    "image_to_text_information": "information image→text",
-    "text_to_image_information": "information text→image",
+    **dict(zip(INFORMATION, ("information image→text", "information text→image"), strict=True)),
 }
 
 

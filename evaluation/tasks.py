@@ -130,7 +130,7 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
                     if name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
-                elif name.startswith("icons_"):
+                elif name in icon_tasks():
                     WORLDS["icons"].kind_set("all")  # raises where their extra is not installed
                 elif name in BENCHMARKS:
                     benchmark_task(BENCHMARKS[name], data_root, ask_hub=False)

@@ -14,14 +14,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from conversion.files import new_file, one_line_errors, output_folder, read_json, write_text
+from evaluation.figures import plt
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import markdown_table, plot_text
 from evaluation.task import PRIMARY_METRICS
-from evaluation.tasks import TASKS
 
 OF_LINE = re.compile(r"(.+), (\d+) %")
 Point = tuple[float, float]  # what a model kept, and what it learned, in percent
@@ -95,12 +94,15 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
 
 def _points(model: str, tasks: Mapping[str, Sequence[Mapping[str, float]]], *names: str) -> list[tuple[float, ...]]:
     """For each seed, the scores of these tasks."""
+    scores = []
     for name in names:
         if name not in tasks:
             raise ValueError(f"{model!r} has no results of {name!r}; there are those of {', '.join(tasks)}")
-    scores = [
-        [statistics.mean(of[m] for m in PRIMARY_METRICS[TASKS[name].kind]) for of in tasks[name]] for name in names
-    ]
+        of_seeds = tasks[name]
+        main = next((metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(of_seeds[0])), None)
+        if main is None:
+            raise ValueError(f"{name} of {model!r} has no main score, only {', '.join(of_seeds[0])}")
+        scores.append([statistics.mean(of_seed[metric] for metric in main) for of_seed in of_seeds])
     return [tuple(100 * score for score in of_seed) for of_seed in zip(*scores, strict=True)]
 
 

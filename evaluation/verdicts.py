@@ -240,11 +240,11 @@ def read_scores(folder: Path) -> Scores | None:
     return scores | experts
 
 
-def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[str, Path]]:
+def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[tuple[str, str], Path]]:
     """The scores in several folders of results, of recipes that share models; none if not all are there yet.
 
     Returns:
-        The scores, and for each row the first folder that has it.
+        The scores, and for each row and task the first folder that has them.
 
     Raises:
         OSError, ValueError: as `read_scores`.
@@ -252,7 +252,7 @@ def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[str, Path]]:
             different numbers of seeds.
     """
     merged: Scores = {}
-    origin: dict[str, Path] = {}
+    origin: dict[tuple[str, str], Path] = {}
     for folder in folders:
         scores = read_scores(folder)
         if scores is None:
@@ -262,10 +262,10 @@ def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[str, Path]]:
             for task, of_seeds in of_tasks.items():
                 if tasks.setdefault(task, of_seeds) != of_seeds:
                     raise ValueError(
-                        f"{task} of {row!r} differs between {origin[row]} and {folder}: give one of the rows another "
-                        "title, or measure both with the same settings, seeds and commit"
+                        f"{task} of {row!r} differs between {origin[row, task]} and {folder}: give one of the rows "
+                        "another title, or measure both with the same settings, seeds and commit"
                     )
-            origin.setdefault(row, folder)
+                origin.setdefault((row, task), folder)
     if len({len(of_seeds) for of_tasks in merged.values() for of_seeds in of_tasks.values()}) > 1:
         raise ValueError(f"{' and '.join(map(str, folders))} have different numbers of seeds: measure the same in all")
     return merged, origin

@@ -31,7 +31,11 @@ COLUMNS = {
         for names in ("2,048", "4,096")
         for way in ("image→text", "text→image")
     },
-    **{f"logos: {k} {way}": f"logos of brands: {k} {way}" for k in ("R@1", "R@5") for way in ("image→text", "text→image")},
+    **{
+        f"logos: {k} {way}": f"logos of brands: {k} {way}"
+        for k in ("R@1", "R@5")
+        for way in ("image→text", "text→image")
+    },
 }
 LARGEST_TEST = 24  # pictures that a benchmark has here
 

@@ -2,7 +2,8 @@
 
     python -m training.curves runs/demo runs/clip_up --output-dir curves
 
-With --only contrastive_loss, of these quantities alone. Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints the last values of every stage that trained.
+`--only contrastive_loss` draws that quantity alone. Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints
+the last values of every stage that trained.
 """
 
 import argparse
@@ -48,8 +49,8 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
 
     Raises:
         FileNotFoundError: a folder has no log.
-        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet, or not
-            one of these quantities.
+        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet,
+            or not one of these quantities.
     """
     curves = {}
     for run in runs:

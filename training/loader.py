@@ -164,7 +164,7 @@ class _Collate:
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
     hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
-    # Of the texts so far. A model of the size of a test computes less than a tokenizer
+    # Of the texts so far: for a tiny model, tokenizing takes longer than computing. None: they are not kept
     tokens: dict[str, list[int]] | None
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -21,15 +21,15 @@ from data.worlds import WORLDS
 from evaluation.evaluate import evaluate_model
 from evaluation.measures import METRICS
 from evaluation.own_data import OwnTask
-from evaluation.task import Task
+from evaluation.task import INFORMATION, Task
 from evaluation.tasks import TASKS, copied_benchmarks, find_tasks
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
 from training.training_state import kept_random_states
 
 BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
-# Metrics that a zero-shot task has only if they stand for it in a table
-ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc", "image_to_text_information", "text_to_image_information")
+# Metrics that a task has only if they stand for it in a table
+ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc", *INFORMATION)
 
 
 @dataclass(config=STRICT, kw_only=True)
