@@ -38,7 +38,7 @@ from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
 
 # Bits to remember for each parameter of a dense model's layers: from MUCH on experts gained, up to LITTLE they did not
-MUCH, LITTLE = 3, 0.8
+MUCH, LITTLE = 2.8, 0.5
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
@@ -85,7 +85,7 @@ def compare_models(
     costs = {name: _counts(name) for name in models}
     settings = {
         "baseline": baseline,
-        **({} if captions is None else {"captions": captions}),
+        "captions": captions,
         "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -162,7 +162,7 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}."
     )
-    if "captions" in how:
+    if how.get("captions"):
         sections.append(_to_remember(costs, how["captions"]))
     if measured:
         memory = "the process, which starts with its libraries," if how["device"] == "cpu" else "the accelerator"

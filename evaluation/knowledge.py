@@ -3,8 +3,9 @@
     python -m evaluation.knowledge runs/clip_up_names_long/evaluation --output-dir runs/knowledge
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them, on tasks that tell `information`:
-those on names and icons. Of N of them there are N log2 N bits to remember; a model knows the share that its held-out
-contrastive loss leaves, the mean of both directions (`evaluation.retrieval.information`). Bits and parameters are the
+those on names and icons. To tell N of them apart takes log2 N bits for each; a model knows the share that its held-out
+contrastive loss leaves, the mean of both directions (`evaluation.retrieval.information`). 3 bits of a town's name are
+its country, which a picture tells without memory of the town: they do not count. Bits and parameters are the
 measures of "Physics of Language Models: Part 3.3" (arXiv:2404.05405). Parameters are those of the towers' layers:
 embeddings and projections have the same number in a dense model and in its sparse form. OUTPUT_DIR gets `knowledge.md`,
 `knowledge.png` and `knowledge.json`.
@@ -23,13 +24,17 @@ from transformers import CLIPConfig
 
 from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.folders import load_config
+from conversion.provenance import weights_fingerprint
+from data.names import COUNTRIES
 from evaluation.costs import count_parameters, meta_model
 from evaluation.figures import plt
-from evaluation.report import arrange, markdown_table, plot_text
+from evaluation.report import SAME_FOR_TASK, arrange, differ, markdown_table, plot_text
 from evaluation.results import named_folder
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
 
+# Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
+TOLD = {"names": math.log2(len(COUNTRIES))}
 MARKERS = "osD^vP*X"
 
 
@@ -43,18 +48,22 @@ class Knowledge:
     experts: int  # in each sparse layer; 0: dense
     parameters: int  # of the towers' layers
     activated: int  # of these, those that one token meets
-    share: float  # of the bits
+    share: float  # of log2 names bits, see `evaluation.retrieval.information`
     runs: int
 
     @property
     def to_remember(self) -> float:
         """In bits."""
-        return self.names * math.log2(self.names)
+        return self.names * (math.log2(self.names) - self.told)
 
     @property
     def bits(self) -> float:
         """That it remembers."""
-        return self.share * self.to_remember
+        return self.names * max(0.0, self.share * math.log2(self.names) - self.told)
+
+    @property
+    def told(self) -> float:
+        return TOLD.get(self.task.partition("_")[0], 0)
 
 
 def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
@@ -63,40 +72,49 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
 
     Raises:
         ValueError: a folder has no results of a task that tells information, two results of one model are of the same
-            seed, or a model is a mixture or is gone.
+            weights or of other data, or a model is a mixture, was changed or is gone.
     """
-    shares: dict[tuple, dict[int, float]] = {}
+    runs: dict[tuple, list[dict]] = {}
     for folder in folders:
-        results = [result for row in arrange(sorted(folder.glob("*--*.json"))).values() for result in row.values()]
-        results = [result for result in results if INFORMATION[0] in result["metrics"]]
+        files = sorted(folder.glob("*--*.json"))
+        results = [result for row in arrange(files).values() for result in row.values()] if files else []
+        results = [result for result in results if set(INFORMATION) <= result["metrics"].keys()]
         if not results:
             raise ValueError(f"{folder} has no results of a task that tells information, such as names_2048")
         for result in results:
-            key = result["model"], result["task"], result["num_samples"], *_sizes(result["source"])
-            of_seeds = shares.setdefault(key, {})
-            if result["seed"] in of_seeds:
-                what = f"{result['task']} of {result['model']!r}"
-                raise ValueError(f"{what} is there twice with seed {result['seed']}, again in {folder}")
-            of_seeds[result["seed"]] = statistics.mean(result["metrics"][metric] for metric in INFORMATION)
-    knowledge = [Knowledge(*key, statistics.mean(of.values()), len(of)) for key, of in shares.items()]
+            source, what = result["source"], f"{result['task']} of {result['model']!r}"
+            if result.get("weights") not in (None, weights_fingerprint(source)):
+                raise ValueError(f"{source} is not the model any more that {folder} has {what} of: its weights changed")
+            key = result["model"], result["task"], result["num_samples"], *_sizes(source)
+            for other in runs.setdefault(key, []):
+                if result.get("weights") == other.get("weights"):
+                    raise ValueError(f"{what} is there twice with the same weights, again in {folder}")
+                for name in SAME_FOR_TASK:
+                    if differ(result, other, name):
+                        raise ValueError(f"{what}: {name} in {folder} is another one than before")
+            runs[key].append(result)
+    knowledge = []
+    for key, results in runs.items():
+        shares = [statistics.mean(result["metrics"][metric] for metric in INFORMATION) for result in results]
+        knowledge.append(Knowledge(*key, statistics.mean(shares), len(shares)))
     return sorted(knowledge, key=lambda one: (one.names, one.task, one.parameters, one.model))
 
 
 def best_dense(knowledge: Sequence[Knowledge], task: str) -> list[tuple[int, float]]:
-    """Parameters and bits of the dense model of each size that remembers most of a task, by size."""
-    best: dict[int, float] = {}
-    for one in knowledge:
-        if one.task == task and not one.experts:
-            best[one.parameters] = max(best.get(one.parameters, 0), one.bits)
-    return sorted(best.items())
+    """Parameters and bits of the dense models that remember more of a task than every smaller one, by size."""
+    best: list[tuple[int, float]] = []
+    for one in sorted(knowledge, key=lambda one: (one.parameters, -one.bits)):
+        if one.task == task and not one.experts and one.bits > max((bits for _, bits in best), default=0):
+            best.append((one.parameters, one.bits))
+    return best
 
 
 def equal_dense(one: Knowledge, others: Sequence[Knowledge]) -> float | None:
     """Parameters of a dense model that would remember as much, between dense models of the same task that remember less
     and more, on a line of the logarithms. None: there are no such two."""
-    curve = [(parameters, bits) for parameters, bits in best_dense(others, one.task) if bits > 0]
+    curve = best_dense(others, one.task)
     for (fewer, less), (more, most) in zip(curve, curve[1:], strict=False):
-        if less <= one.bits <= most and less < most:
+        if less <= one.bits <= most:
             return float(np.exp(np.interp(np.log(one.bits), np.log([less, most]), np.log([fewer, more]))))
     return None
 
@@ -110,17 +128,17 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
         rows.append(
             [
                 one.model,
-                f"{one.names:,}",
+                one.task,
                 str(one.experts or "dense"),
                 f"{one.parameters:,}",
                 f"{one.to_remember / one.parameters:.2f}",
-                f"{100 * one.share:.1f} %",
+                f"{100 * one.bits / one.to_remember:.1f} %",
                 f"{one.bits / one.parameters:.2f}",
                 "" if equal is None else f"{equal:,.0f} ({one.parameters / equal:.1f} x)",
                 str(one.runs),
             ]
         )
-    columns = ["model", "names", "experts", "parameters", "bits a parameter to remember", "remembered"]
+    columns = ["model", "task", "experts", "parameters", "bits a parameter to remember", "remembered"]
     columns += ["bits a parameter remembered", "dense model that remembers as much", "runs"]
     table = markdown_table(columns, rows)
     text = (

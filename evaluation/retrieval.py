@@ -11,8 +11,9 @@ from scipy.special import logsumexp
 TIE = 1e-6
 # Similarities that are held at a time: 64 MiB
 AT_ONCE = 2**24
-# Queries whose similarities settle the temperature of `information`, and the logarithms of 1 / temperature to search
-FITTED, SCALES = 1024, (-3, 8)
+# Queries whose similarities settle the temperature of `information`, and the logarithms of 1 / temperature to search:
+# embeddings of a model that has learned little lie close together
+FITTED, SCALES = 1024, (-3, 14)
 
 
 def retrieval_metrics(
@@ -55,9 +56,9 @@ def retrieval_metrics(
         raise ValueError(
             f"image_of_text must name each of the {num_images} images, and no other, at least once, and one a text"
         )
-    if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
-        raise ValueError("image_embeds and text_embeds must be finite")
     queries = text_embeds if query_embeds is None else query_embeds
+    if not all(np.isfinite(embeds).all() for embeds in (image_embeds, text_embeds, queries)):
+        raise ValueError("image_embeds, text_embeds and query_embeds must be finite")
     by_image = np.argsort(images, kind="stable")
     ways = {
         "image_to_text": (image_embeds, text_embeds, images[by_image], texts[by_image]),
@@ -100,7 +101,7 @@ def information(
 
         return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
 
-    step = -(-len(queries) // FITTED)
+    step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // AT_ONCE))
     fitted = list(_similarities(*asked, of_all[::step], chunk_size))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
     chance = np.log(len(candidates) / np.bincount(right_queries)).mean()

@@ -9,6 +9,7 @@ every seed: how much more it learned than the line has where the line kept as mu
 """
 
 import argparse
+import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import markdown_table, plot_text
 from evaluation.task import PRIMARY_METRICS
 
-OF_LINE = re.compile(r"(.+), (\d+) %")
+OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
 Point = tuple[float, float]  # what a model kept, and what it learned, in percent
 
 
@@ -67,6 +68,8 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
             lines.setdefault(match[1], [base]).append(model)
     if not lines:
         raise ValueError(f"{folder} has no line of weight averages, which are named as in 'dense, 10 %'")
+    for line in lines.values():
+        line[1:] = sorted(line[1:], key=lambda model: float(OF_LINE.fullmatch(model)[2]))
     inner = {model for line in lines.values() for model in line[1:-1]}
     shown = [model for model in points if model not in inner]
     rows = []
@@ -77,9 +80,9 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
         rows.append([model, *cells])
     number = len(points[base])
     table = markdown_table(["model", "learned", "kept", *(f"above {name}" for name in lines)], rows)
-    titles = f"Learned: {learned}; kept: {kept}; the mean of the main scores of each, in percent."
     text = (
-        f"{titles} Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
+        f"Learned: {learned}; kept: {kept}; the mean of their main scores (of retrieval, recall at 1), in percent. "
+        f"Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
         f"than the line has where it kept as much, ± the paired {LEVEL:.0%} interval over the seeds."
     )
     with output_folder(folder), new_file(folder / "tradeoff.png") as picture:
@@ -119,7 +122,7 @@ def _above(points: Sequence[Point], line: Sequence[Sequence[Point]]) -> str:
 
 def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 5.5))
-    for style, (name, line) in zip(("-", "--", ":", "-."), lines.items(), strict=False):
+    for style, (name, line) in zip(itertools.cycle(("-", "--", ":", "-.")), lines.items(), strict=False):
         means = np.mean(line, axis=1)
         axis.plot(
             means[:, 0], means[:, 1], style, color="0.5", marker=".", label=plot_text(f"{name}, averaged with the base")
