@@ -71,9 +71,11 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     of the same size, are one.
 
     Raises:
-        ValueError: a folder has no results of a task that tells information, two results of one model are of the same
-            weights or of other data, or a model is a mixture, was changed or is gone.
+        ValueError: a folder is there twice or has no results of a task that tells information, two results of one
+            model are of the same weights or of other data, or a model is a mixture, was changed or is gone.
     """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"{', '.join(map(str, folders))}: one is there twice")
     runs: dict[tuple, list[dict]] = {}
     for folder in folders:
         files = sorted(folder.glob("*--*.json"))
@@ -87,7 +89,8 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
                 raise ValueError(f"{source} is not the model any more that {folder} has {what} of: its weights changed")
             key = result["model"], result["task"], result["num_samples"], *_sizes(source)
             for other in runs.setdefault(key, []):
-                if result.get("weights") == other.get("weights"):
+                weights = result.get("weights")
+                if weights is not None and weights == other.get("weights"):
                     raise ValueError(f"{what} is there twice with the same weights, again in {folder}")
                 for name in SAME_FOR_TASK:
                     if differ(result, other, name):

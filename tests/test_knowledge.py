@@ -80,5 +80,5 @@ def test_results_without_information(folder):
 
 
 def test_a_run_that_is_there_twice(folder):
-    with pytest.raises(ValueError, match="names_256 of 'dense' is there twice with the same weights"):
+    with pytest.raises(ValueError, match="one is there twice"):
         read_knowledge([folder[0], folder[0]])
