@@ -176,7 +176,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     results, analyses = _results(folder, weights), _analyses(folder, weights)
     return {
         "results": {name: _published(read_json(path) | {"source": folder.name}) for name, path in results.items()},
-        "experts": [require_summary(analysis["summary"], str(path)) for path, analysis in analyses.items()],
+        "experts": [require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
         "pictures": _pictures({path.parent for path in (*results.values(), *analyses)}),
     }
 

@@ -49,22 +49,13 @@ def test_ordinary_names_look_as_before(run):
     assert "| sparse | upcycle | preset clip_moe, model mean |" in text
 
 
-SUMMARY = {
-    "collapse": [{"title": "retrieval, my_*photos*: R@1 image→text", "routed": 0.75, "mean": 0.5, "error": 0.0625}],
-    "entropy": {"mean": 1.5, "lowest": 1.25, "highest": 1.75},
-    "most_entropy": 2.0,
-    "agreement": {"mean": 0.5, "lowest": 0.25, "highest": 0.875},
-}
-
-
 def test_a_card_tells_whether_the_experts_do_anything(run):
     (run / "experts").mkdir()
     weights = weights_fingerprint(str(run / "sparse"))
-    for summary in ({}, {"summary": SUMMARY}):  # earlier versions had none
-        analysis = {"source": str(run / "sparse"), "weights": weights, **summary}
-        (run / "experts" / "experts.json").write_text(json.dumps(analysis))
-        text = test_lineage.card_of(Lineage.of(run / "sparse")).text
-        assert ("Do the experts do anything?" in text) == ("collapse test" in text) == bool(summary)
+    analysis = {"source": str(run / "sparse"), "weights": weights, "summary": test_lineage.SUMMARY}
+    (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+    text = test_lineage.card_of(Lineage.of(run / "sparse")).text
+    assert "Do the experts do anything?" in text
     page = MarkdownIt().enable("table").render(text)
     for measured, found in (
         (

@@ -48,9 +48,9 @@ BUDGETS = {
         ("51,200", "clip_up_symbols", "clip_up"),
         ("66,560", "clip_up_symbols", "dense_longer"),
     ],
-    "The same, in the world of names": [
-        ("1.5 M", "clip_up_names", "clip_up_8_faster"),
-        ("2.0 M", "clip_up_names", "dense_faster"),
+    "CLIP-UP above dense, 4,096 names, as many multiply-adds": [
+        ("3.1 M", "clip_up_names_long", "clip_up_8"),
+        ("4.1 M", "clip_up_names_long", "dense_same_multiply_adds"),
     ],
     "CLIP-UP above sparse from scratch": [
         ("92,800", "clip_up_tables_symbols", "separated_looks separated_seed separated_upcycled"),

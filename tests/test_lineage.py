@@ -142,11 +142,20 @@ def test_of_two_measurements_the_later_one_counts(run):
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
 
 
+# What an analysis says of experts
+SUMMARY = {
+    "collapse": [{"title": "retrieval, my_*photos*: R@1 image→text", "routed": 0.75, "mean": 0.5, "error": 0.0625}],
+    "entropy": {"mean": 1.5, "lowest": 1.25, "highest": 1.75},
+    "most_entropy": 2.0,
+    "agreement": {"mean": 0.5, "lowest": 0.25, "highest": 0.875},
+}
+
+
 def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
     (run / "experts").mkdir()
     (run / "experts" / "routing.png").write_bytes(b"picture")
     for weights, expected in ((weights_fingerprint(str(run / "sparse")), ["routing.png"]), ("0" * 64, [])):
-        analysis = {"source": str(run / "sparse"), "weights": weights}
+        analysis = {"source": str(run / "sparse"), "weights": weights, "summary": SUMMARY}
         (run / "experts" / "experts.json").write_text(json.dumps(analysis))
         assert list(Lineage.of(run / "sparse").pictures) == expected
     assert "the analysis experts is left out: it is of other weights" in capsys.readouterr().err
