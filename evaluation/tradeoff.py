@@ -5,7 +5,7 @@
 FOLDER has `seeds.json`, as `evaluation.seeds` writes it, and gets `tradeoff.md` and `tradeoff.png`. Models named
 "dense, 10 %" to "dense, 100 %" are the line "dense" of means of the base's weights and of those of the last, so much of
 which is the last's (WiSE-FT, arXiv:2109.01903). Each other model, and each line's end, is compared with every line in
-every seed: how much more it learned than the line has where the line kept as much.
+every seed: how much more it learned than the line has where the line kept as much or more.
 """
 
 import argparse
@@ -28,18 +28,17 @@ Point = tuple[float, float]  # what a model kept, and what it learned, in percen
 
 
 def above_line(point: Point, line: Sequence[Point]) -> float:
-    """How much more a model learned than a line has where it kept as much.
+    """How much more a model learned than a line has where it kept as much or more.
 
     Args:
-        line: from the base on, joined by straight pieces. Where several keep as much, the one that learned most counts.
-            Beyond the ends of what the line keeps, its nearest point does.
+        line: from the base on, joined by straight pieces. Where nothing on it kept as much, what kept most counts.
     """
     kept, learned = point
-    kept = min(max(kept, min(k for k, _ in line)), max(k for k, _ in line))
-    reached = []
+    kept = min(kept, max(k for k, _ in line))
+    reached = [of_line for keeps, of_line in line if keeps >= kept]
     for (k1, l1), (k2, l2) in zip(line, line[1:], strict=False):
-        if min(k1, k2) <= kept <= max(k1, k2):
-            reached.append(max(l1, l2) if k1 == k2 else l1 + (l2 - l1) * (kept - k1) / (k2 - k1))
+        if min(k1, k2) < kept < max(k1, k2):
+            reached.append(l1 + (l2 - l1) * (kept - k1) / (k2 - k1))
     return learned - max(reached)
 
 
@@ -83,7 +82,7 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     text = (
         f"Learned: {learned}; kept: {kept}; the mean of their main scores (of retrieval, recall at 1), in percent. "
         f"Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
-        f"than the line has where it kept as much, ± the paired {LEVEL:.0%} interval over the seeds."
+        f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds."
     )
     with output_folder(folder), new_file(folder / "tradeoff.png") as picture:
         _draw(

@@ -14,9 +14,9 @@ LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned
     [
         ((85, 10), 0),  # on it
         ((60, 60), 20),  # between two of its points, 40
-        ((20, 55), 0),  # where it learned less for forgetting more
+        ((20, 55), -5),  # where it learned less for forgetting more, what kept more counts
         ((95, 5), 5),  # nothing on it keeps so much: the base, which learned nothing
-        ((-1, 40), -10),
+        ((-1, 40), -20),
     ],
 )
 def test_above_a_line(point, above):
@@ -24,7 +24,7 @@ def test_above_a_line(point, above):
 
 
 def test_above_a_line_that_comes_back():
-    assert above_line((50, 30), [(60, 0), (40, 10), (55, 40)]) == pytest.approx(30 - 30)
+    assert above_line((50, 30), [(60, 0), (40, 10), (55, 40)]) == pytest.approx(30 - 40)
 
 
 @pytest.fixture
