@@ -1,4 +1,4 @@
-"""The tasks on the worlds that this package draws."""
+"""The tasks on the worlds that this package draws. Their `load` and `load_train` take a seed of the pictures."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from data import glyphs, icons, names, symbols
 from evaluation.task import INFORMATION, PRIMARY_METRICS, Task
 
 
-def _glyph_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
+def _glyph_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:
     """Glyphs with their kinds."""
-    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds])
+    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds], seed)
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
@@ -21,7 +21,7 @@ def _glyph_zero_shot(title: str, number: int, kinds: str, classes: Sequence[str]
         kind="zero_shot",
         title=title,
         protocol=f"{number:,} test glyphs of {kinds} kinds; {candidates} are candidates, {templates} templates",
-        load=lambda: (_glyph_kinds("test", number, kinds), 0),
+        load=lambda seed=0: (_glyph_kinds("test", number, kinds, seed), 0),
         classes=classes,
         templates=glyphs.TEMPLATES,
     )
@@ -39,29 +39,29 @@ def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, tr
             kind="retrieval",
             title="retrieval",
             protocol=f"{retrieval:,} test glyphs of seen kinds, one detailed caption each",
-            load=lambda: (glyphs.load("test", "detailed", retrieval, glyphs.SEEN_KINDS), 0),
+            load=lambda seed=0: (glyphs.load("test", "detailed", retrieval, glyphs.SEEN_KINDS, seed), 0),
         ),
         "glyphs_pairs": Task(
             kind="pairs",
             title="attribute pairs",
             protocol=f"{pairs:,} pairs of test glyphs of all kinds that differ in one of six attributes, detailed "
             "captions",
-            load=lambda: (glyphs.load_minimal_pairs("test", pairs), 0),
+            load=lambda seed=0: (glyphs.load_minimal_pairs("test", pairs, seed=seed), 0),
         ),
         "glyphs_linear_probe": Task(
             kind="linear_probe",
             title="linear probe",
             protocol=f"{number:,} test glyphs of all 16 kinds; logistic regression on {train:,} training glyphs",
-            load=lambda: (_glyph_kinds("test", number), 0),
-            load_train=lambda: (_glyph_kinds("train", train), 0),
+            load=lambda seed=0: (_glyph_kinds("test", number, seed=seed), 0),
+            load_train=lambda seed=0: (_glyph_kinds("train", train, seed=seed), 0),
             classes=glyphs.KINDS,
         ),
     }
 
 
-def _symbol_kinds(split: str, num_samples: int, kinds: str = "all") -> Dataset:
+def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:
     """Pictures of one symbol, with its kind."""
-    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], two=False)
+    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], seed, two=False)
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
@@ -75,7 +75,7 @@ def _symbol_topics(number: int, kinds: str) -> Task:
         title=f"zero-shot, {topics} topics{of_kinds}",
         protocol=f"{number:,} test pictures of one symbol{of_kinds}; a task for each of {topics} topics, its kinds are "
         f"candidates, {templates} templates",
-        load=lambda: (_symbol_kinds("test", number, kinds), 0),
+        load=lambda seed=0: (_symbol_kinds("test", number, kinds, seed), 0),
         classes=classes,
         templates=symbols.TEMPLATES,
         group_of_class=symbols.TOPIC_OF,
@@ -91,7 +91,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             kind="zero_shot",
             title="zero-shot",
             protocol=f"{pictures}; all {kinds} kinds are candidates, {templates} templates",
-            load=lambda: (_symbol_kinds("test", number), 0),
+            load=lambda seed=0: (_symbol_kinds("test", number, seed=seed), 0),
             classes=symbols.KINDS,
             templates=symbols.TEMPLATES,
         ),
@@ -102,21 +102,21 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             kind="retrieval",
             title="retrieval",
             protocol=f"{retrieval:,} test pictures of two symbols, one detailed caption each",
-            load=lambda: (symbols.load("test", "detailed", retrieval, two=True), 0),
+            load=lambda seed=0: (symbols.load("test", "detailed", retrieval, seed=seed, two=True), 0),
         ),
         "symbols_pairs": Task(
             kind="pairs",
             title="attribute pairs",
             protocol=f"{pairs:,} pairs of test pictures that differ in one of {len(symbols.DIFFERENCES)} things, "
             "detailed captions",
-            load=lambda: (symbols.load_minimal_pairs("test", pairs), 0),
+            load=lambda seed=0: (symbols.load_minimal_pairs("test", pairs, seed=seed), 0),
         ),
         "symbols_linear_probe": Task(
             kind="linear_probe",
             title="linear probe",
             protocol=f"{pictures} of {kinds} kinds; logistic regression on {train:,} training pictures",
-            load=lambda: (_symbol_kinds("test", number), 0),
-            load_train=lambda: (_symbol_kinds("train", train), 0),
+            load=lambda seed=0: (_symbol_kinds("test", number, seed=seed), 0),
+            load_train=lambda seed=0: (_symbol_kinds("train", train, seed=seed), 0),
             classes=symbols.KINDS,
         ),
     }
@@ -149,7 +149,7 @@ def _names(title: str, kinds: str, captions: str) -> Task:
         title=title,
         protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {told}; all are "
         "candidates",
-        load=lambda: (names.load("test", captions, len(of_kinds), of_kinds), 0),
+        load=lambda seed=0: (names.load("test", captions, len(of_kinds), of_kinds, seed), 0),
         metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
     )
 
@@ -169,9 +169,9 @@ def icon_tasks() -> dict[str, Task]:
 
 
 def _icons(title: str, kinds: str, shown: str) -> Task:
-    def load() -> tuple[Dataset, int]:
+    def load(seed: int = 0) -> tuple[Dataset, int]:
         numbers = icons.kind_set(kinds)
-        return icons.load("test", "web", len(numbers), numbers), 0
+        return icons.load("test", "web", len(numbers), numbers, seed), 0
 
     return Task(
         kind="retrieval",

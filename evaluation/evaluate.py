@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
         is_mixture(args.model)  # raises before any data are read
         results = evaluate_model(
             args.model,
-            find_tasks(wanted, args.data_root, args.num_workers),
+            find_tasks(wanted, args.data_root, args.num_workers, args.test_seed),
             args.output_dir,
             name=args.name,
             batch_size=args.batch_size,

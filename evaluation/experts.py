@@ -412,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors():
         beginning = analyze_experts(
             args.model,
-            find_tasks(wanted_tasks(parse_tasks(" ".join(args.tasks)), args), args.data_root),
+            find_tasks(wanted_tasks(parse_tasks(" ".join(args.tasks)), args), args.data_root, seed=args.test_seed),
             args.output_dir,
             num_experts_per_tok=args.num_experts_per_tok,
             layers={tower: layer for tower, layer in layers.items() if layer is not None},

@@ -31,7 +31,8 @@ from evaluation.report import (
 )
 from evaluation.results import named_folder
 
-# Runs must agree in these for each model and task: else their spread is not the seed's alone.
+# Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
+# seed's, as a recipe measures.
 SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "changes", "batch_size", "device", "commit", "versions")
 
 Table = dict[str, dict[str, dict]]
@@ -130,8 +131,9 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
+            pair = [{**one, "data": {**(one.get("data") or {}), "seed": None}} for one in (result, other[model][task])]
             for key in SAME_FOR_SEEDS:
-                if differ(result, other[model][task], key):
+                if differ(*pair, key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result.get(key)!r} in {folder} but "
                         f"{other[model][task].get(key)!r} in {other_folder}; such scores cannot be averaged"

@@ -50,11 +50,11 @@ class Task:
     kind: Kind
     title: str
     protocol: str
-    load: Callable[[], tuple[Dataset, int]]
+    load: Callable[..., tuple[Dataset, int]]
     classes: Sequence[str] = ()
     templates: Sequence[str] = ()
     group_of_class: Mapping[str, str] = field(default_factory=dict)
-    load_train: Callable[[], tuple[Dataset, int]] | None = None
+    load_train: Callable[..., tuple[Dataset, int]] | None = None
     data: dict[str, Any] = field(default_factory=dict)
     metrics: Sequence[str] = ()
 

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -78,13 +78,25 @@ def require_tasks(names: Sequence[str], own: Iterable[str] = ()) -> None:
         raise ValueError("; ".join(problems))
 
 
+def with_seed(task: Task, seed: int) -> Task:
+    """A built-in task on other pictures of its world for another seed."""
+    if not seed:
+        return task
+    load, load_train = partial(task.load, seed), task.load_train and partial(task.load_train, seed)
+    return dataclasses.replace(task, load=load, load_train=load_train, data={"seed": seed})
+
+
 def find_tasks(
-    wanted: Sequence[Wanted], data_root: str | Path | None = None, num_workers: int | None = None
+    wanted: Sequence[Wanted],
+    data_root: str | Path | None = None,
+    num_workers: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Task]:
     """Name in results -> task, of built-in tasks, benchmarks, groups of these, and tasks on own data.
 
     Args:
         data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
+        seed: of the pictures of built-in tasks.
 
     Raises:
         ValueError: see `problems_of_tasks`, `benchmark_task` and `OwnTask.make`; or two of the tasks are the same.
@@ -102,7 +114,10 @@ def find_tasks(
             continue
         for name in GROUPS.get(one, [one]):  # groups may share benchmarks
             if name not in tasks:
-                tasks[name] = TASKS.get(name) or benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
+                if name in TASKS:
+                    tasks[name] = with_seed(TASKS[name], seed)
+                else:
+                    tasks[name] = benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
     return tasks
 
 
@@ -158,6 +173,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         "--data-root",
         help="folder with copies of benchmarks, DATA_ROOT/NAME; those that are not there come from the Hub",
     )
+    parser.add_argument("--test-seed", type=int, default=0, help="of the pictures of tasks on built-in worlds")
     columns = parser.add_argument_group(f"any dataset: the tasks {', '.join(OWN_TASKS)}")
     columns.add_argument("--dataset", help="whatever a recipe's data.source may be")
     columns.add_argument("--split", default="test")

@@ -38,6 +38,16 @@ def test_mean_and_deviation(folders, tmp_path):
     assert list(rows) == list(scores)
 
 
+def test_each_seed_has_test_pictures_of_its_own(folders, tmp_path):
+    for number, folder in enumerate(folders):
+        for model, value in (("sparse", 0.6 + number / 100), ("dense", 0.5)):
+            write(folder, result(model, value=value, data={"seed": number} if number else {}))
+    assert "61.0 ± 1.0" in write_seeds(folders, tmp_path / "out")
+    write(folders[1], result("dense", value=0.5, data={"seed": 2}))
+    with pytest.raises(ValueError, match="such scores cannot be compared"):
+        write_seeds(folders, tmp_path / "out")
+
+
 def test_command(folders, tmp_path, capsys):
     main([*map(str, folders), "--output-dir", str(tmp_path / "out")])
     assert "63.0 ± 3.6" in capsys.readouterr().out

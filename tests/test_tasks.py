@@ -36,6 +36,19 @@ def test_all_unknown_names_are_told_at_once():
     assert list(find_tasks(["glyphs_pairs", "glyphs_digits"])) == ["glyphs_pairs", "glyphs_digits"]
 
 
+def test_another_seed_has_other_pictures_of_the_same_kinds():
+    for name, task in TASKS.items():
+        other = find_tasks([name], seed=7)[name]
+        loads = [(task.load, other.load)] + [(task.load_train, other.load_train)] * bool(task.load_train)
+        for load, load_other in loads:
+            rows, others = load()[0], load_other()[0]
+            column = next(column for column in rows.column_names if column.startswith("image"))
+            assert [image.tobytes() for image in rows[column]] != [image.tobytes() for image in others[column]], name
+            assert len(rows) == len(others) and load_other()[0][:] == others[:]
+        assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
+    assert find_tasks([name], seed=0)[name] is task
+
+
 @pytest.mark.parametrize("command", [evaluate.main, experts.main])
 def test_a_command_says_the_same_of_names_as_a_recipe(tmp_path, command):
     with pytest.raises(SystemExit) as exit:

@@ -30,10 +30,12 @@ class MeasuredTasks:
     tasks: list[Wanted] = Field(min_length=1)
     # Folder with copies of benchmarks, each in a folder of its name. What is not there comes from the Hub.
     data_root: str | None = None
+    # Of the pictures of built-in tasks. None: the recipe's seed, so that other seeds are measured on other pictures.
+    test_seed: int | None = Field(default=None, ge=0)
 
     def open_tasks(self) -> dict[str, Task]:
         """Name in results -> task, whose rows are loaded once; raises as `find_tasks`."""
-        return loaded_once(find_tasks(self.tasks, self.data_root))
+        return loaded_once(find_tasks(self.tasks, self.data_root, seed=self.test_seed or 0))
 
     def kinds(self) -> dict[str, str | None]:
         """Name of a task -> its kind, which is also the name of a task on own data; None: there is no such task."""

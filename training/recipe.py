@@ -22,6 +22,7 @@ from data.once import opened_once
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
+from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT, dump
 from training.stages import STAGES
 from training.stages.base import Stage, each_value, kinds
@@ -74,10 +75,14 @@ class Recipe:
     @model_validator(mode="after")
     def _seed_worlds(self):
         for stage in self.stages:
+            settings = [("", stage)]
             for field in fields(stage):
-                for _, data in each_value(field.name, getattr(stage, field.name)):
-                    if isinstance(data, DataArguments) and data.source in WORLDS and data.seed is None:
-                        data.seed = self.seed
+                settings += each_value(field.name, getattr(stage, field.name))
+            for _, value in settings:
+                if isinstance(value, DataArguments) and value.source in WORLDS and value.seed is None:
+                    value.seed = self.seed
+                if isinstance(value, MeasuredTasks) and value.test_seed is None:
+                    value.test_seed = self.seed
         return self
 
     @model_validator(mode="after")
