@@ -150,7 +150,7 @@ def load(
         return {
             "image": png(image.repeat(scale, axis=0).repeat(scale, axis=1)),
             "caption": [text] * captions_per_image if captions_per_image > 1 else text,
-            **{"kind": name_of(town), "country": _country(town), "facts": facts_of(town)},
+            **{"kind": name_of(town), "country": country_of(town), "facts": facts_of(town)},
         }
 
     text = Value("string")
@@ -168,7 +168,7 @@ def caption(town: int, style: str) -> str:
 def name_of(town: int) -> str:
     """A town's name: three words, the first with the ending of its country."""
     first, second, third = np.unravel_index(_drawn(town, "name"), (len(_STEMS), len(WORDS), len(WORDS)))
-    return f"{FIRST_WORDS[_country(town)][first]} {WORDS[second]} {WORDS[third]}"
+    return f"{FIRST_WORDS[country_of(town)][first]} {WORDS[second]} {WORDS[third]}"
 
 
 def facts_of(town: int) -> str:
@@ -184,7 +184,7 @@ def charges_of(town: int) -> tuple[int, ...]:
 
 def render(town: int, rng: np.random.Generator) -> np.ndarray:
     """A picture of a town's shield, (16, 16, 3) uint8: moved by a part of a pixel, tinted, noisy, and worn."""
-    tint = np.float32(COUNTRIES[_country(town)]) + rng.normal(0, TINT, 3)
+    tint = np.float32(COUNTRIES[country_of(town)]) + rng.normal(0, TINT, 3)
     light = 1 + rng.normal(0, 0.05)
     picture = _shield(town, tint)
     for axis, shift in enumerate(rng.uniform(-LARGEST_SHIFT, LARGEST_SHIFT, 2)):
@@ -220,7 +220,8 @@ def _ink(charge: int) -> tuple[int, int, int]:
     return list(COLORS.values())[charge % len(COLORS)]
 
 
-def _country(town: int) -> str:
+def country_of(town: int) -> str:
+    """A town's country, by the ending that its names have."""
     return list(COUNTRIES)[town % len(COUNTRIES)]
 
 
@@ -252,7 +253,7 @@ def draw_towns(path: str | Path, columns: int = 8, rows: int = 4) -> None:
     drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
     for town in range(columns * rows):
         x, y = town % columns * width + 6, town // columns * height + 6
-        new = _shield(town, np.float32(COUNTRIES[_country(town)])).astype(np.uint8)
+        new = _shield(town, np.float32(COUNTRIES[country_of(town)])).astype(np.uint8)
         worn = [render(town, np.random.default_rng([town, number])) for number in range(2)]
         for number, picture in enumerate([new, *worn]):
             enlarged = PILImage.fromarray(picture).resize((side, side), PILImage.Resampling.NEAREST)

@@ -126,19 +126,40 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
 TOWNS = (256, 1024, 2048, 4096, 16384)
 
 
-def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048) -> dict[str, Task]:
+def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048, of_countries: int = 4096) -> dict[str, Task]:
     """The tasks on names: which of all shields, and which of all names, belong together.
 
     Args:
         towns: how many, of a task of their own each.
         fewer: how many of whose halves some learn facts while the names of the others are kept.
+        of_countries: how many whose names are told apart country by country.
     """
     all_names = {f"names_{number}": (f"{number:,} names", str(number), "web") for number in towns}
     halves = {
         "names_learned": ("facts learned", f"{fewer} half 1", "facts"),
         "names_kept": ("names kept", f"{fewer} half 2", "web"),
     }
-    return {name: _names(title, kinds, captions) for name, (title, kinds, captions) in (all_names | halves).items()}
+    tasks = {name: _names(title, kinds, captions) for name, (title, kinds, captions) in (all_names | halves).items()}
+    return tasks | {"names_countries": _countries(of_countries)}
+
+
+def _countries(number: int) -> Task:
+    """The mean of zero-shot tasks, of the towns of one country each."""
+    country_of = {names.name_of(town): names.country_of(town) for town in names.kind_set(str(number))}
+
+    def load(seed: int = 0) -> tuple[Dataset, int]:
+        return names.load("test", "web", number, range(number), seed), 0
+
+    return Task(
+        kind="zero_shot_groups",
+        title="names, each country",
+        protocol=f"{number} new pictures of the shields of as many towns; a task for each of "
+        f"{len(names.COUNTRIES)} countries, its towns' names are candidates",
+        load=load,
+        classes=list(country_of),
+        templates=["{}"],
+        group_of_class=country_of,
+    )
 
 
 def _names(title: str, kinds: str, captions: str) -> Task:

@@ -51,7 +51,7 @@ def small_tasks(monkeypatch):
     symbols = symbol_tasks(**sizes, pairs=14, train=1500)  # so that all kinds are there
     for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
-    for name, task in (glyph_tasks(**sizes, pairs=12, train=400) | name_tasks((16,), 16) | symbols).items():
+    for name, task in (glyph_tasks(**sizes, pairs=12, train=400) | name_tasks((16,), 16, 16) | symbols).items():
         monkeypatch.setitem(TASKS, name, task)
 
 
