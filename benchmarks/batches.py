@@ -26,7 +26,7 @@ from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEModel
-from training.engine import ContrastiveTask
+from training.contrastive_task import ContrastiveTask
 from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss
 from training.stages.train import TrainStage

@@ -25,7 +25,8 @@ from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
 from modeling_clip_moe import CLIPMoEModel
-from training.engine import ContrastiveTask, checkpoint_layers
+from training.contrastive_task import ContrastiveTask
+from training.engine import checkpoint_layers
 from training.freezing import set_trainable
 from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss, multi_positive_loss, router_losses
@@ -137,7 +138,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         checkpoint_layers(model)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=options.mixed_precision)
     task = ContrastiveTask(model, Settings(recipe, options.loss_chunk_size)).train()
-    task, optimizer = accelerator.prepare(task, make_optimizer(task, task.settings, device))
+    task, optimizer = accelerator.prepare(task, make_optimizer(task, task.losses, device))
     seconds = []
     for _ in range(options.steps):
         batch = random_batch(model, recipe, options.batch)

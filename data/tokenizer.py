@@ -77,8 +77,8 @@ def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[s
     pieces = pieces_per_word(tokenizer, itertools.islice(captions, SAMPLE))
     if pieces > MANY_PIECES:
         logger.warning(
-            "%s: the tokenizer cuts a word of these captions into %.1f pieces on average, as a small one does, or one that "
-            "was learned from others. For a model from scratch, a tokenizer stage learns one from them",
+            "%s: the tokenizer cuts a word of these captions into %.1f pieces on average, as a small one does, or one "
+            "that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
             stage, pieces,
         )  # fmt: skip
 

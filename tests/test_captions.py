@@ -20,7 +20,7 @@ from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
 from data.sources import DataArguments
 from data.worlds import build_processor
-from training.engine import ContrastiveTask
+from training.contrastive_task import ContrastiveTask
 from training.loader import PairLoader
 from training.stages.features import CaptionsStage
 from training.stages.train import TrainStage

@@ -281,7 +281,7 @@ def test_two_processes_end_in_the_same_model(run, whole):
         (
             {"expert_1.model": "dense", "expert_1.trainable": "fc1"},
             "expert_1",
-            "hidden_states go with a sparse model, but dense is dense",
+            "expert_1.hidden_states: they go with a sparse model, but dense is dense",
         ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

@@ -345,7 +345,7 @@ def test_two_processes_end_in_the_same_model(run, whole):
             "expert_1",
             "an epoch of . batches has no step of 8 accumulation steps",
         ),
-        ({"clip_moe.balance_top_k": 4}, "clip_moe", "balance_top_k 4 of 3 experts"),
+        ({"clip_moe.balance_top_k": 4}, "clip_moe", "clip_moe.balance_top_k: 4 of 3 experts"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )

@@ -22,7 +22,7 @@ from conversion.checkpoints import sample_inputs
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle as upcycled
 from training import upcycle
-from training.engine import ContrastiveTask
+from training.contrastive_task import ContrastiveTask
 from training.recipe import dump_recipe, load_recipe, stage_class
 from training.runner import wanted_stages
 from training.samplers import DistributedBatchSampler
@@ -338,7 +338,7 @@ DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_on
         ("wrong.stages:Untyped", "sets trainable without a type, as in `trainable: str = ...`"),
         (
             "wrong.stages:Diamond",
-            "would not get its setting trainable from TrainRouterStage, but from a class before it",
+            "would not get its setting balance_top_k from TrainRouterStage, but from a class before it",
         ),
     ],
 )

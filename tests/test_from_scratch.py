@@ -133,12 +133,12 @@ def test_settings_that_contradict_each_other_are_refused(run, stage, settings, m
         ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 1}}, "greater than 1"),
         (
             {"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 5}},
-            "global_entropy_min_experts.text is 5, but there are 4 experts",
+            "global_entropy_min_experts.text: 5 of 4 experts",
         ),
         ({"local_entropy_coef": {"text": float("inf")}}, "finite"),
         ({"local_entropy_coef": {"text": -1}}, "greater than or equal to 0"),
         ({"local_entropy_coef": {"text": float("nan")}}, "finite"),
-        ({"balance_mean": "shared"}, "balance_mean shared goes with a shared encoder, which scratch has not"),
+        ({"balance_mean": "shared"}, "tuned.balance_mean: shared needs a model with shared_encoder: true"),
     ],
 )
 def test_losses_that_no_router_has_are_refused(run, settings, message):

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import socket
 
 import pytest
@@ -13,9 +12,9 @@ from tiny_clip_moe import EOS, gradients, inputs, tiny_model
 from transformers import CLIPModel
 
 from conversion.dense import dense_config
-from training.engine import ContrastiveTask, _compute_gradient
+from training.contrastive_task import ContrastiveTask
+from training.engine import _compute_gradient
 from training.gradient_cache import cached_gradient, split_batch
-from training.stages.model_checks import require_groups
 from training.stages.train import TrainStage
 
 BATCH = 12
@@ -160,10 +159,11 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
         (
             {"capacity_factor": 1.0, "capacity_group_size": 3},
             {},
-            "text_config.capacity_group_size is 3, and 4 sequences are computed at a time; vision_config",
+            "text_config.capacity_group_size is 3, and 4 sequences are computed at a time: set it",
         ),
     ],
 )
 def test_capacity_over_a_whole_batch_is_refused(fields, settings, message):
-    with pytest.raises(ValueError, match=re.escape(f"tuned.mini_batch_size: {message}")):
-        require_groups(stage(mini_batch_size=4, **settings), sparse(fields))
+    problems = list(stage(mini_batch_size=4, **settings).model_problems(sparse(fields), []))
+    assert [setting for setting, _ in problems] == ["mini_batch_size"] * 2
+    assert problems[0][1].startswith(message) and problems[1][1] == problems[0][1].replace("text", "vision")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import losses, recipe, same_weights
 
 from training import training_state
-from training.engine import ContrastiveTask
+from training.contrastive_task import ContrastiveTask
 from training.recipe import load_recipe
 from training.runner import run_recipe
 from training.settings import STRICT

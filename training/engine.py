@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,12 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from conversion.checkpoints import is_sparse
 from conversion.files import new_file
 from conversion.provenance import LOG
 from evaluation.progress import Progress
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.gradient_cache import cached_gradient
-from training.optimizers import make_optimizer
+from training.optimizers import OptimizerSettings, make_optimizer
 from training.training_state import (
     after_not_finite,
     finished_steps,
@@ -37,11 +35,6 @@ from training.training_state import (
 )
 from training.weight_average import WeightAverage
 
-if TYPE_CHECKING:
-    from training.scores import Scores
-    from training.stages.steps import StepsStage
-    from training.stages.train import TrainStage
-
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
@@ -49,57 +42,32 @@ CHECKPOINTS = "checkpoints"
 MANY_DROPPED = 0.5
 
 
-class ContrastiveTask(nn.Module):
-    """A dense or sparse CLIP together with its loss.
+class LoopSettings(OptimizerSettings, Protocol):
+    """What the loop asks of the stage that trains: see `training.stages.steps.StepsStage`."""
 
-    Both are one module, so that the loss is computed inside the `forward` that DDP or FSDP wraps: `logit_scale` is used
-    there, after the towers.
-    """
+    global_batch_size: int
+    gradient_accumulation_steps: int
+    mini_batch_size: int | None
+    warmup_steps: float
+    max_grad_norm: float | None
+    max_logit_scale: float
+    ema_decay: float | None
+    gradient_checkpointing: bool
+    lora: Any
+    logging_steps: int
+    save_steps: int | None
+    save_total_limit: int
 
-    def __init__(self, model: PreTrainedModel, settings: "TrainStage"):
-        super().__init__()
-        self.model = model
-        self.settings = settings
-        self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
+    def task(self, model: PreTrainedModel) -> nn.Module:
+        """The model, as its attribute `model`, and its loss in one module: see `training.contrastive_task`."""
 
-    def forward(
-        self,
-        batch: dict[str, torch.Tensor],
-        only_embed: bool = False,
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple:
-        """The global loss and what is logged of it.
 
-        Args:
-            batch: of a `PairLoader`, this process's share.
-            only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
-                the gradients by the images' and the texts' embeddings and by the scale.
+class Meter(Protocol):
+    """Measures the model while it trains: see `training.scores.Scores`."""
 
-        Returns:
-            The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
-            averaged over the processes. With `only_embed`, the embeddings of images and texts and the scale. With
-            `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
-        """
-        sparse = is_sparse(self.model.config)
-        recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
-        batch = dict(batch)
-        caption_mask = batch.pop("caption_mask", None)
-        outputs = self.model(**batch, **recorded)
-        scale = self.model.logit_scale.exp()
-        auxiliary, metrics = torch.zeros((), device=scale.device), {}
-        if sparse:
-            auxiliary, metrics = self.settings.router_loss(self.model.config, outputs, batch["attention_mask"])
-        metrics["logit_scale"] = scale.detach().squeeze()
-        with torch.autocast(outputs.image_embeds.device.type, enabled=False):
-            embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()
-            if only_embed:
-                return embeds
-            if gradients is not None:
-                carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
-                return carried + auxiliary, auxiliary.detach(), metrics
-            contrastive = self.settings.contrastive_loss(*embeds, caption_mask)
-        loss = contrastive + auxiliary
-        return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
+    def due(self, step: int, total_steps: int) -> bool: ...
+
+    def measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]: ...
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -112,23 +80,15 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()
 
 
-def drop_activations(model: CLIPMoEModel, share: float) -> None:
-    """While it trains, a share of the experts' activations is 0, each time others, and the rest is scaled up."""
-    for module in model.modules():
-        if isinstance(module, CLIPMoEExperts):
-            # Every implementation of the experts calls it, those of transformers too
-            module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share)).train(module.training)
-
-
 def train(
     accelerator: Accelerator,
     model: PreTrainedModel,
     batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
-    settings: "StepsStage",
+    settings: LoopSettings,
     total_steps: int,
     directory: Path,
     seed: int = 0,
-    scores: "Scores | None" = None,
+    scores: Meter | None = None,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
 
@@ -191,7 +151,7 @@ def train(
 
 
 def _prepare(
-    accelerator: Accelerator, model: PreTrainedModel, settings: "StepsStage", step: int, total_steps: int
+    accelerator: Accelerator, model: PreTrainedModel, settings: LoopSettings, step: int, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
@@ -251,7 +211,7 @@ def _compute_gradient(
     task: nn.Module,
     model: PreTrainedModel,
     stream: Iterator[dict[str, torch.Tensor]],
-    settings: "StepsStage",
+    settings: LoopSettings,
     seed_and_step: tuple[int, int],
     checkpoints: Path,
 ) -> dict[str, torch.Tensor]:
@@ -279,7 +239,7 @@ def _compute_gradient(
 
 
 def _clip_gradient(
-    accelerator: Accelerator, task: nn.Module, settings: "StepsStage", step: int, checkpoints: Path
+    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, checkpoints: Path
 ) -> torch.Tensor:
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
@@ -294,7 +254,7 @@ def _take_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     model: PreTrainedModel,
-    settings: "StepsStage",
+    settings: LoopSettings,
     average: WeightAverage | None,
 ) -> None:
     optimizer.step()
@@ -314,7 +274,7 @@ def _mean_values(
     return values | {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
 
 
-def _weight_average(accelerator: Accelerator, task: nn.Module, settings: "StepsStage") -> WeightAverage | None:
+def _weight_average(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> WeightAverage | None:
     if settings.ema_decay is None:
         return None
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
@@ -327,7 +287,7 @@ def _gather_weights(
     accelerator: Accelerator,
     task: nn.Module,
     model: PreTrainedModel,
-    settings: "StepsStage",
+    settings: LoopSettings,
     scale: nn.Parameter | None,
     average: WeightAverage | None,
 ) -> dict[str, torch.Tensor]:
@@ -350,7 +310,7 @@ def _gather_weights(
 
 
 def _measure(
-    scores: "Scores | None", step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
+    scores: Meter | None, step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
 ) -> None:
     """Log what the model scores after a step, if it is time to."""
     if scores is not None and scores.due(step, total_steps):

@@ -46,7 +46,7 @@ def cached_gradient(
     """Add the gradient of a batch's loss to that of the weights, computing `size` images at a time.
 
     Args:
-        task: a `training.engine.ContrastiveTask`, as Accelerate prepared it.
+        task: a `training.contrastive_task.ContrastiveTask`, as Accelerate prepared it.
         batch: this process's, on the CPU: parts are sent to the device as they are computed.
         seed: of the routers' noise, see `CLIPMoEModel.seed_router_noise`.
         factor: what the gradient is multiplied by.
@@ -105,7 +105,7 @@ def _gradient_by_embeds(
     for leaf in leaves:
         leaf.requires_grad_()
     mask = send_to_device(batch.get("caption_mask"), accelerator.device)
-    loss = accelerator.unwrap_model(task).settings.contrastive_loss(*leaves, mask)
+    loss = accelerator.unwrap_model(task).losses.contrastive_loss(*leaves, mask)
     by_images, by_texts, by_scale = torch.autograd.grad(loss, leaves)
     by_images, by_texts = (
         gradient.split([len(part) for part in of_parts])

@@ -1,15 +1,12 @@
 """The optimizers that a stage may take."""
 
 import importlib.util
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from training.freezing import parameter_groups
-
-if TYPE_CHECKING:
-    from training.stages.steps import StepsStage
 
 OptimizerName = Literal["adamw", "adamw_8bit"]
 INSTALL_TORCHAO = "adamw_8bit is torchao's: pip install torchao, or take adamw"
@@ -17,7 +14,20 @@ INSTALL_TORCHAO = "adamw_8bit is torchao's: pip install torchao, or take adamw"
 FUSED = ("cuda", "xpu")
 
 
-def make_optimizer(task: nn.Module, settings: "StepsStage", device: torch.device) -> torch.optim.Optimizer:
+class OptimizerSettings(Protocol):
+    """What an optimizer is made of: see `training.stages.steps.StepsStage`."""
+
+    name: str
+    optimizer: OptimizerName
+    learning_rate: float
+    weight_decay: float
+    decay_all: bool
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+
+
+def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of what trains in a task.
 
     Raises:

@@ -8,14 +8,11 @@ checkpoints, and DeepSpeed's, are pickles.
 import hashlib
 import json
 import os
-import random
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -25,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.optimizers import make_states
+from training.random_states import random_states, set_random_states
 from training.weight_average import WeightAverage
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
@@ -82,7 +80,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     try:
         path = partial / f"{RANDOM_STATES}_{accelerator.process_index}.json"
-        _write(path, _random_states(accelerator.device))
+        _write(path, random_states(accelerator.device))
         if accelerator.is_main_process:
             for name, of_file in tensors.items():
                 save_file(of_file, partial / name)
@@ -145,7 +143,7 @@ def load_checkpoint(
         accelerator.scaler.load_state_dict(state["scaler"])
     if state["num_processes"] == accelerator.num_processes:
         path = checkpoint / f"{RANDOM_STATES}_{accelerator.process_index}.json"
-        _set_random_states(_read(path), accelerator.device)
+        set_random_states(_read(path), accelerator.device)
     else:
         accelerator.on_main_process(print)(
             f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
@@ -270,36 +268,6 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
     return tensor.to(parameter.device)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist(),
-    }
-
-
-@contextmanager
-def kept_random_states(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn in the block, what is drawn after it is what would have been drawn without it."""
-    states = _random_states(device)
-    try:
-        yield
-    finally:
-        _set_random_states(states, device)
-
-
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if states["device"] is not None and device.type != "cpu":
-        state = torch.tensor(states["device"], dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(state)
 
 
 def _seal(record: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState
 from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_config, tiny_model
 
 from modeling_clip_moe import CLIPMoEModel
-from training.engine import ContrastiveTask, checkpoint_layers
+from training.contrastive_task import ContrastiveTask
+from training.engine import checkpoint_layers
 from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss, router_losses
 from training.optimizers import make_optimizer

@@ -108,7 +108,7 @@ class StepsStage(Stage):
         return self
 
     def task(self, model: PreTrainedModel) -> nn.Module:
-        """The model and its loss in one module: see `training.engine.ContrastiveTask`."""
+        """The model and its loss in one module: see `training.contrastive_task.ContrastiveTask`."""
         raise NotImplementedError(f"{type(self).__name__} has no task")
 
     def train_model(

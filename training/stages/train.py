@@ -7,7 +7,8 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -32,7 +33,7 @@ from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
-from training.engine import ContrastiveTask, drop_activations
+from training.contrastive_task import ContrastiveTask, drop_activations
 from training.expected import (
     AtMost,
     Expected,
@@ -48,20 +49,16 @@ from training.freezing import set_trainable
 from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
-from training.losses import contrastive_loss, entropy_losses, multi_positive_loss, router_losses
+from training.losses import contrastive_loss, multi_positive_loss
+from training.router_settings import BalanceMean, RouterSettings
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
 from training.settings import STRICT, Reads
-from training.stages.model_checks import below_sparse_layers, checks_of_model
 from training.stages.steps import StepsStage
-
-BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
-Tower = Literal["text", "vision"]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(config=STRICT, kw_only=True)
-class TrainStage(StepsStage):
+class TrainStage(RouterSettings, StepsStage):
     """Contrastive training of a dense or a sparse CLIP."""
 
     kind: ClassVar[str] = "train"
@@ -94,23 +91,6 @@ class TrainStage(StepsStage):
     mini_batch_size: int | None = Field(default=None, gt=0)
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
-    # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
-    # all K (CLIP-UP, CLIP-FMoE).
-    balance_top_k: int | None = Field(default=None, gt=0)
-    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
-    # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3);
-    # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code); or
-    # the mean over the layers of a shared encoder, in each of which the tokens of both towers are taken together.
-    balance_mean: BalanceMean = "tower"
-    # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
-    text_router_weight: float | None = Field(default=None, ge=0)
-    # LIMoE's losses of routers, of `text`, of `vision` or of both (CLIP-UP eq. 8 to 11): the weight of the local
-    # entropy loss, which is low where the router is sure of every token.
-    local_entropy_coef: dict[Tower, Weight] = Field(default_factory=dict)
-    # The weight of the global entropy loss, which is 0 where the tokens of each layer are spread over enough experts.
-    global_entropy_coef: dict[Tower, Weight] = Field(default_factory=dict)
-    # How many experts are enough for it.
-    global_entropy_min_experts: dict[Tower, Annotated[float, Field(gt=1)]] = Field(default_factory=dict)
     # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
     # these are depends on the number of processes. None: none.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
@@ -128,13 +108,6 @@ class TrainStage(StepsStage):
             raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
-        if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
-            raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
-        if set(self.global_entropy_coef) != set(self.global_entropy_min_experts):
-            raise ValueError(
-                f"global_entropy_coef is for {cut(list(self.global_entropy_coef)) or 'no tower'}, but "
-                f"global_entropy_min_experts for {cut(list(self.global_entropy_min_experts)) or 'no tower'}"
-            )
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         if self.augmentation is not None and (self.data.in_memory or self.hidden_states is not None):
@@ -190,17 +163,6 @@ class TrainStage(StepsStage):
         weights = torch.tensor(self.caption_weights, device=caption_mask.device)
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, caption_mask, **options)
 
-    def router_loss(
-        self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses` and
-        `entropy_losses`."""
-        settings = self.balance_top_k, self.balance_mean, self.text_router_weight
-        loss, metrics = router_losses(config, outputs, attention_mask, *settings)
-        settings = self.local_entropy_coef, self.global_entropy_coef, self.global_entropy_min_experts
-        entropy, entropy_metrics = entropy_losses(config, outputs, attention_mask, *settings)
-        return loss + entropy, metrics | entropy_metrics
-
     def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
         return super().amounts(inputs, output) | {"memory a pair": lambda: self._memory_a_pair(inputs)}
 
@@ -239,8 +201,8 @@ class TrainStage(StepsStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         trainable = self._set_trainable(model, context.seed)
-        for check in checks_of_model(self, model, trainable).values():
-            check()
+        for setting, problem in self.model_problems(model, trainable):
+            raise ValueError(f"{self.name}.{setting}: {problem}")
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
@@ -281,14 +243,50 @@ class TrainStage(StepsStage):
             except ValueError as error:
                 yield "lora" if self.lora else "trainable", str(error)
                 return
-            for setting, check in checks_of_model(self, model, trainable).items():
-                try:
-                    check()
-                except ValueError as error:
-                    yield setting, str(error)
+            yield from self.model_problems(model, trainable)
             if inputs.hidden_states is not None and is_sparse(model.config):
-                changed = below_sparse_layers(model, sorted(trained_apart(inputs.hidden_states, inputs.model)))
+                changed = _below_sparse_layers(model, sorted(trained_apart(inputs.hidden_states, inputs.model)))
                 yield "hidden_states", changed and f"{self.hidden_states} is of a model before {cut(changed)} trained"
+
+    def model_problems(self, model: PreTrainedModel, trainable: list[str]) -> Iterator[tuple[str, str]]:
+        """Settings that do not go with the model, each with what is wrong.
+
+        Args:
+            trainable: the names of the parameters that train.
+        """
+        sparse = is_sparse(model.config)
+        towers = [model.config.text_config, model.config.vision_config] if sparse else []
+        yield from self.router_problems(model.config)
+        if self.expert_dropout is not None and not sparse:
+            yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
+        if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
+            # Noise in groups has generators of its own, with which the compiler would start anew in every step
+            yield "torch_compile", "the model has router_jitter_noise: leave out one of them"
+        if self.mini_batch_size is not None and sparse:
+            yield from (("mini_batch_size", problem) for problem in self._other_groups(model.config))
+        if self.hidden_states is not None and not sparse:
+            yield "hidden_states", f"they go with a sparse model, but {self.model} is dense"
+        elif self.hidden_states is not None and (kept := _below_sparse_layers(model, trainable)):
+            yield "hidden_states", f"they go with frozen layers below the first sparse ones, but {cut(kept)} train"
+
+    def _other_groups(self, config: CLIPMoEConfig) -> Iterator[str]:
+        """Why parts of a batch would not have the groups of the whole batch."""
+        for tower, captions in (("text", len(self.caption_weights or [1])), ("vision", 1)):
+            of_tower = getattr(config, f"{tower}_config")
+            if not of_tower.moe_layers:
+                continue
+            if captions > 1 and (of_tower.capacity_factor is not None or of_tower.router_jitter_noise):
+                yield (
+                    "an image may lack captions, so that parts would have other groups of texts for capacity and "
+                    "router noise than the whole batch: leave it out, or upcycle without these in the text tower"
+                )
+            elif of_tower.capacity_factor is not None:
+                group, sequences = of_tower.capacity_group_size, self.mini_batch_size * captions
+                if group is None or sequences % group:
+                    yield (
+                        f"{tower}_config.capacity_group_size is {group}, and {sequences} sequences are computed at a "
+                        "time: set it in the stage that makes the model to a number that divides them"
+                    )
 
     def _other_captions(self, kept: int | None) -> str:
         ours = len(self.caption_weights or [1])
@@ -434,3 +432,13 @@ class TrainRouterStage(TrainStage):
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
     balance_mean: BalanceMean = "layer"
+
+
+def _below_sparse_layers(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names of parameters below the first sparse layer of a tower of a sparse model."""
+    found = []
+    for tower in ("text_model", "vision_model"):
+        below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
+        pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
+        found += [name for name in names if pattern.match(name)]
+    return found

@@ -1,0 +1,88 @@
+"""A CLIP and its contrastive loss in one module."""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from conversion.checkpoints import is_sparse
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
+
+
+class Losses(Protocol):
+    """The losses of a stage that trains: see `training.stages.train.TrainStage`."""
+
+    def contrastive_loss(
+        self,
+        image_embeds: torch.Tensor,
+        text_embeds: torch.Tensor,
+        logit_scale: torch.Tensor,
+        caption_mask: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def router_loss(
+        self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+
+class ContrastiveTask(nn.Module):
+    """A dense or sparse CLIP together with its loss.
+
+    Both are one module, so that the loss is computed inside the `forward` that DDP or FSDP wraps: `logit_scale` is used
+    there, after the towers.
+    """
+
+    def __init__(self, model: PreTrainedModel, losses: Losses):
+        super().__init__()
+        self.model = model
+        self.losses = losses
+        self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
+
+    def forward(
+        self,
+        batch: dict[str, torch.Tensor],
+        only_embed: bool = False,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple:
+        """The global loss and what is logged of it.
+
+        Args:
+            batch: of a `PairLoader`, this process's share.
+            only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
+                the gradients by the images' and the texts' embeddings and by the scale.
+
+        Returns:
+            The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
+            averaged over the processes. With `only_embed`, the embeddings of images and texts and the scale. With
+            `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
+        """
+        sparse = is_sparse(self.model.config)
+        recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
+        batch = dict(batch)
+        caption_mask = batch.pop("caption_mask", None)
+        outputs = self.model(**batch, **recorded)
+        scale = self.model.logit_scale.exp()
+        auxiliary, metrics = torch.zeros((), device=scale.device), {}
+        if sparse:
+            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch["attention_mask"])
+        metrics["logit_scale"] = scale.detach().squeeze()
+        with torch.autocast(outputs.image_embeds.device.type, enabled=False):
+            embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()
+            if only_embed:
+                return embeds
+            if gradients is not None:
+                carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
+                return carried + auxiliary, auxiliary.detach(), metrics
+            contrastive = self.losses.contrastive_loss(*embeds, caption_mask)
+        loss = contrastive + auxiliary
+        return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
+
+
+def drop_activations(model: CLIPMoEModel, share: float) -> None:
+    """While it trains, a share of the experts' activations is 0, each time others, and the rest is scaled up."""
+    for module in model.modules():
+        if isinstance(module, CLIPMoEExperts):
+            # Every implementation of the experts calls it, those of transformers too
+            module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share)).train(module.training)
