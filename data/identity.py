@@ -30,7 +30,7 @@ from data.sources import DataArguments, file_stamp, named_images, open_rows, rea
 from data.worlds import WORLDS
 
 # What others say of a fingerprint that is not that of the pairs
-OTHER_DATA = "another dataset, another order or other images of the same names (older versions did not see them)"
+OTHER_DATA = "another dataset, another order or other images of the same names"
 
 logger = logging.getLogger(__name__)
 

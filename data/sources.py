@@ -235,7 +235,6 @@ def _open(arguments: DataArguments) -> Rows:
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
     if builder == "webdataset":
-        options["description"] += " whole"  # older versions kept rows of damaged shards
         # Those that are indexed are looked at with their index
         kept = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
         if streaming or not kept:

@@ -23,7 +23,7 @@ from evaluation.results import named_folder
 from evaluation.task import INFORMATION
 
 Results = Sequence[dict[str, Any] | str | Path]
-# Results of one task must agree in these to stand in one column. Results of earlier versions lack the last two.
+# Results of one task must agree in these to stand in one column.
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")

@@ -142,7 +142,7 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
 
 def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
     """Copies of a run are one seed, and a model has one seed's weights in each of them, or, as a base, one weights in
-    all. Results without weights are of earlier versions, or the best of several models."""
+    all. Results without weights are the best of several models."""
     seen: dict[frozenset[tuple[str, str]], Path] = {}
     for table, folder in zip(tables, folders, strict=True):
         results = [result for row in table.values() for result in row.values() if "weights" in result]

@@ -679,12 +679,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
         left_over = sorted(info["unexpected_keys"])
         if missing or left_over:
-            # Before, fusion gates had biases; without them they would be other gates
-            old_gates = any(key.endswith(".fusion_gate.proj.bias") for key in left_over)
-            hint = " Its fusion gates are of an older version, with biases: convert or train it anew." * old_gates
             raise ValueError(
                 f"{pretrained_model_name_or_path} does not hold the weights of this {cls.__name__}. "
-                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}.{hint}"
+                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
             )
         return (model, info) if output_loading_info else model
 

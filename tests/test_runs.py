@@ -128,17 +128,6 @@ def test_damaged_indices_are_named(tmp_path, text):
         HiddenStates(tmp_path, None, "", 1)
 
 
-def test_settings_that_are_younger_than_a_stage_count_as_off(write):
-    path = write()
-    output = run_recipe(load_recipe(path))
-    manifest = output / "sparse" / "manifest.json"
-    entries = json.loads(manifest.read_text())
-    younger = {**entries, "stage": {**entries["stage"], "new": False, "other": None}}
-    require_same(output / "sparse", younger, None)
-    with pytest.raises(ValueError, match="stage.new: None -> 0"):
-        require_same(output / "sparse", {**younger, "stage": {**younger["stage"], "new": 0}}, None)
-
-
 def interrupt_after(function):
     def interrupted(*arguments):
         function(*arguments)

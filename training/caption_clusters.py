@@ -17,7 +17,7 @@ from training.arrays import open_arrays, save_arrays
 from training.balanced_kmeans import balanced_kmeans
 from training.parts import INDEX
 
-# Which pairs of the data have labels: those with a readable image, as in folders of older versions, or with a caption
+# Which pairs of the data have labels: those with a readable image, or with a caption
 READABLE, CAPTIONED = "readable", "captioned"
 CENTERS, LABELS = "centers.safetensors", "labels.safetensors"
 # Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses

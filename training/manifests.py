@@ -77,17 +77,14 @@ def require_same(folder: Path, new: dict[str, Any], data: DataArguments | None) 
     for manifest in (old, new):
         manifest.pop("weights", None)  # known when it has finished
         manifest.pop("own", None)  # in its code
-    # Folders from before there was this entry count as of the same data, and so does all whose data are not here now.
+    # Data that are not here now count as the same
     data_then, data_now = old.pop("data", None), new.pop("data", None)
-    # An input that is younger than the manifest counts as the same, and so does one that is not here now: the settings
-    # name all inputs, so that another one is seen there
+    # An input that is not here now counts as the same: the settings name all inputs, so that another one is seen there
     then, now = old.get("inputs", {}), new.get("inputs", {})
     if not isinstance(then, dict):
         raise ValueError(f"{folder / MANIFEST} is damaged: its inputs are no dictionary. {way_out}")
     old["inputs"], new["inputs"] = ({key: some[key] for key in then.keys() & now} for some in (then, now))
     old, new = flatten(old), flatten(new)
-    # A setting that is younger than the folder counts as its default, None or False
-    old = {key: False for key, value in new.items() if value is False} | old
     keys = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
     changed = [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
     if changed:

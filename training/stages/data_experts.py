@@ -393,7 +393,7 @@ def _save_experts(
         ValueError: the pairs are not those that were assigned, or none belongs to an expert.
     """
     index = load_index(assignment, "an assign stage")
-    pairs, root = index.get("pairs", READABLE), index["data"]["image_root"]
+    pairs, root = index["pairs"], index["data"]["image_root"]
     rows = context.pairs(DataArguments(**index["data"]), images=pairs == READABLE)
     if data_fingerprint(rows, root, pairs == READABLE) != index["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")

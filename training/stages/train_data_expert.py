@@ -86,4 +86,4 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
-    return load_caption_clusters(clusters)[1].get("pairs", READABLE) == READABLE
+    return load_caption_clusters(clusters)[1]["pairs"] == READABLE
