@@ -22,10 +22,10 @@ from accelerate import Accelerator
 from transformers import CLIPConfig
 
 from benchmarks.devices import described, peak_memory
-from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEModel
+from records.files import write_text
 from training.contrastive_task import ContrastiveTask
 from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss

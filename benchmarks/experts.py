@@ -17,9 +17,9 @@ import torch
 from transformers.models.clip.modeling_clip import CLIPMLP
 
 from benchmarks.devices import described
-from conversion.files import write_text
 from modeling_clip_moe import CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
+from records.files import write_text
 
 SIZES = {
     "b16": {"hidden_size": 768, "intermediate_size": 3072, "image_size": 224, "patch_size": 16},

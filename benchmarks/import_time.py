@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from conversion.files import write_text
+from records.files import write_text
 
 OWN = "import modeling_clip_moe"
 CLIP = "from transformers import CLIPModel, CLIPProcessor"

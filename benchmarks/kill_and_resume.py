@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 from safetensors import safe_open
 
-from conversion.provenance import ATTEMPTS, environment
+from records.provenance import ATTEMPTS, environment
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -30,12 +30,12 @@ import transformers
 from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from conversion.files import write_text
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
 from evaluation.report import markdown_table
+from records.files import write_text
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224

@@ -20,11 +20,11 @@ from accelerate import Accelerator
 from transformers import CLIPModel
 
 from benchmarks.devices import described, peak_memory, synchronize
-from conversion.files import write_text
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
 from modeling_clip_moe import CLIPMoEModel
+from records.files import write_text
 from training.contrastive_task import ContrastiveTask
 from training.engine import checkpoint_layers
 from training.freezing import set_trainable

@@ -17,7 +17,6 @@ import torch
 from datasets import Dataset
 from sklearn.metrics import adjusted_mutual_info_score
 
-from conversion.files import one_line_errors
 from data import symbols
 from data.drawing import COLORS, OPPOSITE
 from data.symbol_kinds import TOPIC_OF, TOPICS
@@ -26,6 +25,7 @@ from evaluation.linear_probe import linear_probe_metrics
 from evaluation.report import markdown_table
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
+from records.files import one_line_errors
 from training.balanced_kmeans import balanced_kmeans, nearest_centers
 from training.caption_clusters import group_centers
 from training.feature_clusters import kmeans

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import CLIPVisionModel
 
 from benchmarks.devices import described, synchronize
-from conversion.files import write_text
 from evaluation.costs import SIZES, count_multiply_adds, meta_model, paper_config
 from modeling_clip_moe import CLIPMoEVisionModel
+from records.files import write_text
 
 SYSTEMS = ("clip_up", "clip_moe", "clip_fmoe")
 

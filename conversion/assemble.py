@@ -15,10 +15,10 @@ import torch
 from transformers import CLIPConfig
 
 from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_inputs
-from conversion.files import new_folder, one_line_errors
 from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
+from records.files import new_folder, one_line_errors
 
 # Where the repository keeps the encoder of the metadata
 ENCODER = "metadata_encoder"

@@ -16,9 +16,9 @@ import torch
 from transformers import CLIPConfig, CLIPModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
-from conversion.files import new_folder, one_line_errors
 from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.files import new_folder, one_line_errors
 
 
 def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:

@@ -18,11 +18,11 @@ from transformers.utils import (
     logging,
 )
 
-from conversion.files import read_json
 from conversion.folders import MISSING_IS_NONE, has_file, load_config, loading
-from conversion.messages import cut
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
+from records.files import read_json
+from records.messages import cut
 
 TOLERANCE = 1e-4
 # By the type of a model that is not taken: what it is, and what to do

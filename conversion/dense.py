@@ -21,12 +21,12 @@ import torch
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion.checkpoints import TOLERANCE, architecture, check_equal, load_model, model_outputs, sample_inputs
-from conversion.files import new_folder, one_line_errors, read_json
 from conversion.processors import copy_processor
-from conversion.provenance import weights_fingerprint
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, kept_rules, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.files import new_folder, one_line_errors, read_json
+from records.provenance import weights_fingerprint
 
 BASE = "base"
 

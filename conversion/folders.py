@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from conversion.files import read_json
 from conversion.own_code import kernels
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import check_tower
+from records.files import read_json
 
 # What a folder of a model may hold as JSON, all of it objects
 JSON_FILES = (

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from conversion.files import read_json, read_record
-from conversion.local_names import is_hub_name, is_url, without_paths
-from conversion.messages import cut
-from conversion.provenance import (
+from records.files import read_json, read_record
+from records.local_names import is_hub_name, is_url, without_paths
+from records.messages import cut
+from records.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
     MANIFEST,
@@ -21,8 +21,8 @@ from conversion.provenance import (
     manifest_fingerprint,
     weights_fingerprint,
 )
-from conversion.recipe_yaml import read_yaml
-from conversion.result_schema import ExpertSummary, require_result, require_summary
+from records.result_schema import ExpertSummary, require_result, require_summary
+from records.yaml_files import read_yaml
 
 # Stages whose results tell something of a model
 PICTURES = {"report.png": "scores", "routing.png": "routing", "gates.png": "fusion gates"}
@@ -226,7 +226,7 @@ def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
     if not isinstance(inputs, dict) or not isinstance(manifest.get("stage"), dict):
         raise ValueError(f"{folder / MANIFEST} is damaged: it tells neither a stage nor its inputs")
     for reference, recorded in inputs.items():
-        if str(recorded).startswith(f"{reference}@"):  # see conversion.provenance.model_fingerprint
+        if str(recorded).startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
             yield reference, None, False
             continue
         origin = folder.parent / reference

@@ -35,9 +35,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conversion.checkpoints import HINTS, check_equal, load_clip, load_model, load_weights
-from conversion.files import new_folder, one_line_errors, save
 from conversion.folders import has_file, load_config
-from conversion.messages import what_is_meant
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     load_image_processor,
@@ -46,6 +44,8 @@ from conversion.processors import (
     require_fit,
 )
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+from records.files import new_folder, one_line_errors, save
+from records.messages import what_is_meant
 
 IMAGE_TOKEN = "<image>"
 SPECIAL_TOKENS = ("bos", "eos", "pad")

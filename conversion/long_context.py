@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
 from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
-from conversion.files import new_folder, one_line_errors
 from conversion.folders import load_config
 from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
+from records.files import new_folder, one_line_errors
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"

@@ -8,8 +8,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from conversion.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
-from conversion.markdown import code, escape, one_line
-from conversion.result_schema import ExpertSummary
+from records.markdown import code, escape, one_line
+from records.result_schema import ExpertSummary
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else

@@ -34,11 +34,11 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
 
 from conversion.checkpoints import check_equal, check_weights, load_model, load_pickle, sample_inputs
-from conversion.files import new_folder, one_line_errors
 from conversion.folders import loading
-from conversion.messages import cut
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
+from records.files import new_folder, one_line_errors
+from records.messages import cut
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
-from conversion.files import read_json
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from records.files import read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
 OUR_CONFIGS = {c.model_type: c for c in (CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, CLIPMoDEConfig)}

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conversion.messages import cut, did_you_mean
+from records.messages import cut, did_you_mean
 
 TOWERS = ("text", "vision")
 # Which layers of a tower are sparse, by name: a function of how many the tower has, counted from 0

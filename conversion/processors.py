@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from conversion.files import save
 from conversion.folders import check_json, has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
+from records.files import save
 
 # By which a folder or repository is known to have each half of a processor
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")

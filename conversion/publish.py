@@ -27,14 +27,14 @@ from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_mixture, sample_inputs
-from conversion.files import new_folder, one_line_errors, read_json, save, write_text, writing
 from conversion.folders import has_file, load_config
 from conversion.lineage import Lineage
-from conversion.local_names import is_hub_name
 from conversion.model_card import render
 from conversion.own_code import CODE, named_code, own_code_only, require_own_code, settings_files
 from conversion.processors import forget_last_call, load_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
+from records.files import new_folder, one_line_errors, read_json, save, write_text, writing
+from records.local_names import is_hub_name
 
 # Of configurations: where they were loaded from on this machine, and files there
 LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}

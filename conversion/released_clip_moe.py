@@ -23,9 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import architecture, check_equal, load_model, sample_inputs
-from conversion.files import locked, new_file, new_folder, one_line_errors, writing
 from conversion.long_context import KEPT_POSITIONS
-from conversion.messages import cut
 from conversion.openai import (
     HEAD_WIDTH,
     RULES,
@@ -41,6 +39,8 @@ from conversion.presets import PRESETS
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
+from records.files import locked, new_file, new_folder, one_line_errors, writing
+from records.messages import cut
 
 TOWER_OF_PREFIX = {"": "text_model", "visual.": "vision_model"}
 EXPERT = re.compile(r"((?:visual\.)?transformer\.resblocks\.(\d+)\.)experts\.(\d+)\.(c_fc|c_proj)\.(weight|bias)")

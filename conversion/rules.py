@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conversion.messages import NAMES_PER_ERROR, cut
+from records.messages import NAMES_PER_ERROR, cut
 
 logger = logging.getLogger(__name__)
 

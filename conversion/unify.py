@@ -25,14 +25,14 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 
 from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
-from conversion.files import new_folder, one_line_errors
 from conversion.folders import load_config
-from conversion.messages import cut
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.files import new_folder, one_line_errors
+from records.messages import cut
 
 # Of a sparse FFN with one expert, what stage 1 of CLIP-FMoE may train: a regular expression
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
 
 from conversion.checkpoints import architecture, check_equal, load_dense, load_model, model_outputs, sample_inputs
-from conversion.files import new_folder, one_line_errors
 from conversion.presets import (
     LAYERS,
     PRESETS,
@@ -40,6 +39,7 @@ from conversion.presets import (
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
+from records.files import new_folder, one_line_errors
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
 FFN_TO_EXPERTS = {

@@ -21,14 +21,14 @@ from typing import Any
 import PIL.Image
 import yaml
 
-from conversion.files import new_folder, one_line_errors
-from conversion.messages import cut
 from conversion.publish import copy_model
 from data.images import decode_image
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.results import named_folder
 from evaluation.try_out import SUFFIXES, ImageSearch, Model, label_scores, patch_map, sparse_layers
+from records.files import new_folder, one_line_errors
+from records.messages import cut
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ TEMPLATE = "a photo of a {}."
 MAX_SHOWN_SIDE = 512  # pixels, of images that are found
 SECONDS_KEPT = 3600  # what visitors upload
 # Of a Space: the folders of this repository that the page runs on, and the packages
-ROOMS = ("modeling_clip_moe", "data", "conversion", "evaluation")
+ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation")
 REQUIREMENTS = """
 accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml safetensors
 scikit-learn threadpoolctl torch tqdm transformers

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from conversion.files import new_file, one_line_errors, write_text
-from conversion.markdown import escape, one_line
 from evaluation.figures import plt
 from evaluation.intervals import LEVEL
 from evaluation.report import computed_with, markdown_table, plot_text
@@ -41,6 +39,8 @@ from evaluation.verdicts import (
     read_expert_scores,
     verdict_of_all,
 )
+from records.files import new_file, one_line_errors, write_text
+from records.markdown import escape, one_line
 
 HEADLINES = f"""\
 These claims are the results that the papers' abstracts name, whether they hold here or not; where one is a gain over a

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 
-from conversion.messages import did_you_mean
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
+from records.messages import did_you_mean
 
 # OpenAI's, at 224 pixels and 77 tokens: width, layers, heads and patch size of the vision tower; width, layers and
 # heads of the text tower; size of the embeddings

@@ -24,11 +24,7 @@ import torch
 from transformers import CLIPConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from conversion.files import one_line_errors
 from conversion.folders import has_file, load_config, loading
-from conversion.markdown import escape
-from conversion.messages import did_you_mean
-from conversion.provenance import environment, weights_fingerprint
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page_folder import require_free_page, write_page
@@ -36,6 +32,10 @@ from evaluation.report import markdown_table
 from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
+from records.files import one_line_errors
+from records.markdown import escape
+from records.messages import did_you_mean
+from records.provenance import environment, weights_fingerprint
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 

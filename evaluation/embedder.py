@@ -17,14 +17,14 @@ from transformers import CLIPModel
 import data.images
 import modeling_clip_moe
 from conversion.checkpoints import load_clip
-from conversion.files import output_folder
 from conversion.processors import load_processor
-from conversion.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from evaluation import batches as reading
 from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
 from evaluation.kept import KeptEmbeddings
 from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
+from records.files import output_folder
+from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_PART = 8

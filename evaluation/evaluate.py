@@ -20,11 +20,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from conversion.files import one_line_errors, output_folder
 from conversion.folders import load_config
-from conversion.local_names import paths_here
-from conversion.provenance import environment, model_fingerprint, weights_fingerprint
-from conversion.recipe_yaml import read_yaml
 from evaluation.embedder import usable_device
 from evaluation.ensemble import CHANGES, is_mixture, open_model
 from evaluation.measures import measure
@@ -38,6 +34,10 @@ from evaluation.results import named_folder, require_free, task_name, write_resu
 from evaluation.task import Task
 from evaluation.tasks import TASKS_HELP, add_data_options, find_tasks, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoDEConfig
+from records.files import one_line_errors, output_folder
+from records.local_names import paths_here
+from records.provenance import environment, model_fingerprint, weights_fingerprint
+from records.yaml_files import read_yaml
 
 GO_ON = "run the same command again to go on where it stopped"
 

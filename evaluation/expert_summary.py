@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from conversion.result_schema import Collapse, ExpertSummary, Spread
 from evaluation.intervals import sampling_error
 from evaluation.report import number_of_means, primary_columns
 from evaluation.task import Task
+from records.result_schema import Collapse, ExpertSummary, Spread
 
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}

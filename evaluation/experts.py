@@ -41,9 +41,6 @@ from accelerate.utils import set_seed
 from datasets import Dataset
 
 from conversion.checkpoints import is_sparse
-from conversion.files import one_line_errors
-from conversion.provenance import environment, weights_fingerprint
-from conversion.result_schema import ExpertSummary
 from data.images import decode_image
 from evaluation.agreement import agreement
 from evaluation.embedder import Embedder, usable_device
@@ -72,6 +69,9 @@ from evaluation.routing import (
 )
 from evaluation.tasks import TASKS_HELP, Task, add_data_options, find_tasks, loaded_once, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoEModel
+from records.files import one_line_errors
+from records.provenance import environment, weights_fingerprint
+from records.result_schema import ExpertSummary
 
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
 EXPERT_PROTOCOL = (

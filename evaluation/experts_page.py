@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from conversion.result_schema import ExpertSummary
 from evaluation.page_folder import write_page
 from evaluation.preferences import Caption, RoutedImages
 from evaluation.report import markdown_table
@@ -25,6 +24,7 @@ from evaluation.routing_pictures import (
     draw_shares,
     draw_words,
 )
+from records.result_schema import ExpertSummary
 
 # tower ("text", "vision") -> layer, from 0 -> ...
 ByLayer = dict[str, dict[int, Any]]

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from conversion.files import new_file, writing
+from records.files import new_file, writing
 
 # How often embeddings are looked for that another evaluation moves to another file at the same time
 ATTEMPTS = 5

@@ -22,9 +22,7 @@ from pathlib import Path
 import numpy as np
 from transformers import CLIPConfig
 
-from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.folders import load_config
-from conversion.provenance import weights_fingerprint
 from data.names import COUNTRIES
 from evaluation.costs import count_parameters, meta_model
 from evaluation.figures import plt
@@ -32,6 +30,8 @@ from evaluation.report import SAME_FOR_TASK, arrange, differ, markdown_table, pl
 from evaluation.results import named_folder
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
+from records.files import new_file, one_line_errors, output_folder, write_text
+from records.provenance import weights_fingerprint
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
 TOLD = {"names": math.log2(len(COUNTRIES))}

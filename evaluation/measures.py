@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from conversion.result_schema import TextCounts
 from data.pairs import present_captions
 from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
@@ -16,6 +15,7 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.task import INFORMATION, Task
 from evaluation.texts import count_texts, require_told_apart
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from records.result_schema import TextCounts
 
 Model = Embedder | Ensemble
 

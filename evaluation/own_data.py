@@ -13,7 +13,6 @@ from datasets import ClassLabel, Dataset, Value
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.local_names import paths_here, without_paths
 from data.identity import identity
 from data.pairs import (
     judge,
@@ -31,6 +30,7 @@ from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
 from evaluation.results import content_hash
 from evaluation.task import Task
+from records.local_names import paths_here, without_paths
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from conversion.files import locked, new_file, output_folder, read_record
+from records.files import locked, new_file, output_folder, read_record
 
 
 def write_page(

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from conversion.files import new_file, one_line_errors, output_folder, write_text
-from conversion.markdown import escape, item, one_line
-from conversion.result_schema import TextCounts, read_result, require_result
 from evaluation.figures import plt
 from evaluation.html_page import html_page
 from evaluation.intervals import LEVEL, sampling_error
 from evaluation.results import named_folder
 from evaluation.task import INFORMATION
+from records.files import new_file, one_line_errors, output_folder, write_text
+from records.markdown import escape, item, one_line
+from records.result_schema import TextCounts, read_result, require_result
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.

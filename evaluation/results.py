@@ -1,4 +1,4 @@
-"""Where results of evaluations lie, and what their tasks and files are called; `conversion.result_schema` says what is
+"""Where results of evaluations lie, and what their tasks and files are called; `records.result_schema` says what is
 in one."""
 
 import argparse
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conversion.files import write_text
-from conversion.messages import shortened
-from conversion.result_schema import read_result
 from data.splits import named_split
+from records.files import write_text
+from records.messages import shortened
+from records.result_schema import read_result
 
 # Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60

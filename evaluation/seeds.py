@@ -13,10 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.files import new_file, one_line_errors, output_folder, write_text
 from conversion.lineage import read_attempts
-from conversion.markdown import escape, item
-from conversion.provenance import ATTEMPTS
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import (
     SAME_FOR_TASK,
@@ -30,6 +27,9 @@ from evaluation.report import (
     write_page,
 )
 from evaluation.results import named_folder
+from records.files import new_file, one_line_errors, output_folder, write_text
+from records.markdown import escape, item
+from records.provenance import ATTEMPTS
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.

@@ -21,10 +21,10 @@ from sklearn.preprocessing import normalize
 from transformers import AutoModel, CLIPConfig, PreTrainedModel
 
 from conversion.checkpoints import check_weights, load_clip, stored_weights
-from conversion.files import save, writing
 from conversion.folders import check_json, has_file, load_config, loading
 from conversion.processors import load_processor, load_tokenizer, require_fit
 from modeling_clip_moe import CLIPMoEConfig
+from records.files import save, writing
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
 Pooling = Literal["mean", "cls", "pooler"]

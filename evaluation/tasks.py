@@ -11,8 +11,6 @@ from typing import Annotated, get_args
 
 from pydantic import Discriminator, Tag, ValidationError
 
-from conversion.local_names import is_hub_name, meant_here
-from conversion.messages import most_similar
 from data.annotations import TABLES
 from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
@@ -22,6 +20,8 @@ from evaluation.built_in_tasks import glyph_tasks, icon_tasks, name_tasks, symbo
 from evaluation.own_data import OwnKind, OwnTask, in_one_line
 from evaluation.results import task_name
 from evaluation.task import Task
+from records.local_names import is_hub_name, meant_here
+from records.messages import most_similar
 
 TASKS = glyph_tasks() | icon_tasks() | name_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns

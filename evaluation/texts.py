@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Literal
 
-from conversion.result_schema import TextCounts
 from data.tokenizer import ReadTexts
 from evaluation.task import Task
+from records.result_schema import TextCounts
 
 logger = logging.getLogger(__name__)
 

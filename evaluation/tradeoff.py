@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from conversion.files import new_file, one_line_errors, output_folder, read_json, write_text
 from evaluation.figures import plt
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import markdown_table, plot_text
 from evaluation.task import PRIMARY_METRICS
+from records.files import new_file, one_line_errors, output_folder, read_json, write_text
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
 Point = tuple[float, float]  # what a model kept, and what it learned, in percent

@@ -24,10 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from conversion.files import read_json
-from conversion.messages import shortened, what_is_meant
-from conversion.recipe_yaml import read_yaml
 from evaluation.intervals import paired_interval
+from records.files import read_json
+from records.messages import shortened, what_is_meant
+from records.yaml_files import read_yaml
 
 LEAST_SEEDS = 3
 HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"

@@ -22,12 +22,12 @@ from test_upcycle import WORDS
 from transformers import logging
 
 from conversion import publish
-from conversion.provenance import weights_fingerprint
-from conversion.result_schema import read_result
 from data.sources import DataArguments
 from evaluation import evaluate, experts, report, seeds
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
+from records.provenance import weights_fingerprint
+from records.result_schema import read_result
 from training.recipe import load_recipe
 from training.runner import run_recipe
 

@@ -11,12 +11,12 @@ from markdown_it import MarkdownIt
 from conversion import publish
 from conversion.lineage import WORLDS, Data, Lineage
 from conversion.model_card import render
-from conversion.provenance import weights_fingerprint
 from data import glyphs, worlds
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
 from evaluation.tasks import find_tasks
 from modeling_clip_moe import CLIPMoEConfig
+from records.provenance import weights_fingerprint
 
 made, run = test_lineage.made, test_lineage.run
 

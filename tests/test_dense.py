@@ -12,9 +12,9 @@ from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.dense import extract, main, verify
 from conversion.presets import PRESETS
-from conversion.provenance import weights_fingerprint
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.provenance import weights_fingerprint
 
 CHOICES = [(name, expert) for name, preset in PRESETS.items() for expert in range(preset.num_experts)]
 

@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 from test_upcycle import processor, tiny_clip
 
-from conversion.provenance import weights_fingerprint
+from records.provenance import weights_fingerprint
 from training.recipe import load_recipe
 from training.runner import run_recipe
 

@@ -10,8 +10,8 @@ import pytest
 import stand_ins
 from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_block, run_page
 
-from conversion.recipe_yaml import read_yaml
 from data import glyphs, symbols
+from records.yaml_files import read_yaml
 from training import settings_page, upcycle
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}

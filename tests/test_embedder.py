@@ -17,7 +17,6 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 import data.images
 import modeling_clip_moe
 from conversion.processors import load_processor
-from conversion.provenance import model_fingerprint
 from data import glyphs
 from data.sources import DataArguments
 from evaluation import batches, embedder
@@ -25,6 +24,7 @@ from evaluation.embedder import Embedder, code_hash, usable_device
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import find_tasks
+from records.provenance import model_fingerprint
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from conversion.result_schema import ExpertSummary, require_summary
 from evaluation.expert_summary import summarize
 from evaluation.intervals import LEVEL
 from evaluation.task import Task
+from records.result_schema import ExpertSummary, require_summary
 
 NONE = {"load": lambda: None}
 TASKS = {

@@ -12,7 +12,6 @@ from transformers import AutoModel, CLIPModel
 
 from conversion.dense import extract
 from conversion.dense import main as dense_main
-from conversion.files import locked
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import glyphs
@@ -26,6 +25,7 @@ from evaluation.page_folder import write_page
 from evaluation.preferences import dropped_patches, route_images, route_texts, top_words
 from evaluation.routing_pictures import draw_gates, draw_shares
 from evaluation.tasks import Task
+from records.files import locked
 
 pytestmark = pytest.mark.slow
 TASKS = {

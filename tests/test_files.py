@@ -1,4 +1,4 @@
-"""conversion/files.py: one process in a folder at a time, nothing half-written, errors in one line."""
+"""records/files.py: one process in a folder at a time, nothing half-written, errors in one line."""
 
 import os
 import resource
@@ -17,15 +17,15 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from test_upcycle import processor, tiny_clip
 
-from conversion.files import locked, new_file, new_folder, one_line_errors, respect_umask, write_text
 from conversion.processors import copy_processor
 from conversion.publish import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
+from records.files import locked, new_file, new_folder, one_line_errors, respect_umask, write_text
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from conversion.files import locked
+from records.files import locked
 if len(sys.argv) > 2 and os.getuid() == 0:
     os.setuid(int(sys.argv[2]))  # root may write anywhere
 with locked(Path(sys.argv[1])):

@@ -18,7 +18,7 @@ from test_fuzz_conversion import CONFIGURATIONS, HALVES, NO_OBJECT, WEIGHTS, byt
 from test_report import result
 from test_upcycle import WORDS
 
-from conversion.result_schema import read_result
+from records.result_schema import read_result
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import HOSTILE, result
 
-from conversion.markdown import escape, item, one_line
 from evaluation import report
 from evaluation.html_page import html_page
 from evaluation.report import markdown_table, write_report
 from evaluation.seeds import write_seeds
+from records.markdown import escape, item, one_line
 
 figures = small_evaluation.figures
 

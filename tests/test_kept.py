@@ -12,12 +12,12 @@ import pytest
 import small_evaluation
 import torch
 
-from conversion.files import output_folder
 from data import glyphs
 from evaluation import evaluate
 from evaluation.embedder import Embedder
 from evaluation.kept import ATTEMPTS, KeptEmbeddings
 from evaluation.tasks import TASKS
+from records.files import output_folder
 
 ROOT = Path(__file__).parents[1]
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks

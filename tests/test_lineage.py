@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from conversion import publish
 from conversion.lineage import Lineage
 from conversion.model_card import render
-from conversion.provenance import manifest_fingerprint, weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
+from records.provenance import manifest_fingerprint, weights_fingerprint
 from training.recipe import load_recipe
 from training.runner import run_recipe
 

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import modeling_clip_moe.modeling_clip_moe as modeling
-from conversion.checkpoints import load_clip
 from modeling_clip_moe import (
     CLIPMoEConfig,
     CLIPMoEForImageClassification,

@@ -8,9 +8,9 @@ import sys
 import yaml
 from tiny_runs import DENSE, SPARSE, TUNED
 
-from conversion.files import one_line_errors
 from evaluation import progress as module
 from evaluation.progress import Progress, progress
+from records.files import one_line_errors
 
 
 def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):

@@ -20,7 +20,6 @@ from data.worlds import build_processor
 from training import engine, upcycle
 from training.caption_clusters import load_index
 from training.hidden_states import HiddenStates
-from training.manifests import require_same
 from training.recipe import load_recipe
 from training.runner import run_recipe, stage_errors
 

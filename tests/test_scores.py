@@ -17,11 +17,11 @@ from benchmark_folders import make_copy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import recipe, run_stages, same_weights
 
-from conversion.provenance import weights_fingerprint
 from data import glyphs
 from evaluation import tasks
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.evaluate import evaluate_model
+from records.provenance import weights_fingerprint
 from training import curves, engine
 from training import scores as scores_module
 

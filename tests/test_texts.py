@@ -9,7 +9,6 @@ import small_evaluation
 import torch
 from small_evaluation import with_captions
 
-from conversion.result_schema import TextCounts
 from data import glyphs, tokenizer
 from data.tokenizer import learn_tokenizer, read_texts
 from data.worlds import build_processor
@@ -20,6 +19,7 @@ from evaluation.measures import measure
 from evaluation.report import write_report
 from evaluation.task import Task
 from evaluation.texts import count_texts
+from records.result_schema import TextCounts
 
 dense = small_evaluation.dense
 LONG = "a small red star on a white ground with a blue ring around it " * 2

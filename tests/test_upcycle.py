@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
-from conversion.files import new_folder
 from conversion.presets import PRESETS
 from conversion.upcycle import main, upcycle, verify
 from modeling_clip_moe import CLIPMoEModel
+from records.files import new_folder
 
 WORDS = ("a", "red", "round", "cat")
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from conversion.files import new_file
+from records.files import new_file
 
 
 def save_arrays(

@@ -8,11 +8,11 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from conversion.files import read_record, write_text
 from data.identity import OTHER_DATA
 from data.images import decode_image
 from data.pairs import first_caption
 from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder
+from records.files import read_record, write_text
 from training.arrays import open_arrays, save_arrays
 from training.balanced_kmeans import balanced_kmeans
 from training.parts import INDEX

@@ -11,15 +11,15 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from conversion.files import read_record
-from conversion.local_names import is_hub_name, meant_here
-from conversion.messages import what_is_meant
-from conversion.provenance import MANIFEST
 from data.annotations import holds_list
 from data.once import once
 from data.sources import DataArguments, is_here
 from data.worlds import WORLDS
 from evaluation.tasks import missing_data
+from records.files import read_record
+from records.local_names import is_hub_name, meant_here
+from records.messages import what_is_meant
+from records.provenance import MANIFEST
 from training.expected import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES

@@ -15,12 +15,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from conversion.provenance import LOGS, MANIFEST
 from data.conversations import load_conversations
 from data.identity import data_fingerprint, identity
 from data.pairs import load_pairs, usable_pairs
 from data.sources import DataArguments
 from data.worlds import WORLDS
+from records.provenance import LOGS, MANIFEST
 from training.settings import dump
 
 

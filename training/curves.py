@@ -14,10 +14,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from conversion.files import new_file, one_line_errors, output_folder
-from conversion.provenance import LOG
 from evaluation.figures import plt
 from evaluation.report import markdown_table, plot_text
+from records.files import new_file, one_line_errors, output_folder
+from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
 TITLES = {

@@ -17,10 +17,10 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from conversion.files import new_file
-from conversion.provenance import LOG
 from evaluation.progress import Progress
 from modeling_clip_moe import CLIPMoEModel
+from records.files import new_file
+from records.provenance import LOG
 from training.gradient_cache import cached_gradient
 from training.optimizers import OptimizerSettings, make_optimizer
 from training.training_state import (

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from conversion import processors
-from conversion.local_names import is_hub_name
 from conversion.processors import load_processor
 from data import annotations
 from data.once import once
@@ -31,6 +30,7 @@ from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, spli
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
 from modeling_clip_moe import CLIPMoEConfig
+from records.local_names import is_hub_name
 
 SECONDS_FOR_THE_HUB = 5
 # Pairs whose captions tell how long texts are

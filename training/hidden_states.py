@@ -15,9 +15,9 @@ from accelerate.utils import send_to_device
 from safetensors import SafetensorError, safe_open
 from torch.nn.utils.rnn import pad_sequence
 
-from conversion.files import read_record
 from data.identity import OTHER_DATA
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.files import read_record
 from training.loader import PairLoader
 from training.parts import INDEX, part_file, write_parts
 

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from conversion.files import read_record
-from conversion.provenance import ATTEMPTS, LOG, MANIFEST, is_as_made, manifest_fingerprint, model_fingerprint
 from data.identity import newest_file
 from data.sources import DataArguments
+from records.files import read_record
+from records.provenance import ATTEMPTS, LOG, MANIFEST, is_as_made, manifest_fingerprint, model_fingerprint
 from training.engine import CHECKPOINTS
 
 # How often something is logged or saved, and how data is read ahead, does not change what is computed.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 
-from conversion.files import read_record
-from conversion.provenance import MANIFEST
 from data.once import opened_once
+from records.files import read_record
+from records.provenance import MANIFEST
 from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
 from training.engine import CHECKPOINTS
 from training.expected import AtMost, Unknown, parameters

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.messages import most_similar, shortened, what_is_meant
-from conversion.provenance import ENVIRONMENT, LOGS, RECIPE
-from conversion.recipe_yaml import MOST_LEVELS, read_yaml
 from data.once import opened_once
 from data.sources import DataArguments
 from data.worlds import WORLDS
+from records.messages import most_similar, shortened, what_is_meant
+from records.provenance import ENVIRONMENT, LOGS, RECIPE
+from records.yaml_files import MOST_LEVELS, read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT, dump

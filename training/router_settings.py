@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig
 
-from conversion.messages import cut
 from modeling_clip_moe import CLIPMoEConfig
+from records.messages import cut
 from training.losses import entropy_losses, router_losses
 from training.settings import STRICT
 

@@ -27,10 +27,11 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import require_loadable
-from conversion.files import locked, read_record, respect_umask, write_text
 from conversion.lineage import local_paths
-from conversion.local_names import paths_here
-from conversion.provenance import (
+from data.once import opened_once
+from records.files import locked, read_record, respect_umask, write_text
+from records.local_names import paths_here
+from records.provenance import (
     ATTEMPTS,
     ENVIRONMENT,
     MANIFEST,
@@ -39,7 +40,6 @@ from conversion.provenance import (
     manifest_fingerprint,
     weights_fingerprint,
 )
-from data.once import opened_once
 from training.checks import Outlook, RecipeError, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS

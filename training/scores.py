@@ -13,9 +13,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel, ProcessorMixin
 
-from conversion.files import read_json, save, write_text
-from conversion.messages import cut
-from conversion.provenance import weights_fingerprint
 from data.sources import is_here
 from data.worlds import WORLDS
 from evaluation.evaluate import evaluate_model
@@ -23,6 +20,9 @@ from evaluation.measures import METRICS
 from evaluation.own_data import OwnTask
 from evaluation.task import INFORMATION, Task
 from evaluation.tasks import TASKS, copied_benchmarks, find_tasks
+from records.files import read_json, save, write_text
+from records.messages import cut
+from records.provenance import weights_fingerprint
 from training.measured_tasks import MeasuredTasks
 from training.random_states import kept_random_states
 from training.settings import STRICT

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conversion.files import one_line_errors
 from conversion.folders import load_config
-from conversion.recipe_yaml import read_yaml
 from evaluation.processes import first_failure_speaks, launch_cpu_processes, silence_other_processes
+from records.files import one_line_errors
+from records.yaml_files import read_yaml
 from training.checks import RecipeError
 from training.plan import plan, render
 from training.recipe import Recipe, load_recipe

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from conversion.files import read_json
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.own_data import read_text
 from evaluation.results import content_hash
+from records.files import read_json
 
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"

@@ -10,7 +10,6 @@ from pathlib import Path
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 
-from conversion.files import read_json
 from data.pairs import readable_pairs
 from data.sources import DataArguments
 from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout, Shards
@@ -18,6 +17,7 @@ from evaluation.benchmarks.specs import Benchmark
 from evaluation.own_data import is_template, read_classes, read_templates, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
+from records.files import read_json
 
 IN_PACKAGE = {CLASSES: "en_classnames.json", TEMPLATES: "en_zeroshot_classification_templates.json"}
 

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
-from conversion.files import new_folder
 from data.identity import data_fingerprint
 from data.sources import DataArguments
 from evaluation.sentence_encoders import (
@@ -25,6 +24,7 @@ from evaluation.sentence_encoders import (
     load_encoder,
     open_encoder,
 )
+from records.files import new_folder
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
     BATCHES_PER_PART,

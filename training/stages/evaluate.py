@@ -11,13 +11,13 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
-from conversion.messages import cut
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
 from modeling_clip_moe import CLIPMoEConfig
+from records.messages import cut
 from training.context import Context
 from training.expected import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks

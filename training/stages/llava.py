@@ -15,11 +15,11 @@ from transformers import CLIPConfig, LlamaConfig, LlavaConfig, LlavaForCondition
 
 from conversion import llava
 from conversion.checkpoints import load_model
-from conversion.messages import cut, what_is_meant
 from conversion.processors import load_processor
 from data.sources import DataArguments, Rows, reading
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
+from records.messages import cut, what_is_meant
 from training.context import Context
 from training.conversations import ConversationLoader, Prompt
 from training.expected import Expected, Unknown, described

@@ -18,18 +18,18 @@ from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense, load_model
-from conversion.files import save
 from conversion.folders import load_config
-from conversion.local_names import is_hub_name
-from conversion.messages import cut, what_is_meant
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
-from conversion.provenance import PROCESSOR, model_fingerprint
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from records.files import save
+from records.local_names import is_hub_name
+from records.messages import cut, what_is_meant
+from records.provenance import PROCESSOR, model_fingerprint
 from training.context import Context
 from training.expected import Expected, Unknown, bytes_in_memory
 from training.fits import read_otherwise, trained_apart

@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
-from conversion.files import save
-from conversion.provenance import LOG
+from records.files import save
+from records.provenance import LOG
 from training.context import Context
 from training.engine import CHECKPOINTS, start_trackers, train
 from training.expected import (

@@ -22,16 +22,16 @@ from transformers import CLIPConfig, PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from conversion.checkpoints import is_sparse, load_clip
-from conversion.files import write_text
-from conversion.messages import cut
 from conversion.processors import load_processor, require_same
-from conversion.provenance import SAMPLES
 from data.augmentation import Augmentation
 from data.pairs import all_captions
 from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
+from records.files import write_text
+from records.messages import cut
+from records.provenance import SAMPLES
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
 from training.expected import (

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from conversion.messages import shortened
+from records.messages import shortened
 
 NOTHING_LEFT = "nothing was written"
 MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from conversion.files import read_json
-from conversion.messages import shortened
+from records.files import read_json
+from records.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
@@ -63,7 +63,7 @@ class Result(BaseModel):
     dtype: str
     commit: str | None
     versions: dict[str, str]
-    # What in it is a path on the machine that measured; see `conversion.local_names.paths_here`.
+    # What in it is a path on the machine that measured; see `records.local_names.paths_here`.
     local: list[str] = Field(default_factory=list)
 
 

@@ -1,0 +1,1 @@
+"""The ground floor: files, what made them, and the words of errors."""
