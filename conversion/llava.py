@@ -164,11 +164,7 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
 
 
 def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
-    """Saves the LLaVA of `source` with another tower into `folder`, and its processor.
-
-    Raises:
-        ValueError: see `load_tower`, `swap` and `write_processor`.
-    """
+    """Saves the LLaVA of `source` with another tower into `folder`, and its processor."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
     swap(llava, tower)
     llava.save_pretrained(folder)

@@ -73,9 +73,6 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 
     Args:
         model: a CLIP or a text tower alone, dense or sparse.
-
-    Raises:
-        ValueError: see `stretch_positions`.
     """
     state = model.state_dict()
     name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")

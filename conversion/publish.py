@@ -112,7 +112,6 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: it has no processor.
-        ValueError: see `own_code_only`, `write_model` and `write_processor`.
     """
     with own_code_only(source) as copy:
         model = write_model(copy, folder)

@@ -270,11 +270,7 @@ def convert(
     seed: int = 0,
     base_expert: bool = True,
 ) -> None:
-    """Saves the unified model of folders or hub names, and the base's processor, into `folder`, and verifies it.
-
-    Raises:
-        ValueError: see `require_same`, `unify`, `unify_sparse` and `verify`.
-    """
+    """Saves the unified model of folders or hub names, and the base's processor, into `folder`, and verifies it."""
     require_same([base, *experts])
     start = load_clip(base)
     models = [load_model(type(start), expert) for expert in experts]

@@ -240,9 +240,6 @@ def upcycle(
 
     Returns:
         The model in evaluation mode and the dense model's dtype.
-
-    Raises:
-        ValueError: see `sparse_config`.
     """
     config = sparse_config(dense.config, preset, towers)
     return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)

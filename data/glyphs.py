@@ -123,9 +123,6 @@ def load_minimal_pairs(
     Returns:
         Rows of `image_0`, `caption_0`, `image_1`, `caption_1` (detailed, in the same words) and `attribute`, the name
         of the one that differs; all of them are equally frequent.
-
-    Raises:
-        ValueError: as `load`.
     """
     _check(split, kinds, image_size)
     rows = []

@@ -38,9 +38,6 @@ class Ensemble:
         model: a folder or hub name.
         cache_dir, batch_size, device, dtype, reading: of `Embedder`.
         changes: see `require_changes`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `Embedder`, `load_mixture` and `require_changes`.
     """
 
     def __init__(

@@ -247,7 +247,6 @@ def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[tuple[str, st
         The scores, and for each row and task the first folder that has them.
 
     Raises:
-        OSError, ValueError: as `read_scores`.
         ValueError: a row that two folders have is not the same in both, so that their runs differ; or they have
             different numbers of seeds.
     """
@@ -286,11 +285,7 @@ def _read_experts(folder: Path, num_seeds: int) -> Scores:
 
 
 def read_expert_scores(folder: Path, seed: int) -> ExpertScores:
-    """What was measured of one seed's single experts.
-
-    Raises:
-        OSError, ValueError: as `read_scores`.
-    """
+    """What was measured of one seed's single experts."""
     path = folder / f"experts_{seed}.json"
     return _validated(ExpertScores, read_json(path), path)
 

@@ -35,9 +35,6 @@ def join_rows(path: Path, parts: Mapping[str, Iterable[np.ndarray]], num_rows: i
 
     Args:
         num_rows: of all parts of an array together.
-
-    Raises:
-        OSError: see `save_arrays`.
     """
     header, end = {"__metadata__": metadata}, 0
     iterators = {name: iter(of_name) for name, of_name in parts.items()}
