@@ -120,11 +120,7 @@ def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrai
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, stored: int) -> None:
-    """Refuses a configuration that says far more than the numbers stored, before memory is taken for it.
-
-    Raises:
-        ValueError: as said. What differs less is named tensor by tensor when it is loaded.
-    """
+    """Refuses a configuration that says far more than the numbers stored, before memory is taken for it."""
     if not isinstance(config, model_class.config_class):
         config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
     with torch.device("meta"):

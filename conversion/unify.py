@@ -209,11 +209,7 @@ def require_expert(name: str, differing: Sequence[str]) -> None:
 def _gather(
     base: PreTrainedModel, experts: Sequence[PreTrainedModel], parts: re.Pattern[str]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of all models, named I.NAME for model I; the base is model 0.
-
-    Raises:
-        ValueError: an expert differs from the base in the name or shape of a tensor, or in one that is not of `parts`.
-    """
+    """The tensors of all models, named I.NAME for model I; the base is model 0."""
     base_state = base.state_dict()
     source = {f"0.{name}": tensor for name, tensor in base_state.items()}
     for number, expert in enumerate(experts, 1):

@@ -375,11 +375,7 @@ def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
 
 
 def _require_same_columns(files: list[str]) -> None:
-    """Parquet files must have the columns of the first one. Their footers are read, not their rows.
-
-    Raises:
-        ValueError: one cannot be read, lacks a column or has another kind of values in it.
-    """
+    """Parquet files must have the columns of the first one. Their footers are read, not their rows."""
     expected = None
     for file in files:
         try:
@@ -397,11 +393,7 @@ def _require_same_columns(files: list[str]) -> None:
 
 
 def _require_objects(file: str) -> None:
-    """Lines of metadata.jsonl must be JSON objects. Others can kill pyarrow, which reads them, and with it the process.
-
-    Raises:
-        ValueError: one is not; names it.
-    """
+    """Lines of metadata.jsonl must be JSON objects: others can kill pyarrow, which reads them, and the process."""
     with open(file, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:

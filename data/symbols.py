@@ -303,11 +303,7 @@ def _check(split: str, kinds: Sequence[str], image_size: int, **numbers: int) ->
 
 @cache
 def _fonts_of(split: str) -> dict[str, list[str]]:
-    """The files of the fonts that have each character.
-
-    Raises:
-        ValueError: the first font of the split lacks one.
-    """
+    """The files of the fonts that have each character."""
     import matplotlib
     from matplotlib.ft2font import FT2Font
 

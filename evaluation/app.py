@@ -192,9 +192,6 @@ def _copy_images(source: Path, target: Path) -> None:
     they were taken.
 
     What is reached by a link stays behind, since it may be anything, and so does what cannot be decoded.
-
-    Raises:
-        ValueError: nothing is left.
     """
     folders = [(Path(folder), names) for folder, _, names in os.walk(source)]  # which follows no links
     paths = sorted(folder / name for folder, names in folders for name in names)

@@ -255,11 +255,7 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
 
 
 def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
-    """The columns of pairs, under the names that `evaluation.measures.measure_pairs` knows.
-
-    Raises:
-        ValueError: a column is not there, or what differs is neither a text nor an integer.
-    """
+    """The columns of pairs, under the names that `evaluation.measures.measure_pairs` knows."""
     rows = open_rows(arguments)
     columns = {f"{arguments.image_column}_{side}": f"image_{side}" for side in range(2)}
     columns |= {f"{arguments.caption_column}_{side}": f"caption_{side}" for side in range(2)}

@@ -29,11 +29,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _typed(text: str | None) -> str:
-    """What somebody typed; null, which a client may send, is nothing.
-
-    Raises:
-        ValueError: it has half a character.
-    """
+    """What somebody typed; null, which a client may send, is nothing."""
     if not _is_utf8(text or ""):
         raise ValueError(f"{text!r} has half a character, a lone surrogate: type it anew")
     return text or ""

@@ -129,11 +129,7 @@ def end_if_told_to() -> None:
 
 
 def _absolute(path: str | Path) -> Path:
-    """The path behind all symbolic links.
-
-    Raises:
-        OSError: the links lead in a circle.
-    """
+    """The path behind all symbolic links."""
     resolved = Path(os.path.realpath(path))  # `Path.resolve` raises RuntimeError on a circle, in some versions
     if resolved.is_symlink():
         raise OSError(f"{path} is a symbolic link that leads back to itself: remove it")

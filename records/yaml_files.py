@@ -37,11 +37,7 @@ def read_yaml(text: str, name: str) -> Any:
 
 
 def _require_bounded(node: yaml.Node, sizes: dict[yaml.Node, int], level: int = 0) -> int:
-    """The number of values of a node when its aliases are written out.
-
-    Raises:
-        ValueError: it is above MOST_VALUES, or infinite, or a mapping in it gives a key twice.
-    """
+    """The number of values of a node when its aliases are written out."""
     if level > MOST_LEVELS:
         raise RecursionError
     line = node.start_mark.line + 1
@@ -68,11 +64,7 @@ def _require_different_keys(node: yaml.MappingNode) -> None:
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """A copy in which nothing is shared: what a YAML alias stands for is overridden in one place alone.
-
-    Raises:
-        ValueError: it is of a kind that no setting has; names its key.
-    """
+    """A copy in which nothing is shared: what a YAML alias stands for is overridden in one place alone."""
     if isinstance(value, dict):
         odd = [name for name in value if not isinstance(name, str)]
         if odd:

@@ -221,12 +221,7 @@ def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
 
 
 def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> dict[str, int]:
-    """The fields of a text tower's configuration that follow from its tokenizer.
-
-    Raises:
-        ValueError: the tokenizer lacks a token that CLIP needs. Whether it puts texts between the first and the last,
-            `require_fit` asks.
-    """
+    """The fields of a text tower's configuration that follow from its tokenizer."""
     names = ("bos_token", "eos_token", "pad_token")
     missing = [name for name in names if getattr(tokenizer, f"{name}_id") is None]
     if missing:

@@ -299,11 +299,7 @@ class _Pairs(torch.utils.data.Dataset):
                 index = self._substitute(index, error)
 
     def _substitute(self, index: int, error: OSError) -> int:
-        """The pair that takes the place of one whose image cannot be read, of shards that nobody looked through.
-
-        Raises:
-            ValueError: they are more than `max_unreadable` of all, or of what this reader tried, once it is enough.
-        """
+        """The pair that takes the place of one whose image cannot be read, of shards that nobody looked through."""
         if not self.arguments.indexed:
             raise error
         source, share = self.arguments.source, self.arguments.max_unreadable

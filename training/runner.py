@@ -263,11 +263,7 @@ class Runner:
         return attempts
 
     def _require_unchanged(self, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
-        """Local data must be what they were when the stage began. Those that are gone have been read.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """Local data must be what they were when the stage began. Those that are gone have been read."""
         if before is None or "commit" in before:
             return
         self.context.forget_identities()

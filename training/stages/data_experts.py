@@ -388,9 +388,6 @@ def _save_experts(
     Args:
         assignment: the folder of an assign stage.
         at_random: give every expert as many pairs as its clusters have, but any.
-
-    Raises:
-        ValueError: the pairs are not those that were assigned, or none belongs to an expert.
     """
     index = load_index(assignment, "an assign stage")
     pairs, root = index["pairs"], index["data"]["image_root"]

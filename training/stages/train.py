@@ -405,11 +405,7 @@ class TrainExpertsStage(TrainStage):
         return choices[self.small_clusters]
 
     def _choices(self, clusters: FeatureClusters, batch_size: int) -> dict[str, np.ndarray]:
-        """For each `small_clusters`, the labels.
-
-        Raises:
-            ValueError: there is no such first-level cluster.
-        """
+        """For each `small_clusters`, the labels."""
         labels = clusters.labels.copy()
         if self.cluster is not None:
             known = np.unique(clusters.tuples[:, 0])
