@@ -57,7 +57,7 @@ def step(pairs: int, mini_batch_size: int | None) -> Callable[[], object]:
     ids = torch.randint(1, 998, (pairs, LENGTH))
     ids[:, -1] = 999
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(pairs, 3, 96, 96)}
-    data = {"source": "glyphs", "num_samples": pairs}
+    data = {"source": "symbols", "num_samples": pairs}
     settings = TrainStage(
         name="step", stage="train", model="-", data=data, global_batch_size=pairs, max_steps=1, learning_rate=1e-3
     )

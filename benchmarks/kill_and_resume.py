@@ -28,7 +28,7 @@ from records.provenance import ATTEMPTS, environment
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-PAIRS = {"source": "glyphs", "num_samples": 192, "in_memory": True}
+PAIRS = {"source": "symbols", "num_samples": 192, "in_memory": True}
 NOISE = {"router_jitter_noise": 0.1, "capacity_group_size": 4, "attention_dropout": 0.1}
 NOISY = {"text_config": NOISE, "vision_config": NOISE}
 SEVERAL = {"data": {"source": "captions"}, "caption_weights": [0.5, 0.5]}
@@ -36,7 +36,7 @@ POLICIES = [{"policy": "full", "column": "raw_caption"}, {"policy": "first_sente
 
 DENSE = [
     {"name": "words", "stage": "tokenizer", "data": PAIRS, "vocab_size": 600, "max_length": 24},
-    {"name": "dense", "stage": "initialize", "processor": "glyphs", "tokenizer": "words", "projection_dim": 16}
+    {"name": "dense", "stage": "initialize", "processor": "symbols", "tokenizer": "words", "projection_dim": 16}
     | {"text_config": {**TOWER, "max_position_embeddings": 24, "attention_dropout": 0.1}}
     | {"vision_config": {**TOWER, "image_size": 32, "patch_size": 16, "attention_dropout": 0.1}},
     {"name": "longer", "stage": "long_context", "model": "dense", "length": 32},
@@ -56,7 +56,7 @@ CLIP_MOE = [
 ]
 CLIP_FMOE = [
     {"name": "captions", "stage": "captions", "model": "base", "captions": POLICIES}
-    | {"data": {"source": "glyphs", "num_samples": 192}},
+    | {"data": {"source": "symbols", "num_samples": 192}},
     {"name": "fused", "stage": "upcycle", "model": "base", "preset": "clip_fmoe"}
     | {"changes": {"num_experts": 1, "num_experts_per_tok": 1}}
     | NOISY,
@@ -80,9 +80,9 @@ MODE = [
     {"name": "mean", "stage": "average", "models": ["data_expert_0", "data_expert_1"]},
 ]
 EVALUATION = [
-    {"name": "evaluation", "stage": "evaluate", "tasks": ["glyphs_pairs"]}
+    {"name": "evaluation", "stage": "evaluate", "tasks": ["symbols_pairs"]}
     | {"models": {"up": "clip_up", "moe": "clip_moe", "mixture": "mixture"}},
-    {"name": "experts", "stage": "analyze", "model": "clip_moe", "tasks": ["glyphs_pairs"]},
+    {"name": "experts", "stage": "analyze", "model": "clip_moe", "tasks": ["symbols_pairs"]},
 ]
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.training_time --output benchmarks/results/training_time_cpu.md
 
-Runs the stages of training/recipes/clip_fmoe_glyphs.yaml one after the other, with the hidden states below the trained
+Runs the stages of training/recipes/clip_fmoe_symbols.yaml one after the other, with the hidden states below the trained
 layers kept on disk and without, and prints the seconds of each part: embedding and clustering, experts, router. On a
 CPU they are those of the processor, since other programs would disturb the clock.
 The paper (section 5): 72.5 % less time than CLIP-MoE, with clustering and with all experts at once.
@@ -24,8 +24,8 @@ from records.files import write_text
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
-RECIPE = Path(__file__).parents[1] / "training" / "recipes" / "clip_fmoe_glyphs.yaml"
-PREPARED = ["captions", "copied", "fused"]
+RECIPE = Path(__file__).parents[1] / "training" / "recipes" / "clip_fmoe_symbols.yaml"
+PREPARED = ["captions", "copied", "copied_for_clip_moe", "fused"]
 SYSTEMS = {
     "CLIP-MoE": {
         "clusters": ["features"]
@@ -36,8 +36,8 @@ SYSTEMS = {
     },
     "CLIP-FMoE": {
         "clusters": ["features", "clusters", "sub_clusters"],
-        "experts": [f"expert_{number}" for number in range(1, 5)],
-        "router": ["unified", "clip_fmoe"],
+        "experts": [f"clip_fmoe_{number}" for number in range(1, 5)],
+        "router": ["clip_fmoe_unified", "clip_fmoe"],
     },
 }
 
@@ -85,7 +85,7 @@ def main() -> None:
         f"# Training time\n\n{markdown_table([*header, 'total', 'experts at once'], rows)}\n\n"
         f"Seconds; {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers "
         f"{transformers.__version__}. In brackets: against CLIP-MoE in the same half of the table. Every stage "
-        "has three epochs of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter."
+        "has one epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter."
     )
     print(text)
     if output is not None:

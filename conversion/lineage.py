@@ -38,7 +38,6 @@ TASK_TYPES = {
 }
 # The worlds that this package draws -> texts of theirs
 WORLDS = {
-    "glyphs": ["a picture of a star", "a picture of a heart"],
     "icons": ["wikipedia", "github"],
     "names": ["grunheim dalos dalos", "helville borum mareth"],
     "symbols": ["a picture of a snowman", "a picture of an anchor"],

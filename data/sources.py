@@ -45,7 +45,7 @@ Rows = datasets.Dataset | datasets.IterableDataset
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "glyphs", "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
+    # "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
     # metadata.jsonl, of parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of
     # .parquet, .arrow, .tar, .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a
     # Karpathy split.

@@ -6,10 +6,10 @@ docs/worlds.md.
 
 from transformers import CLIPProcessor
 
-from data import glyphs, icons, names, symbols
+from data import icons, names, symbols
 from data.drawing import build_image_processor
 
-WORLDS = {"glyphs": glyphs, "icons": icons, "names": names, "symbols": symbols}
+WORLDS = {"icons": icons, "names": names, "symbols": symbols}
 
 
 def build_processor(world: str, context_length: int, image_size: int) -> CLIPProcessor:

@@ -4,59 +4,8 @@ from collections.abc import Sequence
 
 from datasets import Dataset
 
-from data import glyphs, icons, names, symbols
+from data import icons, names, symbols
 from evaluation.task import INFORMATION, PRIMARY_METRICS, Task
-
-
-def _glyph_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:
-    """Glyphs with their kinds."""
-    rows = glyphs.load(split, "detailed", num_samples, glyphs.KIND_SETS[kinds], seed)
-    return rows.remove_columns("caption").rename_column("kind", "caption")
-
-
-def _glyph_zero_shot(title: str, number: int, kinds: str, classes: Sequence[str] = tuple(glyphs.KINDS)) -> Task:
-    candidates = f"all {len(classes)} kinds" if len(classes) == len(glyphs.KINDS) else f"these {len(classes)}"
-    templates = len(glyphs.TEMPLATES)
-    return Task(
-        kind="zero_shot",
-        title=title,
-        protocol=f"{number:,} test glyphs of {kinds} kinds; {candidates} are candidates, {templates} templates",
-        load=lambda seed=0: (_glyph_kinds("test", number, kinds, seed), 0),
-        classes=classes,
-        templates=glyphs.TEMPLATES,
-    )
-
-
-def glyph_tasks(number: int = 2000, retrieval: int = 1000, pairs: int = 1200, train: int = 4000) -> dict[str, Task]:
-    """The tasks on glyphs, with these numbers of samples."""
-    return {
-        "glyphs_zero_shot": _glyph_zero_shot("zero-shot", number, "all"),
-        "glyphs_zero_shot_seen": _glyph_zero_shot("zero-shot, seen kinds", number, "seen"),
-        "glyphs_zero_shot_unseen": _glyph_zero_shot("zero-shot, unseen kinds", number, "unseen"),
-        "glyphs_digits": _glyph_zero_shot("zero-shot, digits alone", number, "digit", glyphs.DIGITS),
-        "glyphs_shapes": _glyph_zero_shot("zero-shot, shapes alone", number, "shape", glyphs.SHAPES),
-        "glyphs_retrieval": Task(
-            kind="retrieval",
-            title="retrieval",
-            protocol=f"{retrieval:,} test glyphs of seen kinds, one detailed caption each",
-            load=lambda seed=0: (glyphs.load("test", "detailed", retrieval, glyphs.SEEN_KINDS, seed), 0),
-        ),
-        "glyphs_pairs": Task(
-            kind="pairs",
-            title="attribute pairs",
-            protocol=f"{pairs:,} pairs of test glyphs of all kinds that differ in one of six attributes, detailed "
-            "captions",
-            load=lambda seed=0: (glyphs.load_minimal_pairs("test", pairs, seed=seed), 0),
-        ),
-        "glyphs_linear_probe": Task(
-            kind="linear_probe",
-            title="linear probe",
-            protocol=f"{number:,} test glyphs of all 16 kinds; logistic regression on {train:,} training glyphs",
-            load=lambda seed=0: (_glyph_kinds("test", number, seed=seed), 0),
-            load_train=lambda seed=0: (_glyph_kinds("train", train, seed=seed), 0),
-            classes=glyphs.KINDS,
-        ),
-    }
 
 
 def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:

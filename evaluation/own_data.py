@@ -144,7 +144,7 @@ def in_one_line(error: ValidationError) -> str:
 
 
 def _one_spelling(source: str) -> str:
-    """`data/images` for `data/images/` and `./data/images` too; but `glyphs/` is a folder, not the world."""
+    """`data/images` for `data/images/` and `./data/images` too; but `symbols/` is a folder, not the world."""
     plain = str(PurePosixPath(source))
     return source if plain in (".", *WORLDS) else plain
 

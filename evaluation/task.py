@@ -38,7 +38,7 @@ class Task:
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
     Rows have the columns `image` and `caption` (of retrieval, a text or a list of texts),
-    or for pairs those of `data.glyphs.load_minimal_pairs`.
+    or for pairs those of `data.symbols.load_minimal_pairs`.
     `group_of_class` parts the classes of one that is the mean of several zero-shot tasks, each among its own classes.
     The caption of a zero-shot row is the name of its class. A column `label` has the class's number, which counts where
     two classes have one name.

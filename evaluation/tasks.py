@@ -16,14 +16,14 @@ from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
-from evaluation.built_in_tasks import glyph_tasks, icon_tasks, name_tasks, symbol_tasks
+from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask, in_one_line
 from evaluation.results import task_name
 from evaluation.task import Task
 from records.local_names import is_hub_name, meant_here
 from records.messages import most_similar
 
-TASKS = glyph_tasks() | icon_tasks() | name_tasks() | symbol_tasks()
+TASKS = icon_tasks() | name_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"

@@ -102,10 +102,10 @@ def sources(tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "run"), "stages": [stage]}))
     run_recipe(load_recipe(folder / "run.yaml"))
     weights = weights_fingerprint(str(folder / "run" / "sparse"))
-    score = {"task": "glyphs_pairs", "metrics": {"group": 0.5}, "primary": {"group": "group score"}}
+    score = {"task": "symbols_pairs", "metrics": {"group": 0.5}, "primary": {"group": "group score"}}
     (folder / "run" / "scores").mkdir()
     content = result("sparse", **score, weights=weights, source="sparse")
-    (folder / "run" / "scores" / "glyphs_pairs--sparse.json").write_text(json.dumps(content))
+    (folder / "run" / "scores" / "symbols_pairs--sparse.json").write_text(json.dumps(content))
     spread = {"mean": 0.5, "lowest": 0.25, "highest": 0.75}
     collapse = [{"title": "pairs: group score", "routed": 0.5, "mean": 0.25, "error": 0.1}]
     summary = {"collapse": collapse, "entropy": spread, "most_entropy": 1.0, "agreement": spread}

@@ -1,4 +1,4 @@
-"""Tiny models, the glyph tasks on a few glyphs, and the command on small datasets given by columns."""
+"""Tiny models, the symbol tasks on a few symbols, and the command on small datasets given by columns."""
 
 import dataclasses
 import io
@@ -13,17 +13,17 @@ from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from data import glyphs
+from data import symbols
 from data.worlds import build_processor
 from evaluation import evaluate
 from evaluation.report import plt
-from evaluation.tasks import TASKS, glyph_tasks, name_tasks, symbol_tasks
+from evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = build_processor("glyphs", 16, 32)
+    processor = build_processor("symbols", 16, 32)
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = processor.tokenizer
     text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
@@ -48,10 +48,10 @@ def sparse(dense):
 def small_tasks(monkeypatch):
     """The built-in tasks on a few pictures."""
     sizes = {"number": 40, "retrieval": 40}
-    symbols = symbol_tasks(**sizes, pairs=14, train=1500)  # so that all kinds are there
     for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
-    for name, task in (glyph_tasks(**sizes, pairs=12, train=400) | name_tasks((16,), 16, 16) | symbols).items():
+    # So many training pictures that all kinds are there
+    for name, task in (name_tasks((16,), 16, 16) | symbol_tasks(**sizes, pairs=14, train=1500)).items():
         monkeypatch.setitem(TASKS, name, task)
 
 
@@ -63,11 +63,11 @@ def damage(folder, change):
 
 
 def evaluated(model, tmp_path, *arguments, tasks="retrieval"):
-    """The command on two folders of the same glyphs; what it wrote."""
+    """The command on two folders of the same symbols; what it wrote."""
     for source in ("one", "two"):
         (tmp_path / source).mkdir(exist_ok=True)
         for split in ("train", "test"):
-            rows = glyphs.load(split, "web", 12).add_column("number", [0, 1] * 6)
+            rows = symbols.load(split, "web", 12).add_column("number", [0, 1] * 6)
             rows = rows.rename_column("color", "other caption")
             photos = rows.select_columns("image").rename_column("image", "photo")
             rows = datasets.concatenate_datasets([rows, photos], axis=1)
@@ -83,7 +83,7 @@ def shard(folder, number=8, turned=False):
     folder.mkdir()
     texts = []
     with tarfile.open(folder / "0.tar", "w") as tar:
-        for index, row in enumerate(glyphs.load("test", "web", number, captions_per_image=2)):
+        for index, row in enumerate(symbols.load("test", "web", number, captions_per_image=2)):
             image, file, exif = row["image"], io.BytesIO(), PIL.Image.Exif()
             if turned:  # a viewer shows the same
                 image, exif[0x0112] = image.transpose(PIL.Image.Transpose.ROTATE_90), 6
@@ -108,7 +108,8 @@ def figures(monkeypatch):
 
 def plain_embedding(folder):
     """A function that embeds one image or one text."""
-    model, processor = AutoModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
 
     @torch.no_grad()
     def embed(item):

@@ -11,16 +11,16 @@ from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
 from conversion.long_context import POSITIONS
 from conversion.openai import SETTINGS
-from data import glyphs
+from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
 
 ROOT = Path(__file__).parents[1]
-BASE = ROOT / "training" / "glyph_clip"
+BASE = ROOT / "training" / "symbol_clip"
 SHORT = 77
 
 
 def with_77_positions(model):
-    """The glyph CLIP has 64: repeats the last ones."""
+    """The symbol CLIP has 64: repeats the last ones."""
     state = model.state_dict()
     table = state[POSITIONS]
     state[POSITIONS] = torch.cat([table, table[len(table) - SHORT :]])
@@ -31,13 +31,13 @@ def with_77_positions(model):
 
 
 def save_clip(folder: Path) -> None:
-    """The glyph CLIP with the positions of OpenAI's."""
+    """The symbol CLIP with the positions of OpenAI's."""
     with_77_positions(CLIPModel.from_pretrained(BASE)).save_pretrained(folder)
     AutoProcessor.from_pretrained(BASE).save_pretrained(folder)
 
 
 def openai_weights() -> dict[str, torch.Tensor]:
-    """Random weights under OpenAI's names, for the glyphs' tokenizer and images."""
+    """Random weights under OpenAI's names, for the symbols' tokenizer and images."""
     state = openai_state_dict((64, 64), (1, 1), 8, 32, 16)
     words = len(AutoTokenizer.from_pretrained(BASE))
     state["token_embedding.weight"] = torch.randn(words, 64, generator=torch.Generator().manual_seed(0))
@@ -65,7 +65,7 @@ def save_images(folder: Path) -> None:
     """A folder of images, with captions and labels in a file beside them."""
     lines = []
     folder.mkdir()
-    for number, row in enumerate(glyphs.load("train", "detailed", 8)):
+    for number, row in enumerate(symbols.load("train", "detailed", 8)):
         name = f"{number:04}.png"
         row["image"].save(folder / name)
         lines.append(json.dumps({"file_name": name, "caption": row["caption"], "label": row["kind"]}))

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 import torch
 
-from data import glyphs
+from data import symbols
 from data.augmentation import RATIOS, Augmentation, crop_box
 from data.images import decode_image, read_image
 from data.sources import DataArguments
@@ -21,16 +21,16 @@ BOTH = Augmentation(random_resized_crop=[0.5, 1.0], horizontal_flip=True)
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return glyphs.load("train", "web", 20)
+    return symbols.load("train", "web", 20)
 
 
 def batches(rows, processor, start, number, augmentation=BOTH, share=(8,), **settings):
-    arguments = DataArguments(source="glyphs", num_samples=20, **settings)
+    arguments = DataArguments(source="symbols", num_samples=20, **settings)
     stream = PairLoader(rows, processor, arguments, *share, augmentation=augmentation).batches(start)
     return [next(stream)["pixel_values"] for _ in range(number)]
 
@@ -60,7 +60,7 @@ def test_of_long_images_the_center_is_taken():
 def test_images_are_cropped_resized_and_mirrored(rows, processor):
     """As Pillow and the processor do it, by the numbers of seed, epoch and image."""
     (found,) = batches(rows, processor, 0, 1)
-    loader = PairLoader(rows, processor, DataArguments(source="glyphs", num_samples=20), 8)
+    loader = PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20), 8)
     flipped = 0
     for pixels, number in zip(found, next(iter(loader.sampler)), strict=True):
         rng, image = np.random.default_rng([0, 0, number, 1]), decode_image(rows[number]["image"])
@@ -82,7 +82,7 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_interruptions(rows,
 
 
 def test_every_epoch_changes_images_in_another_way_and_no_embedding_does(rows, processor):
-    plain, arguments = rows.select([0] * 8), DataArguments(source="glyphs", num_samples=8)
+    plain, arguments = rows.select([0] * 8), DataArguments(source="symbols", num_samples=8)
     loader = PairLoader(plain, processor, arguments, 8, augmentation=BOTH)
     stream = loader.batches(0)
     images = torch.cat([next(stream)["pixel_values"] for _ in range(2)])
@@ -133,7 +133,7 @@ def test_wrong_settings_are_refused(settings, message):
 
 
 def test_only_training_changes_images():
-    data, flip = {"source": "glyphs", "num_samples": 8}, {"horizontal_flip": True}
+    data, flip = {"source": "symbols", "num_samples": 8}, {"horizontal_flip": True}
     with pytest.raises(ValueError, match="augmentation"):
         EmbedStage(name="x", stage="embed", model="x", data=data, augmentation=flip)
     training = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": 0}

@@ -195,7 +195,7 @@ def test_a_command_ends_in_one_line(tmp_path):
 def test_problems_are_told_at_once_and_the_hub_is_not_asked(tmp_path):
     folder = make(tmp_path, "cub200")
     shutil.rmtree(folder / "images")
-    problems = problems_of_data(["clip_benchmark", "cub200", "mmvp_vlm", "glyphs_pairs"], tmp_path)
+    problems = problems_of_data(["clip_benchmark", "cub200", "mmvp_vlm", "symbols_pairs"], tmp_path)
     assert [problem.split(" is ")[0] for problem in problems] == [str(folder), "mmvp_vlm"]
 
 

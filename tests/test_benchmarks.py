@@ -22,7 +22,7 @@ from training.stages.evaluate import EvaluateStage, MeasuringStage
 dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
 # LLaVA-1.5's benchmarks are lmms-eval's
-AT_THE_PAPERS_SIZE = sorted(path for path in RECIPES if not re.search("glyph|icons|names|symbol|demo|llava", path.stem))
+AT_THE_PAPERS_SIZE = sorted(path for path in RECIPES if not re.search("symbol|icons|names|demo|llava", path.stem))
 # Tables of the papers -> what they measure
 ROBUSTNESS = "imagenet_a imagenet_o imagenet_r imagenet_sketch"
 FMOE_11 = "cars country211 fgvc_aircraft food101 sun397 caltech101 eurosat flowers pets imagenet1k imagenetv2"

@@ -14,7 +14,7 @@ from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel
 
-from data import glyphs
+from data import symbols
 from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
 from data.images import decode_image
 from data.pairs import caption_columns, load_pairs, with_image_root
@@ -61,8 +61,8 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
 
 @pytest.fixture(scope="module")
 def built():
-    arguments = DataArguments(source="glyphs", captions="detailed", num_samples=40)
-    tokenizer = build_processor("glyphs", 64, 32).tokenizer
+    arguments = DataArguments(source="symbols", captions="detailed", num_samples=40)
+    tokenizer = build_processor("symbols", 64, 32).tokenizer
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
         CaptionPolicy(policy="first_sentence", column="caption"),
@@ -75,7 +75,7 @@ def built():
 
 def test_policies(built):
     rows, tokenizer, policies, captions = built
-    web = glyphs.load("train", "web", 40)
+    web = symbols.load("train", "web", 40)
     assert len(captions) == 40 and captions.column_names == ["image", "caption"]
     for row, raw, made in zip(rows, web["caption"], captions, strict=True):
         assert made["image"] == row["image"]
@@ -99,8 +99,8 @@ def test_captions_are_seeded(built):
 def test_captions_of_files_below_a_folder(tmp_path):
     """What is built is read without the folder that its images were named in."""
     (tmp_path / "images").mkdir()
-    entries, glyph_rows = [], glyphs.load("train", "detailed", 6)
-    for number, row in enumerate(glyph_rows):
+    entries, symbol_rows = [], symbols.load("train", "detailed", 6)
+    for number, row in enumerate(symbol_rows):
         row["image"].save(tmp_path / "images" / f"{number}.png")
         turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": row["caption"]}]
         entries.append({"image": f"{number}.png", "conversations": turns})
@@ -113,7 +113,7 @@ def test_captions_of_files_below_a_folder(tmp_path):
     ]
     build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
     loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
-    for row, expected in zip(loaded, glyph_rows, strict=True):
+    for row, expected in zip(loaded, symbol_rows, strict=True):
         assert row["caption"] == [expected["caption"], split_sentences(expected["caption"])[0]]
         assert np.array_equal(decode_image(row["image"]), expected["image"])
 
@@ -133,7 +133,7 @@ def test_policies_need_texts():
 
 
 def test_policies_leave_missing_captions_out():
-    rows = glyphs.load("train", "web", 3, captions_per_image=2).remove_columns("caption")
+    rows = symbols.load("train", "web", 3, captions_per_image=2).remove_columns("caption")
     rows = rows.add_column("caption", [["One.", None], [None, "Two. Three."], [None, ""]])
     built = build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
     assert list(built["caption"]) == [["One."], ["Two. Three."], [""]]
@@ -141,14 +141,14 @@ def test_policies_leave_missing_captions_out():
 
 def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
-    model = CLIPModel.from_pretrained("training/glyph_clip").eval()
-    processor = build_processor("glyphs", 64, 32)
-    rows = glyphs.load("train", "web", 4, captions_per_image=3)
+    model = CLIPModel.from_pretrained("training/symbol_clip").eval()
+    processor = build_processor("symbols", 64, 32)
+    rows = symbols.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
     rows = rows.remove_columns("caption").add_column("caption", captions)
     weights = [0.2, 0.3, 0.5]
-    arguments = DataArguments(source="glyphs", num_samples=4)
+    arguments = DataArguments(source="symbols", num_samples=4)
     loader = PairLoader(rows, processor, arguments, 4, caption_weights=weights)
     batch = next(loader.in_order(0, 4))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
@@ -170,17 +170,17 @@ def test_the_batch_of_several_captions():
 
 
 def test_missing_captions_are_counted(caplog):
-    rows = glyphs.load("train", "web", 3, captions_per_image=2)
+    rows = symbols.load("train", "web", 3, captions_per_image=2)
     rows = rows.remove_columns("caption").add_column("caption", [["a", ""], ["a", "b"], ["", "b"]])
-    arguments, processor = DataArguments(source="glyphs", num_samples=3), build_processor("glyphs", 64, 32)
+    arguments, processor = DataArguments(source="symbols", num_samples=3), build_processor("symbols", 64, 32)
     PairLoader(rows, processor, arguments, 3, caption_weights=[0.5, 0.5])
     assert "of 3 images, 1, 1 have no caption in place 0, 1" in caplog.text
-    with pytest.raises(ValueError, match=r"image 2 of glyphs has no caption with a weight: \['', 'b'\]"):
+    with pytest.raises(ValueError, match=r"image 2 of symbols has no caption with a weight: \['', 'b'\]"):
         PairLoader(rows, processor, arguments, 3, caption_weights=[1.0, 0.0])
 
 
 def test_a_missing_column():
-    arguments = DataArguments(source="glyphs", captions="detailed", num_samples=4)
+    arguments = DataArguments(source="symbols", captions="detailed", num_samples=4)
     with pytest.raises(ValueError, match="has no column 'alt_text'; its columns are .*raw_caption"):
         caption_columns(arguments, ["alt_text"])
 

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from conversion import publish
 from conversion.lineage import WORLDS, Data, Lineage
 from conversion.model_card import render
-from data import glyphs, worlds
+from data import symbols, worlds
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
 from evaluation.tasks import find_tasks
@@ -26,7 +26,7 @@ def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
     folder = tmp_path / "work" / "alice_secret_project"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder.parent)
-    glyphs.load("test", "web", 8).to_parquet(folder / "patients.parquet")
+    symbols.load("test", "web", 8).to_parquet(folder / "patients.parquet")
     shutil.copytree(run, folder.parent / "run")
     own = OwnTask(task="retrieval", dataset="alice_secret_project/patients.parquet")
     evaluate_model("run/sparse", find_tasks([own]), "run/scores")

@@ -19,18 +19,18 @@ RECIPE = {
     "output_dir": "out",
     "defaults": {
         "train": {
-            "data": {"source": "glyphs", "num_samples": 40},
+            "data": {"source": "symbols", "num_samples": 40},
             "global_batch_size": 8,
             "max_steps": 2,
             "learning_rate": 1e-3,
         },
-        "embed": {"data": {"source": "glyphs", "num_samples": 40}},
+        "embed": {"data": {"source": "symbols", "num_samples": 40}},
     },
     "stages": [
         {
             "name": "dense",
             "stage": "initialize",
-            "processor": "glyphs",
+            "processor": "symbols",
             "projection_dim": 16,
             "text_config": {**TOWER, "max_position_embeddings": 16},
             "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
@@ -47,8 +47,8 @@ RECIPE = {
         {"name": "unified", "stage": "unify", "model": "dense", "experts": ["expert"]},
         {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 4}},
         {"name": "tuned", "stage": "train", "model": "sparse"},
-        {"name": "scores", "stage": "evaluate", "models": {"tuned": "tuned"}, "tasks": ["glyphs_pairs"]},
-        {"name": "looked", "stage": "analyze", "model": "tuned", "tasks": ["glyphs_pairs"]},
+        {"name": "scores", "stage": "evaluate", "models": {"tuned": "tuned"}, "tasks": ["symbols_pairs"]},
+        {"name": "looked", "stage": "analyze", "model": "tuned", "tasks": ["symbols_pairs"]},
     ],
 }
 RECIPE["stages"][1]["data"] = RECIPE["defaults"]["embed"]["data"]
@@ -120,10 +120,10 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"tuned.model": "empty"}, "tuned.model: empty is the folder of neither a model nor a stage: *config.json*"),
         # Tasks, presets and what they change
         (
-            {"scores.tasks": ["glyph_pairs"]},
-            "scores.tasks: unknown task glyph_pairs: did you mean 'glyphs_pairs'?",
+            {"scores.tasks": ["symbol_pairs"]},
+            "scores.tasks: unknown task symbol_pairs: did you mean 'symbols_pairs'?",
         ),
-        ({"looked.tasks": ["glyphs_pairs"] * 2}, "looked.tasks: the task glyphs_pairs occurs twice"),
+        ({"looked.tasks": ["symbols_pairs"] * 2}, "looked.tasks: the task symbols_pairs occurs twice"),
         ({"sparse.preset": "clip_upp"}, "sparse.preset: Input should be *: did you mean 'clip_up'? (got 'clip_upp')"),
         ({"sparse.changes.num_expert": 2}, "sparse.changes: * no num_expert (did you mean 'num_experts'?)"),
         ({"sparse.changes.num_experts_per_tok": 5}, "sparse.changes: *num_experts_per_tok*5*"),
@@ -136,7 +136,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"looked.layers": {"text": 0}}, "looked.layers.text: 0, but the sparse layers are 1"),
         ({"looked.capacity_factors": [0]}, "looked.capacity_factors.*greater than 0"),
         ({"looked.num_experts_per_tok": [1, 5]}, "looked.num_experts_per_tok: 5 of 4 experts"),
-        ({"looked.tasks": ["glyphs_linear_probe"]}, "looked.tasks: no text of a linear probe reaches the sparse *"),
+        ({"looked.tasks": ["symbols_linear_probe"]}, "looked.tasks: no text of a linear probe reaches the sparse *"),
         ({"tuned.balance_top_k": 5}, "tuned.balance_top_k: *5 of 4 experts"),
         ({"tuned.trainable": "nothing"}, "tuned.trainable: * 'nothing' is found in no parameter's name*"),
         # Data
@@ -162,7 +162,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ),
         (
             {"several.captions": [{"policy": "full", "column": "alt"}]},
-            "several.captions: glyphs has no column 'alt'; its columns are 'caption', 'raw_caption'",
+            "several.captions: symbols has no column 'alt'; its columns are 'caption', 'raw_caption'",
         ),
         (
             {"tuned.data.source": "several", "tuned.data.caption_column": "text"},
@@ -186,11 +186,11 @@ def test_a_fault_is_named_with_its_setting(path, overrides, fault):
 
 def test_all_faults_are_named_at_once(path):
     overrides = {
-        "looked.task": ["glyphs_pairs"],
+        "looked.task": ["symbols_pairs"],
         "tuned.model": "sprase",
         "expert.data.source": "missing.parquet",
         "sparse.changes.num_experts_per_tok": 9,
-        "scores.tasks": ["glyphs_pears"],
+        "scores.tasks": ["symbols_pears"],
     }
     settings = [line.split(":")[0].strip() for line in faults(path, overrides)]
     assert settings == ["looked.task", "tuned.model", "expert.data.source", "sparse.changes", "scores.tasks"]
@@ -204,7 +204,9 @@ def test_the_same_fault_of_several_stages_is_one(path):
 
 
 def test_what_only_the_hub_knows_passes(path):
-    recipe = load_recipe(path, {"dense.processor": "glyphs", "sparse.model": "gpt2", "tuned.data.source": "user/pairs"})
+    recipe = load_recipe(
+        path, {"dense.processor": "symbols", "sparse.model": "gpt2", "tuned.data.source": "user/pairs"}
+    )
     outlook = Outlook(recipe.stages, recipe.output_dir)
     assert list(find_faults(outlook, set(outlook.stages), 1)) == []
 
@@ -264,7 +266,7 @@ def test_a_folder_is_opened_once_for_all_checks(path, monkeypatch):
 
 def test_names_that_settings_know(tmp_path):
     """A stage may have the name of an encoder that is built in, or be called as the model that it reads."""
-    captions = {"stage": "embed_captions", "data": {"source": "glyphs", "num_samples": 20}, "dim": 4}
+    captions = {"stage": "embed_captions", "data": {"source": "symbols", "num_samples": 20}, "dim": 4}
     stages = [
         {"name": "tfidf", "encoder": "tfidf", **captions},
         {"name": "again", "encoder": "tfidf", **captions},

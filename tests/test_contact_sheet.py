@@ -4,7 +4,7 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from data import glyphs
+from data import symbols
 from training.contact_sheet import contact_sheet
 
 
@@ -26,7 +26,7 @@ def test_contact_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
 
 
 def test_contact_sheet(tmp_path):
-    rows = glyphs.load("train", "detailed", 20)
+    rows = symbols.load("train", "detailed", 20)
     labels = np.array(rows["kind"])
     contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
     contact_sheet(tmp_path / "again.png", rows, labels, None, seed=0, columns=3)

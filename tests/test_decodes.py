@@ -22,7 +22,7 @@ from training.stages.train_data_expert import TrainDataExpertStage
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 @pytest.fixture

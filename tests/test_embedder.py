@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 import data.images
 import modeling_clip_moe
 from conversion.processors import load_processor
-from data import glyphs
+from data import symbols
 from data.sources import DataArguments
 from evaluation import batches, embedder
 from evaluation.embedder import Embedder, code_hash, usable_device
@@ -30,7 +30,7 @@ dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, sm
 
 
 def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeypatch):
-    tasks = find_tasks(["glyphs_retrieval", "glyphs_pairs"])
+    tasks = find_tasks(["symbols_retrieval", "symbols_pairs"])
     first = evaluate_model(dense, tasks, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(CLIPModel, "get_image_features", None)  # calling it would fail
@@ -168,7 +168,7 @@ def counted(embedder, monkeypatch):
 
 def test_what_was_embedded_as_part_of_other_data_is_kept(dense, tmp_path, monkeypatch):
     """Whole batches of it, which is what an embedding may depend on."""
-    rows = glyphs.load("test", "web", 11)
+    rows = symbols.load("test", "web", 11)
     embedder = Embedder(dense, tmp_path, 4, torch.device("cpu"))
     numbers = counted(embedder, monkeypatch)
     whole = embedder.images(rows)
@@ -185,7 +185,7 @@ def test_what_was_embedded_as_part_of_other_data_is_kept(dense, tmp_path, monkey
 
 
 def test_workers_give_the_same(dense, tmp_path, monkeypatch):
-    rows = glyphs.load("test", "web", 11)
+    rows = symbols.load("test", "web", 11)
     alone, helped = (Embedder(dense, None, 4, torch.device("cpu"), num_workers=number) for number in (0, 2))
     state = torch.get_rng_state()
     assert np.array_equal(alone.images(rows), helped.images(rows))
@@ -210,7 +210,7 @@ def test_an_image_that_cannot_be_read_is_one_line(dense, tmp_path, num_workers):
 def files(tmp_path):
     """Rows that name the files of images, which nobody has written for a while."""
     names = []
-    for number, image in enumerate(glyphs.load("test", "web", 9)["image"]):
+    for number, image in enumerate(symbols.load("test", "web", 9)["image"]):
         names.append(str(tmp_path / f"{number}.png"))
         image.save(names[-1])
         os.utime(names[-1], (1, 1))
@@ -230,7 +230,7 @@ def test_files_that_are_known_are_not_read_again(dense, tmp_path, files, monkeyp
 
 
 def test_images_without_files_are_decoded_once(dense, tmp_path, monkeypatch):
-    rows = glyphs.load("test", "web", 9)
+    rows = symbols.load("test", "web", 9)
     embedder = Embedder(dense, tmp_path, 4, torch.device("cpu"))
     first = embedder.images(rows)
     monkeypatch.setattr(batches, "decode_image", lambda value: pytest.fail("decoded"))
@@ -239,7 +239,7 @@ def test_images_without_files_are_decoded_once(dense, tmp_path, monkeypatch):
 
 def test_no_image_is_decoded_for_texts(dense, tmp_path, monkeypatch):
     """Texts come from the rows of images, as those of retrieval and of pairs do."""
-    embedder, rows = Embedder(dense, None, 4, torch.device("cpu")), glyphs.load("test", "web", 9)
+    embedder, rows = Embedder(dense, None, 4, torch.device("cpu")), symbols.load("test", "web", 9)
     assert rows.features["image"] == datasets.Image()
     monkeypatch.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("decoded"))
     assert embedder.texts(rows["caption"]).shape == (9, 16)

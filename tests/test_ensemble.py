@@ -12,7 +12,7 @@ from small_evaluation import damage, plain_embedding, swapped, with_captions
 from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
-from data import glyphs
+from data import symbols
 from evaluation import evaluate
 from evaluation.ensemble import Ensemble, open_model
 from evaluation.linear_probe import linear_probe_metrics
@@ -21,15 +21,16 @@ from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import Task
 from evaluation.try_out import label_scores
 
-BASE, TEMPERATURE = "training/glyph_clip", 0.2
+BASE, TEMPERATURE = "training/symbol_clip", 0.2
 TEMPLATES = ["{}", "a picture of a {}"]
+DIGITS, ARROWS = symbols.KIND_SETS["digit"], symbols.KIND_SETS["arrow"]
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """The glyph CLIP for digits and a damaged copy of another temperature for shapes; its encoder and centers."""
+    """The symbol CLIP for digits and a damaged copy of another temperature for arrows; its encoder and centers."""
     folder = tmp_path_factory.mktemp("mixture")
-    model = CLIPModel.from_pretrained(BASE)
+    model = CLIPModel.from_pretrained(BASE, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,9 +39,7 @@ def mixture(tmp_path_factory):
         model.logit_scale.add_(0.5)
     model.save_pretrained(folder / "damaged")
     AutoProcessor.from_pretrained(BASE).save_pretrained(folder / "damaged")
-    captions = [
-        list(glyphs.load("train", "detailed", 60, kinds)["caption"]) for kinds in (glyphs.DIGITS, glyphs.SHAPES)
-    ]
+    captions = [list(symbols.load("train", "detailed", 60, kinds)["caption"]) for kinds in (DIGITS, ARROWS)]
     encoder = TfidfEncoder.fit([text for texts in captions for text in texts], 20, seed=0)
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
@@ -67,7 +66,8 @@ def ensemble(mixture):
 def experts(mixture):
     """The function that embeds with each expert, and each expert's temperature."""
     places = [BASE, mixture[0] / "damaged"]
-    return [(plain_embedding(place), CLIPModel.from_pretrained(place).logit_scale.exp().item()) for place in places]
+    scales = [CLIPModel.from_pretrained(place, dtype=torch.float32).logit_scale.exp().item() for place in places]
+    return list(zip(map(plain_embedding, places), scales, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +100,13 @@ def mean_weights(experts, weights):
     return pytest.approx(list((scaled / scaled.sum(axis=1, keepdims=True)).mean(axis=0)), abs=1e-6)
 
 
+def pictures(split, number):
+    rows = symbols.load(split, "detailed", number, DIGITS + ARROWS, two=False)
+    return rows.remove_columns("caption").rename_column("kind", "caption")
+
+
 def test_zero_shot(ensemble, experts, weights_of):
-    rows = glyphs.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
-    classes = list(reversed(glyphs.KINDS))
+    rows, classes = pictures("test", 40), [*ARROWS[::-1], *DIGITS[::-1]]
     weights = weights_of(classes)
     prototypes = []  # (expert, class)
     for embed, _ in experts:
@@ -117,7 +121,7 @@ def test_zero_shot(ensemble, experts, weights_of):
         right.append(classes[scores.argmax()] == row["caption"])
     task = Task("zero_shot", "", "", lambda: (rows, 0), classes=classes, templates=TEMPLATES)
     result = measure(task, ensemble)
-    assert result["metrics"]["accuracy"] == np.mean(right) and 0.5 < np.mean(right) < 1
+    assert result["metrics"]["accuracy"] == np.mean(right) and 0.4 < np.mean(right) < 1
     assert result["routing_weights"] == {"classes": mean_weights(experts, [weights])}
     next_class = dict(zip(classes, swapped(classes), strict=True))
     wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
@@ -127,7 +131,7 @@ def test_zero_shot(ensemble, experts, weights_of):
 
 def test_scores_of_a_typed_list(ensemble, experts, weights_of, tmp_path):
     """On the page of `evaluation.app`: the softmax of the summed logits, with the experts' own temperatures."""
-    image, labels = glyphs.load("test", "web", 1)["image"][0], ["seven", "red circle", "star"]
+    image, labels = symbols.load("test", "web", 1)["image"][0], ["seven", "four", ARROWS[0]]
     image.save(tmp_path / "image.png")
     scores = label_scores(ensemble, tmp_path / "image.png", "\n".join(labels), "a {}")
     logits = [similarity(experts, weights_of(labels), image, f"a {label}") for label in labels]
@@ -136,11 +140,11 @@ def test_scores_of_a_typed_list(ensemble, experts, weights_of, tmp_path):
 
 def test_zero_shot_groups(ensemble, experts, weights_of):
     """Each group is routed by its own class names."""
-    rows = glyphs.load("test", "detailed", 60).remove_columns("caption").rename_column("kind", "caption")
-    groups = {"shape": glyphs.SHAPES[::-1], "digit": glyphs.DIGITS}
-    classes = [name for pair in zip(glyphs.DIGITS, glyphs.SHAPES, strict=False) for name in pair] + glyphs.DIGITS[6:]
+    rows = pictures("test", 60)
+    groups = {"arrow": ARROWS[::-1], "digit": DIGITS}
+    classes = [name for pair in zip(DIGITS, ARROWS, strict=True) for name in pair]
     weights = {group: weights_of(names) for group, names in groups.items()}
-    assert weights["digit"][0] > 0.5 > weights["shape"][0]
+    assert weights["digit"][0] > 0.5 > weights["arrow"][0]
     right = {}
     for group, names in groups.items():
         prototypes = [
@@ -160,14 +164,14 @@ def test_zero_shot_groups(ensemble, experts, weights_of):
     accuracies = {group: np.mean(of_group) for group, of_group in right.items()}
     expected = {"accuracy": np.mean(list(accuracies.values()))}
     assert result["metrics"] == expected | {f"accuracy/{group}": value for group, value in accuracies.items()}
-    assert 0.5 < accuracies["digit"] < 1
+    assert 0.3 < accuracies["digit"] < 1
     assert result["routing_weights"] == {"classes": mean_weights(experts, list(weights.values()))}
 
 
 def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture, experts):
     """Against the authors' formula on one class after the other; the paper's routing takes the names alone."""
     folder, encoder, centers = mixture
-    classes = list(glyphs.KINDS)
+    classes = list(symbols.KINDS)
     sums = [0.0, 0.0]
     for name in classes:
         mean = np.mean(encoder.encode([template.format(name) for template in TEMPLATES]), axis=0)
@@ -197,7 +201,7 @@ def test_what_cannot_be_changed_is_refused(mixture):
 
 def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
     """By the command, in files of their own, which say it."""
-    options = ["--model", str(mixture[0] / "mixture"), "--tasks", "glyphs_digits", "--output-dir", str(tmp_path)]
+    options = ["--model", str(mixture[0] / "mixture"), "--tasks", "symbols_zero_shot", "--output-dir", str(tmp_path)]
     evaluate.main([*options, "--name", "paper"])
     evaluate.main([*options, "--name", "released", "--change", "routing=released"])
     paper, released = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json")))
@@ -209,7 +213,7 @@ def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
 
 def test_retrieval(ensemble, experts, weights_of):
     """Captions are found with the weights of all of them, images with those of the caption that asks."""
-    rows = glyphs.load("test", "detailed", 40)
+    rows = symbols.load("test", "detailed", 40)
     captions = list(rows["caption"])
     of_corpus, of_query = weights_of(captions), [weights_of([caption]) for caption in captions]
     scores = np.zeros((2, 40, 40))  # (weights, image, caption)
@@ -235,7 +239,7 @@ def test_retrieval(ensemble, experts, weights_of):
 
 
 def test_pairs(ensemble, experts, weights_of):
-    rows = glyphs.load_minimal_pairs("test", 30)
+    rows = symbols.load_minimal_pairs("test", 30)
     scores, all_weights = {name: [] for name in ("text", "image", "group")}, []
     for row in rows:
         images, captions = ([row[f"{column}_{side}"] for side in range(2)] for column in ("image", "caption"))
@@ -256,27 +260,24 @@ def test_pairs(ensemble, experts, weights_of):
 
 def test_linear_probe(ensemble, experts):
     """On the features of all experts, side by side."""
-    parts = [
-        glyphs.load(split, "detailed", number).remove_columns("caption").rename_column("kind", "caption")
-        for split, number in (("train", 120), ("test", 60))
-    ]
+    parts = [pictures("train", 120), pictures("test", 60)]
 
     def score(test):
         features = [
             np.stack([np.concatenate([e(i) for e, _ in experts]) for i in p["image"]]) for p in (parts[0], test)
         ]
-        labels = [[glyphs.KINDS.index(name) for name in part["caption"]] for part in (parts[0], test)]
+        labels = [[(DIGITS + ARROWS).index(name) for name in part["caption"]] for part in (parts[0], test)]
         return linear_probe_metrics(features[0], labels[0], features[1], labels[1])
 
     def measured(test):
         load_train = lambda: (parts[0], 0)  # noqa: E731
-        task = Task("linear_probe", "", "", lambda: (test, 0), classes=glyphs.KINDS, load_train=load_train)
+        task = Task("linear_probe", "", "", lambda: (test, 0), classes=DIGITS + ARROWS, load_train=load_train)
         return measure(task, ensemble)["metrics"]
 
     expected = score(parts[1])
-    assert measured(parts[1]) == expected and expected["accuracy"] > 0.5
+    assert measured(parts[1]) == expected and expected["accuracy"] > 0.2
     wrong = with_captions(parts[1], swapped(list(parts[1]["caption"])))
-    assert measured(wrong)["accuracy"] < expected["accuracy"] - 0.3
+    assert measured(wrong)["accuracy"] < expected["accuracy"] - 0.1
 
 
 def test_experts_that_change_between_two_tasks_are_an_error(mixture, tmp_path):

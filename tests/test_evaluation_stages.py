@@ -8,9 +8,9 @@ import pytest
 from benchmark_folders import make_copy
 from tiny_runs import DENSE, SPARSE, run_stages
 
-from data import glyphs
+from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.tasks import TASKS, glyph_tasks
+from evaluation.tasks import TASKS, symbol_tasks
 from training.checks import RecipeError
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -25,7 +25,7 @@ def stages(folder, **changes):
         "models": {"dense": "dense", "sparse": "sparse"},
         "data_root": str(folder / "copies"),
         "tasks": [
-            "glyphs_small",
+            "symbols_small",
             "clip_moe_table_1",
             "urban1k",
             {"task": "retrieval", **own},
@@ -45,10 +45,10 @@ def folder(tmp_path, monkeypatch):
         make_copy(BENCHMARKS[name], BENCHMARKS[name].layouts[0], tmp_path / "copies" / name)
     (tmp_path / "own").mkdir()
     for split in ("train", "test"):
-        glyphs.load(split, "web", 12).to_parquet(tmp_path / "own" / f"{split}.parquet")
+        symbols.load(split, "web", 12).to_parquet(tmp_path / "own" / f"{split}.parquet")
     (tmp_path / "pairs").mkdir()
-    glyphs.load_minimal_pairs("test", 6).to_parquet(tmp_path / "pairs" / "test.parquet")
-    monkeypatch.setitem(TASKS, "glyphs_small", glyph_tasks(retrieval=8)["glyphs_retrieval"])
+    symbols.load_minimal_pairs("test", 6).to_parquet(tmp_path / "pairs" / "test.parquet")
+    monkeypatch.setitem(TASKS, "symbols_small", symbol_tasks(retrieval=8)["symbols_retrieval"])
     return tmp_path
 
 
@@ -59,7 +59,7 @@ def test_run(folder, capsys):
     assert first[1] == second[1] == str(out / "scores" / "report.md") and second[0] == "done before, skipped"
     results = [json.loads(file.read_text()) for file in (out / "scores").glob("*--*.json")]
     of_dense = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
-    assert of_dense == ["glyphs_small", "mmvp_vlm", "pairs", "retrieval", "retrieval", "urban1k", "zero_shot"]
+    assert of_dense == ["mmvp_vlm", "pairs", "retrieval", "retrieval", "symbols_small", "urban1k", "zero_shot"]
     assert len(results) == 14
     (pairs,) = (result for result in results if result["task"].startswith("pairs") and result["model"] == "dense")
     assert pairs["num_samples"] == 6 and any(name.startswith("group/") for name in pairs["metrics"])
@@ -80,7 +80,7 @@ def test_data_that_have_changed(folder):
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.urban1k"):
         run_stages(folder, stages(folder))
     annotations.write_text(before)
-    glyphs.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
+    symbols.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.3"):
         run_stages(folder, stages(folder))
 

@@ -14,7 +14,7 @@ from conversion.dense import extract
 from conversion.dense import main as dense_main
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from data import glyphs
+from data import symbols
 from data.worlds import build_processor
 from evaluation import experts
 from evaluation.agreement import linear_cka
@@ -29,8 +29,8 @@ from records.files import locked
 
 pytestmark = pytest.mark.slow
 TASKS = {
-    "pairs": Task("pairs", "pairs", "60 pairs", lambda: (glyphs.load_minimal_pairs("test", 60), 0)),
-    "retrieval": Task("retrieval", "retrieval", "40", lambda: (glyphs.load("test", "detailed", 40), 0)),
+    "pairs": Task("pairs", "pairs", "60 pairs", lambda: (symbols.load_minimal_pairs("test", 60), 0)),
+    "retrieval": Task("retrieval", "retrieval", "40", lambda: (symbols.load("test", "detailed", 40), 0)),
 }
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
@@ -48,7 +48,7 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
     result = json.loads((tmp_path / "out" / "experts.json").read_text())
     for expert in range(4):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
-        build_processor("glyphs", 64, 32).save_pretrained(tmp_path / str(expert))
+        build_processor("symbols", 64, 32).save_pretrained(tmp_path / str(expert))
         for name, task in TASKS.items():
             expected = measure(task, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
             assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
@@ -61,7 +61,7 @@ def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
                 for expert in range(4):
                     parameter[expert] = torch.stack(list(model.get_parameter(name))).mean(dim=0)
     averaged.save_pretrained(tmp_path / "averaged")
-    build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "averaged")
+    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "averaged")
     expected = measure(TASKS["pairs"], Embedder(tmp_path / "averaged", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["pairs"]["mean of experts"] == pytest.approx(expected)
     of_pairs = result["summary"]["collapse"][0]
@@ -154,9 +154,9 @@ def test_scales_are_what_dense_takes(unnormalized, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "training/glyph_clip", "--tasks", "glyphs_pairs"], "is a dense CLIP: it has no experts"),
-        (["--model", "training/glyph_clip", "--tasks", "nope"], "unknown task nope"),
-        (["--model", "nowhere/", "--tasks", "glyphs_pairs"], "nowhere"),
+        (["--model", "training/symbol_clip", "--tasks", "symbols_pairs"], "is a dense CLIP: it has no experts"),
+        (["--model", "training/symbol_clip", "--tasks", "nope"], "unknown task nope"),
+        (["--model", "nowhere/", "--tasks", "symbols_pairs"], "nowhere"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, tmp_path):
@@ -180,7 +180,7 @@ def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
     model.save_pretrained(tmp_path / "four")
     model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 2
-    build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "four")
+    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "four")
     expected = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))["metrics"]
     assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
     assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]
@@ -202,7 +202,7 @@ def test_agreement_is_that_of_the_experts_taken_out(sparse, tmp_path):
     rows, embeds = RETRIEVAL["retrieval"].load()[0], {"images": [], "texts": []}
     for expert in (0, 1):
         extract(model, expert).save_pretrained(tmp_path / str(expert))
-        build_processor("glyphs", 64, 32).save_pretrained(tmp_path / str(expert))
+        build_processor("symbols", 64, 32).save_pretrained(tmp_path / str(expert))
         alone = Embedder(tmp_path / str(expert), None, 64, torch.device("cpu"))
         embeds["images"].append(alone.images(rows))
         embeds["texts"].append(alone.texts(rows["caption"]))
@@ -256,10 +256,10 @@ def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, tmp_path):
 
 def test_what_a_model_lacks_is_not_drawn(tmp_path):
     """A sparse text tower alone, with one expert a token, which drops some choices in training, in groups of 32."""
-    model = upcycle(CLIPModel.from_pretrained("training/glyph_clip"), PRESETS["clip_up"], towers=["text"])
+    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
     model.config.text_config.num_experts_per_tok, model.config.text_config.capacity_group_size = 1, 32
     model.save_pretrained(tmp_path / "model")
-    build_processor("glyphs", 64, 32).save_pretrained(tmp_path / "model")
+    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="the vision tower is dense and drops no patch"):
         analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", capacity_factors=[2])
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
@@ -280,7 +280,7 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_the_work(option, message, gated, tmp_path):
-    command = ["--model", str(gated[1]), "--tasks", "glyphs_pairs", "--output-dir", str(tmp_path / "out")]
+    command = ["--model", str(gated[1]), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as exit:
         main([*command, *option])
     assert exit.value.code == f"error: {message}"

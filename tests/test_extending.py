@@ -103,7 +103,7 @@ def test_the_method_runs(done):
     run = done / "runs/my_method"
     assert {path.name for path in run.iterdir()} == {*NAMES, "recipe.yaml", "environment.json"}
     for expert in ("expert_1", "expert_2"):
-        trained, names = moved(run, "../../glyph_clip", expert)
+        trained, names = moved(run, "../../symbol_clip", expert)
         assert trained == {name for name in names if ".mlp." in name} != set()
     trained, names = moved(run, "unified", "routed")
     assert trained == {name for name in names if ".mlp.router." in name} != set()
@@ -164,7 +164,7 @@ def test_it_is_published_with_a_card(there, tmp_path, capsys):
         ("mine", "my_method.interpolate:InterpolateStage: A model between two (WiSE-FT, arXiv:2109.01903).", "weight"),
     ):
         assert re.search(rf"\| {stage} \| {re.escape(what)} \| .*{setting}", card.replace("\\", ""))
-    assert "Data: 256 pairs of glyphs (detailed captions of seen)." in card and "Attribute pairs" in card
+    assert "Data: 256 pairs of symbols (detailed captions of seen)." in card and "Attribute pairs" in card
 
 
 def own_loss(function, share=slice(None)):

@@ -5,7 +5,7 @@ import pytest
 from datasets import Image
 from safetensors.numpy import save_file
 
-from data import glyphs
+from data import symbols
 from data.identity import data_fingerprint
 from training import feature_clusters
 from training.feature_clusters import (
@@ -77,17 +77,17 @@ def test_combinations_are_named():
 
 
 def test_labels_know_their_data(tmp_path):
-    rows = glyphs.load("train", "detailed", 30)
+    rows = symbols.load("train", "detailed", 30)
     clusters = accumulate(np.arange(30) % 4, [np.random.default_rng(0).normal(size=(30, 3))])
     save_feature_clusters(tmp_path, clusters, data_fingerprint(rows))
-    loaded = load_feature_clusters(tmp_path, data_fingerprint(glyphs.load("train", "detailed", 30)))
+    loaded = load_feature_clusters(tmp_path, data_fingerprint(symbols.load("train", "detailed", 30)))
     assert (loaded.labels == clusters.labels).all() and (loaded.centers == clusters.centers).all()
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     for other in (
         rows.select([1, 0, *range(2, 30)]),
         rows.select(range(29)),
-        glyphs.load("train", "detailed", 30, seed=1),
-        glyphs.load("train", "web", 30),
+        symbols.load("train", "detailed", 30, seed=1),
+        symbols.load("train", "web", 30),
         # The same captions with other images, which have no names
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ):

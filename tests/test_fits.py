@@ -30,7 +30,7 @@ def saved(folder, name):
 @pytest.mark.parametrize(
     ("source", "splits", "differ"),
     [
-        ("glyphs", ("train", "test"), True),
+        ("symbols", ("train", "test"), True),
         ("user/pairs", ("train", "test"), True),
         ("state.json", ("train", "test"), False),
         ("dataset_dict.json", ("train", "test"), True),
@@ -43,7 +43,7 @@ def saved(folder, name):
 def test_a_split_chooses_rows_of_what_has_splits(tmp_path, monkeypatch, source, splits, differ):
     monkeypatch.chdir(tmp_path)
     name = saved(tmp_path / "saved", source) if source in ("state.json", "dataset_dict.json") else source
-    number = {"num_samples": 8} if source == "glyphs" else {}
+    number = {"num_samples": 8} if source == "symbols" else {}
     theirs, ours = ({"source": name, "split": split, **number} for split in splits)
     found = fault((theirs, "unknown"), (ours, "unknown"))
     expected = (
@@ -65,7 +65,7 @@ def test_numbers_that_nothing_counted_are_not_compared(kind, differ):
 def test_processors_are_compared_as_far_as_they_are_known(tmp_path):
     """Not where a model got longer texts since it had the processor."""
     for folder in ("one", "other"):
-        shutil.copytree(ROOT / "training" / "glyph_clip", tmp_path / folder)
+        shutil.copytree(ROOT / "training" / "symbol_clip", tmp_path / folder)
     path = tmp_path / "other" / "processor_config.json"
     settings = json.loads(path.read_text())
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]

@@ -19,7 +19,7 @@ SCRATCH = {
 }
 TRAIN = {
     "stage": "train",
-    "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
+    "data": {"source": "symbols", "num_samples": 40, "in_memory": True},
     "global_batch_size": 8,
     "max_steps": 4,
     "learning_rate": 1e-2,
@@ -166,7 +166,7 @@ stages:
   - &second {<<: *first, name: second, learning_rate: 0.2}
   - {<<: [*second, *first], name: third}
   - {<<: {max_steps: 7}, name: fourth, stage: train, model: base, learning_rate: 0.3, global_batch_size: 8}
-defaults: {train: {data: {source: glyphs, num_samples: 8}}}
+defaults: {train: {data: {source: symbols, num_samples: 8}}}
 """
     )
     stages = load_recipe(path).stages

@@ -22,7 +22,7 @@ RUN = {
     "../scores/experts.json": [
         *("weights", "source", "summary"), ("summary", "collapse"), ("summary", "entropy"), ("summary", "agreement")
     ],
-    "../scores/glyphs_pairs--sparse.json": [
+    "../scores/symbols_pairs--sparse.json": [
         *result("a"), "weights", ("metrics", "group"), ("primary", "group"), ("versions", "torch")
     ],
 }  # fmt: skip

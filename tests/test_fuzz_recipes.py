@@ -28,7 +28,7 @@ ODD = st.one_of(
     st.sampled_from([0, -1, 1, 2, 10**9, 2**31, 2**32, 2**62, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e300, 1e-300]),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
     st.sampled_from(
-        ["", " ", ".", "..", "/", "a/b", "-", "~", "null", "1e999", "9" * 5000, "glyphs", "dense", "x" * 300]
+        ["", " ", ".", "..", "/", "a/b", "-", "~", "null", "1e999", "9" * 5000, "symbols", "dense", "x" * 300]
     ),
     st.sampled_from(["recipe.yaml", "tuned.partial", "(", "\x00", "\ud800", "é", "\n", "*", "{", "%s", "{0}", "None"]),
     st.sampled_from(
@@ -42,11 +42,11 @@ ODD = st.one_of(
 
 def whole():
     settings = recipe()
-    data = {"source": "glyphs", "num_samples": 8}
+    data = {"source": "symbols", "num_samples": 8}
     settings["stages"] += [
         {"name": "features", "stage": "embed", "model": "tuned", "data": data},
         {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-        {"name": "scores", "stage": "evaluate", "models": {"a": "tuned"}, "tasks": ["glyphs"], "baseline": "a"},
+        {"name": "scores", "stage": "evaluate", "models": {"a": "tuned"}, "tasks": ["symbols"], "baseline": "a"},
     ]
     return settings | {"seed": 0, "mixed_precision": "no", "trackers": [], "push_to_hub": {}}
 

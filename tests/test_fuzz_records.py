@@ -14,7 +14,7 @@ from conversion import publish
 from training import upcycle
 
 FEW, MANY = 5, 300
-PAIRS = {"data": {"source": "glyphs", "num_samples": 16}}
+PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
 # Of a model: what they say may be changed to something else that is as good
 SETTINGS = ("config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 

@@ -38,7 +38,7 @@ CASES = {
 
 def stage(**settings):
     settings = {"global_batch_size": BATCH, "max_steps": 1, "learning_rate": 1e-3} | settings
-    return TrainStage(name="tuned", stage="train", model="x", data={"source": "glyphs", "num_samples": 1}, **settings)
+    return TrainStage(name="tuned", stage="train", model="x", data={"source": "symbols", "num_samples": 1}, **settings)
 
 
 def whole_batch(settings):

@@ -24,7 +24,7 @@ from training import context, runner, stages
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
-BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
+BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +240,7 @@ def test_captions_that_were_changed_are_other_data(tmp_path):
         "model": str(BASE),
         "captions": [{"policy": "full", "column": "caption"}],
     }
-    settings["stages"].insert(0, captions | {"data": {"source": "glyphs", "num_samples": 8}})
+    settings["stages"].insert(0, captions | {"data": {"source": "symbols", "num_samples": 8}})
     settings["stages"][-1] |= {"data": {"source": "caps"}, "caption_weights": [1.0]}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "out")}))
@@ -361,7 +361,7 @@ def test_only_the_files_of_the_split_count(tmp_path):
     assert identity(data) != before
     assert (
         identity(DataArguments(source="nobody/nothing")) is None
-        and identity(DataArguments(source="glyphs", num_samples=1)) is None
+        and identity(DataArguments(source="symbols", num_samples=1)) is None
     )
 
 

@@ -24,9 +24,9 @@ def run(tmp_path):
 
 @pytest.fixture(scope="module")
 def processor_folder(tmp_path_factory):
-    """The glyph world's processor: images of 32 x 32, texts of 16 tokens."""
+    """The symbol world's processor: images of 32 x 32, texts of 16 tokens."""
     folder = tmp_path_factory.mktemp("processor")
-    build_processor("glyphs", 16, 32).save_pretrained(folder)
+    build_processor("symbols", 16, 32).save_pretrained(folder)
     return folder
 
 
@@ -35,9 +35,9 @@ def processor_folder(tmp_path_factory):
     [
         ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .*takes 3 x 48 x 48"),
         ({"vision_config.num_channels": 1}, r"3 x 32 x 32, but .*1 x 32 x 32"),
-        ({"text_config.vocab_size": 700}, r"723 tokens.*vocab_size is 700.*leave"),
+        ({"text_config.vocab_size": 700}, r"1313 tokens.*vocab_size is 700.*leave"),
         ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
-        ({"text_config.eos_token_id": 5}, r"eos_token_id is 5.*722"),
+        ({"text_config.eos_token_id": 5}, r"eos_token_id is 5.*1312"),
         ({"text_config.hidden_siz": 5}, r"no field 'hidden_siz'"),
         ({"text_config.layer_norm_eps": float("nan")}, r"text_config.layer_norm_eps.*finite"),
         ({"vision_config.patch_size": 0}, r"image_size 32 .*patch_size 0"),
@@ -46,7 +46,7 @@ def processor_folder(tmp_path_factory):
         ({"vision_config.num_attention_heads": 0}, r"make no CLIP"),
         ({"text_config.hidden_act": "nonsense"}, r"make no CLIP.*nonsense"),
         ({"text_config.hidden_size": 15}, r"make no CLIP(.|\n)*15"),
-        ({"text_config.max_position_embeddings": 2, "processor": "glyphs"}, r"model_max_length is 2"),
+        ({"text_config.max_position_embeddings": 2, "processor": "symbols"}, r"model_max_length is 2"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_both_numbers(run, processor_folder, overrides, message):
@@ -58,9 +58,9 @@ def test_settings_that_do_not_fit_are_refused_with_both_numbers(run, processor_f
 
 def test_a_larger_vocabulary_and_a_shorter_tokenizer_are_taken(run, processor_folder):
     stage = {**DENSE, "processor": str(processor_folder)}
-    output = run([stage], {"dense.text_config.vocab_size": 1000, "dense.text_config.max_position_embeddings": 20})
+    output = run([stage], {"dense.text_config.vocab_size": 1400, "dense.text_config.max_position_embeddings": 20})
     config = AutoModel.from_pretrained(output / "dense").config.text_config
-    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_id) == (1000, 20, 722)
+    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_id) == (1400, 20, 1312)
 
 
 def test_openai_s_number_of_the_end_token_means_the_highest(run, processor_folder):
@@ -173,7 +173,7 @@ def test_a_tokenizer_without_special_tokens_is_refused(run, processor_folder, tm
 
 def test_a_tokenizer_goes_with_another_processor(run, tmp_path, processor_folder):
     data = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
-    for processor in ("glyphs", str(processor_folder)):
+    for processor in ("symbols", str(processor_folder)):
         dense = {**DENSE, "tokenizer": "words", "processor": processor}
         output = run([{**WORDS, "data": data}, dense])
         loaded = AutoProcessor.from_pretrained(output / "dense")

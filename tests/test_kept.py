@@ -12,7 +12,7 @@ import pytest
 import small_evaluation
 import torch
 
-from data import glyphs
+from data import symbols
 from evaluation import evaluate
 from evaluation.embedder import Embedder
 from evaluation.kept import ATTEMPTS, KeptEmbeddings
@@ -122,7 +122,7 @@ def killed_after(number, monkeypatch):
 
 
 def test_a_killed_embedder_goes_on_where_it_stopped(dense, tmp_path, monkeypatch):
-    rows = glyphs.load("test", "web", 39)  # 20 batches in three parts
+    rows = symbols.load("test", "web", 39)  # 20 batches in three parts
 
     def embedder(folder):
         return Embedder(dense, folder, 2, torch.device("cpu"))
@@ -141,7 +141,7 @@ def test_a_killed_embedder_goes_on_where_it_stopped(dense, tmp_path, monkeypatch
 
 
 def test_two_evaluations_at_once_get_the_same(dense, tmp_path):
-    rows = glyphs.load("test", "web", 40)
+    rows = symbols.load("test", "web", 40)
     expected = Embedder(dense, None, 2, torch.device("cpu")).images(rows)
 
     def embed(number):
@@ -158,14 +158,14 @@ def test_two_evaluations_at_once_get_the_same(dense, tmp_path):
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from data import glyphs
+from data import symbols
 from evaluation import evaluate, kept, processes
-from evaluation.built_in_tasks import glyph_tasks
+from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
 
 if __name__ == "__main__":
-    processes.launch_cpu_processes("few_glyphs.py", sys.argv)
-    TASKS.update(glyph_tasks(number=40, retrieval=40, pairs=12, train=40))
+    processes.launch_cpu_processes("few_symbols.py", sys.argv)
+    TASKS.update(symbol_tasks(number=40, retrieval=40, pairs=12, train=40))
     add_part = kept.KeptEmbeddings.add_part
 
     def add(*part):
@@ -182,9 +182,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_killed_evaluation_by_two_processes_goes_on_and_scores_as_one(dense, tmp_path):
     """The second process is killed after its first part. Then both go on, and embed what is left alone."""
-    script = tmp_path / "few_glyphs.py"
+    script = tmp_path / "few_symbols.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
-    arguments = ["--model", str(dense), "--tasks", "glyphs_retrieval", "--batch-size", "2"]
+    arguments = ["--model", str(dense), "--tasks", "symbols_retrieval", "--batch-size", "2"]
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
     command += [str(script), *arguments, "--output-dir", str(tmp_path / "two")]
 
@@ -198,12 +198,12 @@ def test_a_killed_evaluation_by_two_processes_goes_on_and_scores_as_one(dense, t
     assert before
     resumed = launch()
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count("glyphs_retrieval (40 samples") == 1
+    assert resumed.stdout.count("symbols_retrieval (40 samples") == 1
     again = sum(int(line.split()[1]) for line in resumed.stdout.splitlines() if line.startswith("wrote"))
     assert again <= 40 - 8  # 20 batches of images and as many of texts
-    small = {"glyphs_retrieval": TASKS["glyphs_retrieval"]}
+    small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
     (result,) = evaluate.evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
-    found = json.loads((tmp_path / "two" / "glyphs_retrieval--dense.json").read_text())
+    found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())
     assert found["metrics"] == result["metrics"] and 0 < found["metrics"]["image_to_text_recall@10"] < 1
     embeds = [sorted((tmp_path / name / "embeddings").iterdir()) for name in ("one", "two")]
     assert [[path.name for path in of] for of in embeds][0] == [path.name for path in embeds[1]]

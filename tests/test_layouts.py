@@ -24,7 +24,7 @@ SPLITS = {"train": slice(0, 20), "test": slice(20, 24)}
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 def picture(number):

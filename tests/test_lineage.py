@@ -21,7 +21,7 @@ from records.provenance import manifest_fingerprint, weights_fingerprint
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
-BASE = Path(__file__).parents[1] / "training" / "glyph_clip"
+BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 SCORE = 0.75
 
 
@@ -47,10 +47,10 @@ def run(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "private place" / "second"))
 
 
-def write_result(run, weights, stage="evaluation", name="glyphs_pairs--a.json", **changes):
+def write_result(run, weights, stage="evaluation", name="symbols_pairs--a.json", **changes):
     result = {
         "model": "a",
-        "task": "glyphs_pairs",
+        "task": "symbols_pairs",
         "title": "attribute pairs",
         "protocol": "1,200 pairs",
         "metrics": {"group": SCORE, "text": 0.8},
@@ -85,16 +85,16 @@ def test_scores_are_those_of_the_weights(run, capsys):
     sparse = weights_fingerprint(str(run / "sparse"))
     write_result(run, sparse)
     (run / "evaluation" / "report.png").write_bytes(b"picture")
-    write_result(run, "0" * 64, name="glyphs_pairs--alike.json", source="elsewhere/sparse")
-    write_result(run, None, name="glyphs_pairs--old.json")
-    write_result(run, "1" * 64, name="glyphs_pairs--dense.json", source=str(BASE))
+    write_result(run, "0" * 64, name="symbols_pairs--alike.json", source="elsewhere/sparse")
+    write_result(run, None, name="symbols_pairs--old.json")
+    write_result(run, "1" * 64, name="symbols_pairs--dense.json", source=str(BASE))
     lineage = Lineage.of(run / "sparse")
-    assert list(lineage.results) == ["glyphs_pairs--a.json"] and list(lineage.pictures) == ["report.png"]
+    assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.png"]
     warning = capsys.readouterr().err
     (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
     assert list(Lineage.of(run / "sparse").pictures) == ["report.png"]
     assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
-    assert "evaluation/glyphs_pairs--alike.json, evaluation/glyphs_pairs--old.json" in warning
+    assert "evaluation/symbols_pairs--alike.json, evaluation/symbols_pairs--old.json" in warning
     (score,) = card_of(lineage).data.eval_results
     assert score.metric_value == 100 * SCORE
     change_weights(run / "sparse")
@@ -135,10 +135,10 @@ def test_of_two_measurements_the_later_one_counts(run):
     write_result(run, sparse, "later", metrics={"group": 0.5})
     write_result(run, sparse, "earlier")
     write_result(run, sparse, "other", protocol="all pairs", metrics={"group": 0.25})
-    os.utime(run / "earlier" / "glyphs_pairs--a.json", (0, 0))
+    os.utime(run / "earlier" / "symbols_pairs--a.json", (0, 0))
     lineage = Lineage.of(run / "sparse")
     assert [result["metrics"]["group"] for result in lineage.results.values()] == [0.5, 0.25]
-    assert list(lineage.results) == ["glyphs_pairs--a.json", "other--glyphs_pairs--a.json"]
+    assert list(lineage.results) == ["symbols_pairs--a.json", "other--symbols_pairs--a.json"]
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
 
 
@@ -166,12 +166,12 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
     [
         (
             {"metrics": {"group": math.nan}},
-            "glyphs_pairs--a.json: the score group is nan, which is no share from 0 to 1",
+            "symbols_pairs--a.json: the score group is nan, which is no share from 0 to 1",
         ),
         ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
         ({"metrics": {"group": "good"}}, "no result of an evaluation: metrics.group is 'good'"),
         ({"metrics": {"group": True}}, "metrics.group is True"),
-        ({"metrics": {}}, "glyphs_pairs--a.json is of a task that cards do not know: its score is group"),
+        ({"metrics": {}}, "symbols_pairs--a.json is of a task that cards do not know: its score is group"),
         ({"metrics": {"fid": 1}, "primary": {"fid": "FID"}}, "a.json is of a task that cards do not know: .*fid"),
         ({"versions": None, "title": 3}, "a.json is no result of an evaluation: it lacks versions"),
     ],
@@ -220,10 +220,10 @@ def test_damaged_files_of_a_run_are_named(run, file, content, message):
 def test_lineage_goes_on_in_other_runs(run):
     lineage = Lineage.of(run / "sparse")
     assert list(lineage.stages) == ["first/mean", "sparse"] and list(lineage.attempts) == list(lineage.stages)
-    assert (lineage.bases, lineage.unknown) == ([], ["glyph_clip"])
+    assert (lineage.bases, lineage.unknown) == ([], ["symbol_clip"])
     card = card_of(lineage)
     assert card.data.base_model is None
-    assert "From glyph_clip, a local folder of unknown lineage, by the stages of" in card.text
+    assert "From symbol_clip, a local folder of unknown lineage, by the stages of" in card.text
     assert "after those of another run: first:" in card.text and "| first/mean | average |" in card.text
     card = card_of(lineage, base_model="user/dense", license="mit")
     assert card.data.base_model == "user/dense" and "From user/dense, by the stages" in card.text
@@ -262,7 +262,7 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch):
         "user/pairs": (["user/pairs"], "user/pairs (columns image and caption)"),
         "user/local": (None, "local (local, columns image and caption)"),
         "user/no/name": (None, "name (local, columns image and caption)"),
-        "glyphs": (None, "glyphs (web captions)"),
+        "symbols": (None, "symbols (web captions)"),
         "hf://datasets/user/name/*.parquet": (
             None,
             "hf://datasets/user/name/\\*.parquet (columns image and caption)",

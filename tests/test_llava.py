@@ -41,7 +41,7 @@ LLAMA = {**LLAMA, "max_position_embeddings": 512}
 LLAVA = {"name": "llava", "stage": "llava", "tower": "sparse", "text_config": LLAMA}
 TRAIN = {
     "stage": "train_llava",
-    "data": {"source": "glyphs", "num_samples": 12},
+    "data": {"source": "symbols", "num_samples": 12},
     "global_batch_size": 4,
     "max_steps": 2,
     "learning_rate": 1e-2,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, webdataset, write_shard
 
-from data import glyphs
+from data import symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
@@ -23,7 +23,7 @@ from training.loader import PairLoader
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 def batches(loader, start, number):
@@ -96,7 +96,7 @@ def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_worker
 
 
 def test_batches(processor):
-    arguments = DataArguments(source="glyphs", captions="detailed", num_samples=20)
+    arguments = DataArguments(source="symbols", captions="detailed", num_samples=20)
     rows = load_pairs(arguments)
     loader = PairLoader(rows, processor, arguments, batch_size=8)
     (batch,) = batches(loader, 0, 1)
@@ -113,13 +113,13 @@ def test_batches(processor):
 def test_batches_do_not_depend_on_how_they_are_read(processor, change):
     loaders = []
     for settings in ({}, change):
-        arguments = DataArguments(source="glyphs", num_samples=20, **settings)
+        arguments = DataArguments(source="symbols", num_samples=20, **settings)
         loaders.append(PairLoader(load_pairs(arguments), processor, arguments, batch_size=8))
     assert equal(*(batches(loader, 0, 3) for loader in loaders))
 
 
 def test_resuming_goes_on_where_it_stopped(processor):
-    arguments = DataArguments(source="glyphs", num_samples=20)
+    arguments = DataArguments(source="symbols", num_samples=20)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
     whole = batches(loader, 0, 7)
     for start in range(7):
@@ -127,7 +127,7 @@ def test_resuming_goes_on_where_it_stopped(processor):
 
 
 def test_two_ranks_make_one_global_batch(processor):
-    arguments = DataArguments(source="glyphs", num_samples=40)
+    arguments = DataArguments(source="symbols", num_samples=40)
     rows = load_pairs(arguments)
     alone = batches(PairLoader(rows, processor, arguments, 8), 0, 3)
     ranks = [batches(PairLoader(rows, processor, arguments, 4, rank, 2), 0, 3) for rank in range(2)]
@@ -136,8 +136,8 @@ def test_two_ranks_make_one_global_batch(processor):
 
 
 def test_several_captions_take_turns(processor):
-    rows = glyphs.load("train", "web", 8, captions_per_image=3)
-    arguments = DataArguments(source="glyphs", num_samples=8)
+    rows = symbols.load("train", "web", 8, captions_per_image=3)
+    arguments = DataArguments(source="symbols", num_samples=8)
     loader = PairLoader(rows, processor, arguments, batch_size=8)
     ids = {tuple(ids) for batch in batches(loader, 0, 10) for ids in batch["input_ids"].tolist()}
     assert len(ids) > 8
@@ -289,17 +289,17 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
 
 
 def test_several_captions_that_are_cut_are_counted_each(processor, caplog):
-    rows = glyphs.load("train", "web", 3, captions_per_image=2)
+    rows = symbols.load("train", "web", 3, captions_per_image=2)
     rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])
-    arguments = DataArguments(source="glyphs", num_samples=3)
+    arguments = DataArguments(source="symbols", num_samples=3)
     PairLoader(rows, processor, arguments, 3).report_cut_captions()
-    assert "25.0% of the captions of glyphs (4 looked at)" in caplog.text
+    assert "25.0% of the captions of symbols (4 looked at)" in caplog.text
 
 
 def test_a_tokenizer_without_a_limit_cuts_nothing(caplog):
-    processor = build_processor("glyphs", 16, 16)
+    processor = build_processor("symbols", 16, 16)
     processor.tokenizer.model_max_length = int(1e30)
-    arguments = DataArguments(source="glyphs", num_samples=8, captions="detailed")
+    arguments = DataArguments(source="symbols", num_samples=8, captions="detailed")
     PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
     assert not caplog.text
 

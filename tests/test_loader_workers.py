@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data import glyphs
+from data import symbols
 from data.sources import DataArguments
 from data.worlds import build_processor
 from training.loader import PairLoader
@@ -13,16 +13,16 @@ from training.loader import PairLoader
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return glyphs.load("train", "web", 20, captions_per_image=3)
+    return symbols.load("train", "web", 20, captions_per_image=3)
 
 
 def make(rows, processor, **settings):
-    return PairLoader(rows, processor, DataArguments(source="glyphs", num_samples=20, **settings), batch_size=8)
+    return PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20, **settings), batch_size=8)
 
 
 def test_a_run_has_one_data_loader_that_reads_over_the_end_of_an_epoch(rows, processor, monkeypatch):

@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
         ("zero-shot, runs/demo", "zero-shot, demo"),
         # What stays
         ("openai/clip-vit-base-patch32", None),
-        ("glyphs", None),
+        ("symbols", None),
         ("hf://datasets/user/name/train-*.parquet", None),
         ("a photo of red/green {}.", None),
         ("all images / s, 3/4 of them; R@1 image→text", None),
@@ -45,7 +45,7 @@ def test_a_path_with_spaces_in_a_text(tmp_path):
     assert without_paths(f"100 rows of {path}, split test") == "100 rows of cats, dogs, split test"
 
 
-@pytest.mark.parametrize("name", ["openai/clip", "glyph_clip"])
+@pytest.mark.parametrize("name", ["openai/clip", "symbol_clip"])
 def test_hub_names(name):
     assert is_hub_name(name)
 

@@ -18,12 +18,12 @@ SETTINGS = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "m
 STAGE = TrainLongCLIPStage(
     **SETTINGS, global_batch_size=PAIRS, num_components=COMPONENTS, caption_weights=[0.3, 0.7], label_smoothing=0.1
 )
-GLYPHS = {"source": "glyphs", "num_samples": 24, "captions": "detailed"}
+SYMBOLS = {"source": "symbols", "num_samples": 24, "captions": "detailed"}
 CAPTIONS = {
     "name": "captions",
     "stage": "captions",
     "model": "dense",
-    "data": GLYPHS,
+    "data": SYMBOLS,
     "captions": [{"policy": "full", "column": "caption"}, {"policy": "first_sentence", "column": "caption"}],
 }
 LONG = TUNED | {
@@ -176,7 +176,7 @@ def test_short_captions_count(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": GLYPHS}, "tuned.caption_weights: 2 weights, but the images of glyphs have one caption"),
+        ({"data": SYMBOLS}, "tuned.caption_weights: 2 weights, but the images of symbols have one caption"),
         ({"caption_weights": [0.2, 0.3, 0.5]}, "tuned.caption_weights"),
         ({"caption_weights": [0.5, 0.6]}, "sum to 1.1, not to 1"),
         ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),

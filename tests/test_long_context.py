@@ -145,15 +145,15 @@ def test_no_position_needs_to_stay(tmp_path):
     torch.testing.assert_close(longer[POSITIONS], plain_stretch(model.state_dict()[POSITIONS], 0, 2))
 
 
-def test_as_a_program_on_the_glyph_clip(tmp_path):
-    glyph_clip = Path(__file__).parents[1] / "training" / "glyph_clip"
-    command = [sys.executable, "-m", "conversion.long_context", glyph_clip, tmp_path / "long", "--length", "108"]
+def test_as_a_program_on_the_symbol_clip(tmp_path):
+    symbol_clip = Path(__file__).parents[1] / "training" / "symbol_clip"
+    command = [sys.executable, "-m", "conversion.long_context", symbol_clip, tmp_path / "long", "--length", "108"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("largest difference") == 2
     tokenizer = AutoProcessor.from_pretrained(tmp_path / "long").tokenizer
     assert tokenizer.model_max_length == 108
-    model, short = AutoModel.from_pretrained(tmp_path / "long"), AutoModel.from_pretrained(glyph_clip)
+    model, short = AutoModel.from_pretrained(tmp_path / "long"), AutoModel.from_pretrained(symbol_clip)
     inputs = tokenizer("a large red circle", return_tensors="pt")
     assert inputs["input_ids"].shape[1] <= 20
     with torch.no_grad():

@@ -30,7 +30,7 @@ wait $! || exit 1
 exit $first
 """,
 }
-TRAINED = TUNED | {"data": {"source": "glyphs", "num_samples": 8, "in_memory": True}, "max_steps": 2, "model": "dense"}
+TRAINED = TUNED | {"data": {"source": "symbols", "num_samples": 8, "in_memory": True}, "max_steps": 2, "model": "dense"}
 
 
 @pytest.fixture

@@ -135,19 +135,19 @@ def test_pairs_without_an_image_are_left_out(tmp_path):
         ({"weights": [1, 0]}, "mixed.weights.1"),
         ({"weights": [1e308, 1e-300]}, r"mixed\.weights\.1: all 4 pairs of symbols would be there only after .* of 8"),
         ({"sources": [{"source": "nowhere/"}, {"source": "gone.json"}]}, r"mixed\.sources\.1\.source: .*gone\.json"),
-        ({"sources": [{"source": "glyphs", "num_samples": 4}, {"source": "a.json", "streaming": True}]}, "sources.1"),
-        ({"sources": [{"source": "later"}, {"source": "glyphs", "num_samples": 4}]}, r"mixed\.sources\.0\.source"),
+        ({"sources": [{"source": "symbols", "num_samples": 4}, {"source": "a.json", "streaming": True}]}, "sources.1"),
+        ({"sources": [{"source": "later"}, {"source": "symbols", "num_samples": 4}]}, r"mixed\.sources\.0\.source"),
     ],
 )
 def test_faults_name_the_source(changes, message, tmp_path):
-    two = [{"source": "glyphs", "num_samples": 4}, {"source": "symbols", "num_samples": 4}]
+    two = [{"source": "symbols", "num_samples": 4}, {"source": "symbols", "num_samples": 4}]
     stages = [mixture(two, [1, 1]) | changes, mixture(two, [1, 1], name="later")]
     with pytest.raises(ValueError, match=message):
         run_stages(tmp_path, stages)
 
 
 def test_built_in_worlds_can_be_mixed(tmp_path):
-    two = [{"source": "glyphs", "num_samples": 6}, {"source": "symbols", "num_samples": 6}]
+    two = [{"source": "symbols", "num_samples": 6}, {"source": "names", "num_samples": 6}]
     rows = pairs(run_stages(tmp_path, [mixture(two, [1, 1])]))
     assert len(drawn(rows)) == 12
     assert all(torch.tensor(decode_image(row["image"]).size).min() > 8 for row in rows)

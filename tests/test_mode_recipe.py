@@ -38,8 +38,8 @@ from training.recipe import load_recipe
 from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
-DATA = {"source": "glyphs", "num_samples": 160, "captions": "web", "in_memory": True}
-TASKS = ["glyphs_digits", "glyphs_retrieval", "glyphs_pairs", "glyphs_linear_probe"]
+DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
+TASKS = ["symbols_zero_shot", "symbols_retrieval", "symbols_pairs", "symbols_linear_probe"]
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +336,7 @@ def test_sparse_experts_make_a_mixture_of_two_levels(run, out, tmp_path):
     folder = out.parent / "two_levels" / "mode"
     model = AutoModel.from_pretrained(folder)
     assert isinstance(model.expert(0), CLIPMoEModel) and isinstance(model.expert(1), CLIPMoEModel)
-    results = evaluate_model(folder, find_tasks(["glyphs_digits"]), tmp_path)
+    results = evaluate_model(folder, find_tasks(["symbols_zero_shot"]), tmp_path)
     assert 0 < results[0]["metrics"]["accuracy"] < 1 and len(results[0]["routing_weights"]["classes"]) == 2
 
 
@@ -392,15 +392,15 @@ def test_centers_of_another_encoder_are_refused(run, out, tmp_path):
 
 
 def test_experts_that_do_not_fit_are_refused(out, tmp_path):
-    experts = [out / "dense", "training/glyph_clip"]
-    with pytest.raises(ValueError, match="tokenizer of training/glyph_clip makes something else of texts than that of"):
+    experts = [out / "dense", "training/symbol_clip"]
+    with pytest.raises(ValueError, match="tokenizer of training/symbol_clip makes something else of texts"):
         assemble.convert(experts, tmp_path / "mode")
     assert not (tmp_path / "mode").exists()  # before an expert is loaded
     (name, config), (other, of_other) = ((source, load_config(source)) for source in experts)
-    with pytest.raises(ValueError, match="glyph_clip has projection_dim 64, but .* has 16"):
+    with pytest.raises(ValueError, match="symbol_clip has projection_dim 64, but .* has 16"):
         assemble.require_same_sizes(name, config, other, of_other)
     with pytest.raises(ValueError, match="has another configuration than"):
-        average.average([out / "dense", "training/glyph_clip"])
+        average.average([out / "dense", "training/symbol_clip"])
 
 
 def test_commands(out, tmp_path):

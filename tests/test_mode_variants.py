@@ -14,7 +14,7 @@ from tiny_recipes import tiny_run
 from transformers import AutoProcessor, CLIPModel
 
 from conversion.assemble import ENCODER
-from data import glyphs
+from data import symbols
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -63,7 +63,7 @@ def out(run, seen):
 
 @pytest.fixture(scope="module")
 def rows():
-    return load_pairs(DataArguments(source="glyphs", num_samples=160, captions="web", in_memory=True))
+    return load_pairs(DataArguments(source="symbols", num_samples=160, captions="web", in_memory=True))
 
 
 def image_embeds(folder, images):
@@ -105,8 +105,8 @@ def test_every_image_routes_itself_by_all_centers(out):
     config, (clusters, _) = model.config, load_caption_clusters(out / "coarse")
     assert config.metadata_modality == "image" and not config.nearest_center_only
     assert load_encoder(out / "mode" / ENCODER).name == config.metadata_encoder
-    test = glyphs.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
-    classes, metadata = list(glyphs.KINDS), image_embeds(out / "dense", test["image"])
+    test = symbols.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
+    classes, metadata = list(symbols.KINDS), image_embeds(out / "dense", test["image"])
     processor, weights, right = AutoProcessor.from_pretrained(out / "mode"), [], []
     texts = processor.tokenizer(classes, padding=True, return_tensors="pt")
     for row, embed in zip(test, metadata, strict=True):
@@ -132,7 +132,7 @@ def test_every_image_routes_itself_by_all_centers(out):
 @pytest.mark.parametrize("kind", ["retrieval", "pairs"])
 def test_other_tasks_are_measured_with_the_weights_of_images(out, kind):
     opened = open_model(out / "mode", None, 16, torch.device("cpu"))
-    rows = glyphs.load_minimal_pairs("test", 8) if kind == "pairs" else glyphs.load("test", "detailed", 8)
+    rows = symbols.load_minimal_pairs("test", 8) if kind == "pairs" else symbols.load("test", "detailed", 8)
     result = measure(Task(kind, "", "", lambda: (rows, 0)), opened)
     columns = [name for name in rows.column_names if name.startswith("image")]
     expected = np.mean([opened.image_weights(rows, column).mean(axis=0) for column in columns], axis=0)
@@ -142,14 +142,14 @@ def test_other_tasks_are_measured_with_the_weights_of_images(out, kind):
 
 def test_a_linear_probe_of_summed_embeddings(out):
     parts = [
-        glyphs.load(split, "detailed", number).remove_columns("caption").rename_column("kind", "caption")
+        symbols.load(split, "detailed", number).remove_columns("caption").rename_column("kind", "caption")
         for split, number in (("train", 120), ("test", 60))
     ]
-    task = Task("linear_probe", "", "", lambda: (parts[1], 0), classes=glyphs.KINDS, load_train=lambda: (parts[0], 0))
+    task = Task("linear_probe", "", "", lambda: (parts[1], 0), classes=symbols.KINDS, load_train=lambda: (parts[0], 0))
     summed, labels = [], []
     for part in parts:
         summed.append(image_embeds(out / "expert_1", part["image"]) + image_embeds(out / "expert_2", part["image"]))
-        labels.append([glyphs.KINDS.index(name) for name in part["caption"]])
+        labels.append([symbols.KINDS.index(name) for name in part["caption"]])
     expected = linear_probe_metrics(summed[0], labels[0], summed[1], labels[1])
     for model, changes in (("summed", None), ("mode", {"feature_ensemble": "sum"})):
         opened = open_model(out / model, None, 64, torch.device("cpu"), changes=changes)
@@ -167,7 +167,7 @@ def test_an_average_is_trained_on(out):
 
 
 def test_a_mixture_stands_in_a_table_with_either_routing(run, out):
-    read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("glyphs_digits--*.json")]
+    read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("symbols_zero_shot--*.json")]
     of_rows = {result["model"]: result for result in read}
     assert of_rows["released"]["routing_weights"] != of_rows["mode"]["routing_weights"]
     assert of_rows["released"]["weights"] == of_rows["mode"]["weights"]

@@ -5,7 +5,7 @@ import torch
 from tiny_clip_mode import dense, mixture, sparse, texts_and_images, unit
 from transformers import CLIPModel, pipeline
 
-from data import glyphs
+from data import symbols
 from data.worlds import build_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
 
@@ -118,13 +118,13 @@ def test_training_arguments_reach_the_experts(inputs):
 
 
 def test_zero_shot_pipeline(tmp_path):
-    base = CLIPModel.from_pretrained("training/glyph_clip")
+    base = CLIPModel.from_pretrained("training/symbol_clip")
     model = CLIPMoDEModel.from_experts([base, base])
     model.save_pretrained(tmp_path)
-    build_processor("glyphs", 64, 32).save_pretrained(tmp_path)
-    image = glyphs.load("test", "detailed", 1)[0]["image"]
+    build_processor("symbols", 64, 32).save_pretrained(tmp_path)
+    image = symbols.load("test", "detailed", 1)[0]["image"]
     names = ["a zero", "a star", "a heart"]
-    expected = pipeline("zero-shot-image-classification", "training/glyph_clip")(image, candidate_labels=names)
+    expected = pipeline("zero-shot-image-classification", "training/symbol_clip")(image, candidate_labels=names)
     found = pipeline("zero-shot-image-classification", str(tmp_path))(image, candidate_labels=names)
     assert [entry["label"] for entry in found] == [entry["label"] for entry in expected]
     assert found[0]["score"] == pytest.approx(expected[0]["score"], abs=1e-5)
@@ -182,6 +182,6 @@ def test_what_does_not_fit_is_refused(inputs, tmp_path):
     with pytest.raises(ValueError, match="12 centers need the metadata_encoder"):
         CLIPMoDEConfig(num_centers=12)
     with pytest.raises(ValueError, match="max_loaded_experts must be at least 1"):
-        CLIPMoDEModel.from_pretrained("training/glyph_clip", config=CLIPMoDEConfig(), max_loaded_experts=0)
+        CLIPMoDEModel.from_pretrained("training/symbol_clip", config=CLIPMoDEConfig(), max_loaded_experts=0)
     with pytest.raises(ValueError, match="expert_0 has no weights"):
         CLIPMoDEModel(CLIPMoDEConfig(experts=["expert_0"])).expert(0)

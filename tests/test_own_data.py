@@ -11,7 +11,7 @@ import pytest
 import small_evaluation
 from small_evaluation import plain_embedding
 
-from data import glyphs
+from data import symbols
 from data.sources import DataArguments
 from evaluation import evaluate
 from evaluation.evaluate import evaluate_model
@@ -25,7 +25,7 @@ dense = small_evaluation.dense
 @pytest.fixture
 def pairs(tmp_path):
     """Twelve, with captions that are short enough for the model."""
-    rows = glyphs.load_minimal_pairs("test", 12)
+    rows = symbols.load_minimal_pairs("test", 12)
     for side in range(2):
         captions = [" ".join(caption.split()[:6]) for caption in rows[f"caption_{side}"]]
         rows = rows.remove_columns(f"caption_{side}").add_column(f"caption_{side}", captions)
@@ -57,7 +57,7 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
     """As paths, from the command line."""
     entries = []
     (tmp_path / "pictures").mkdir()
-    for number, row in enumerate(glyphs.load_minimal_pairs("test", 4)):
+    for number, row in enumerate(symbols.load_minimal_pairs("test", 4)):
         entry = {f"text_{side}": row[f"caption_{side}"] for side in range(2)}
         for side in range(2):
             entry[f"photo_{side}"] = f"{number}_{side}.png"
@@ -140,14 +140,14 @@ def test_spellings_of_a_path_are_one_task(tmp_path, monkeypatch):
     spellings = [("data/images", "root"), ("data/images/", "root/"), ("./data//images", "./root")]
     tasks = [OwnTask(task="retrieval", dataset=data, image_root=root).make() for data, root in spellings]
     assert [task.data for task in tasks] == [tasks[0].data] * 3 and tasks[0].data["source"] == "data/images"
-    assert OwnTask(task="zero_shot", dataset="./glyphs").arguments().source == "./glyphs"  # a folder, not the world
+    assert OwnTask(task="zero_shot", dataset="./symbols").arguments().source == "./symbols"  # a folder, not the world
 
 
 @pytest.mark.parametrize("task", ["pairs", "zero_shot", "linear_probe"])
 def test_tasks_of_a_world_are_built_in(task):
-    assert f"glyphs_{task}" in TASKS
-    with pytest.raises(ValueError, match=f"of glyphs, it is the built-in task glyphs_{task}"):
-        OwnTask(task=task, dataset="glyphs", num_samples=4)
+    assert f"symbols_{task}" in TASKS
+    with pytest.raises(ValueError, match=f"of symbols, it is the built-in task symbols_{task}"):
+        OwnTask(task=task, dataset="symbols", num_samples=4)
 
 
 def retrieval_of(tmp_path, captions, **changes):
@@ -177,7 +177,7 @@ def test_captions_one_a_line_in_one_cell(tmp_path, caplog, captions, changes, wa
 def test_rows_of_one_image_score_as_one_row_with_all_captions(dense, tmp_path, in_files):
     (tmp_path / "images").mkdir()
     rows, lists = [], []
-    for number, row in enumerate(glyphs.load("test", "web", 8, captions_per_image=3)):
+    for number, row in enumerate(symbols.load("test", "web", 8, captions_per_image=3)):
         row["image"].save(tmp_path / "images" / f"{number}.png")
         path = str(tmp_path / "images" / f"{number}.png")
         image = path if in_files else {"bytes": (tmp_path / "images" / f"{number}.png").read_bytes(), "path": None}
@@ -207,7 +207,7 @@ def test_labels_of_other_types(tmp_path, labels):
 
 def test_images_of_other_modes_score_as_the_same_in_rgb(dense, tmp_path):
     """A palette, CMYK, gray, and one that EXIF turns."""
-    rgb = [row["image"] for row in glyphs.load("test", "web", 4)]
+    rgb = [row["image"] for row in symbols.load("test", "web", 4)]
     rgb[2] = rgb[2].convert("L").convert("RGB")
     turned, exif = rgb[3].transpose(PIL.Image.Transpose.ROTATE_90), PIL.Image.Exif()
     exif[0x0112] = 6
@@ -253,7 +253,7 @@ def test_names_between_commas_or_spaces(text):
             ["--tasks", "retrieval", "--dataset", "x", "--caption-column", "image"],
             "--dataset x: the column image cannot",
         ),
-        (["--tasks", "retrieval", "--dataset", "glyphs"], "num_samples must say how many glyphs to draw"),
+        (["--tasks", "retrieval", "--dataset", "symbols"], "num_samples must say how many symbols to draw"),
         (
             ["--tasks", "linear_probe", "--dataset", "x", "--train-split", "test"],
             "--dataset x: a linear probe is fitted to another split than test: set train_split",
@@ -281,7 +281,7 @@ def test_options_that_contradict_each_other(tmp_path, options, message):
 
 
 def test_a_result_says_what_was_chosen(dense, tmp_path):
-    glyphs.load("test", "web", 8).to_parquet(tmp_path / "x.parquet")
+    symbols.load("test", "web", 8).to_parquet(tmp_path / "x.parquet")
     task = OwnTask(task="zero_shot", dataset=str(tmp_path / "x.parquet"), label_column="kind", templates=["a {c}."])
     (result,) = evaluate_model(dense, find_tasks([task]), tmp_path / "scores")
     (file,) = (tmp_path / "scores").glob("*.json")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, parquet, picture, sharegpt4v, write_shard
 
-from data import glyphs
+from data import symbols
 from data.images import decode_image
 from data.pairs import load_pairs, select_columns
 from data.sources import DataArguments
@@ -30,10 +30,10 @@ def test_num_samples(tmp_path):
     assert list(load_pairs(DataArguments(**sharegpt4v(tmp_path), num_samples=3))["caption"]) == CAPTIONS[:3]
 
 
-def test_glyphs():
-    rows = load_pairs(DataArguments(source="glyphs", captions="detailed", kinds="unseen", num_samples=20))
+def test_symbols():
+    rows = load_pairs(DataArguments(source="symbols", captions="detailed", kinds="half 2", num_samples=20))
     assert len(rows) == 20
-    assert set(rows["kind"]) <= set(glyphs.UNSEEN_KINDS)
+    assert set(rows["kind"]) <= set(symbols.KIND_SETS["half 2"])
 
 
 def test_a_few_unreadable_pairs_are_counted_and_skipped(tmp_path, caplog):

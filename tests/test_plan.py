@@ -116,7 +116,7 @@ def test_counts_of_the_papers(plan_of, tmp_path):
 
 
 TRAINED = {
-    "data": {"source": "glyphs", "num_samples": 50},
+    "data": {"source": "symbols", "num_samples": 50},
     "global_batch_size": 8,
     "num_epochs": 1,
     "learning_rate": 1e-3,
@@ -127,7 +127,7 @@ REAL = {
     "output_dir": "out",
     "defaults": {"train": TRAINED, "embed": {"data": TRAINED["data"]}, "hidden_states": {"data": TRAINED["data"]}},
     "stages": [
-        {"name": "sparse", "stage": "upcycle", "model": str(ROOT / "training/glyph_clip"), "preset": "clip_up"},
+        {"name": "sparse", "stage": "upcycle", "model": str(ROOT / "training/symbol_clip"), "preset": "clip_up"},
         {"name": "kept", "stage": "hidden_states", "model": "sparse"},
         {"name": "features", "stage": "embed", "model": "sparse"},
         {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
@@ -190,7 +190,7 @@ def test_the_peak_of_a_process(tmp_path):
     """What an operating system tells of a stage, within 15 %."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(REAL | {"output_dir": str(tmp_path / "out")}))
     settings = {"tuned.global_batch_size": 48, "tuned.data.in_memory": True, "tuned.max_steps": 2}
-    settings |= {"tuned.num_epochs": None, "tuned.model": str(ROOT / "training/glyph_clip")}
+    settings |= {"tuned.num_epochs": None, "tuned.model": str(ROOT / "training/symbol_clip")}
     words = " ".join(f"--{key} {json.dumps(value)}" for key, value in settings.items())
     told = printed(f"python -m training.upcycle --config {tmp_path}/recipe.yaml --stages tuned --plan {words}").stdout
     (process,) = re.findall(r"this memory and ([\d.]+) MB", told)
@@ -230,7 +230,7 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
     (tmp_path / "pairs.tsv").write_text("image\ttext\n" + "dot.png\tone\n" * 3)
     (tmp_path / "shards").mkdir()
     shard(tmp_path / "shards" / "train-0.tar", 5)
-    stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/glyph_clip"), "data": data}
+    stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/symbol_clip"), "data": data}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [stage]}))
     rows, faults = plan_of(tmp_path / "recipe.yaml", {})
     assert not faults
@@ -241,7 +241,7 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
 def test_a_reason_is_told_with_a_fault(plan_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.csv").write_text("image,caption\na.png,one\nb.png,two,three\n" + 'c.png,"four\n')
-    stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/glyph_clip")}
+    stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/symbol_clip")}
     stage |= {"data": {"source": "pairs.csv"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [stage]}))
     rows, faults = plan_of(tmp_path / "recipe.yaml", {})
@@ -250,7 +250,7 @@ def test_a_reason_is_told_with_a_fault(plan_of, tmp_path, monkeypatch):
 
 
 def test_memory_counts_images_that_are_kept(plan_of, tmp_path):
-    tuned = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/glyph_clip")}
+    tuned = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/symbol_clip")}
     settings = {"output_dir": "out", "defaults": {"train": TRAINED}, "stages": [tuned]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     memory = [
@@ -272,7 +272,7 @@ def test_a_plan_lists_a_folder_once(plan_of, tmp_path, monkeypatch):
     lines = [json.dumps({"file_name": f"{number}.png", "caption": "a dot"}) for number in range(40)]
     (tmp_path / "images" / "metadata.jsonl").write_text("\n".join(lines))
     stages = [
-        {"name": f"tuned_{number}", "stage": "train", "model": str(ROOT / "training/glyph_clip")}
+        {"name": f"tuned_{number}", "stage": "train", "model": str(ROOT / "training/symbol_clip")}
         | TRAINED
         | {"data": {"source": "images", "num_samples": number}}
         for number in (20, 30, 40)
@@ -292,7 +292,7 @@ def test_units():
 
 
 def test_what_is_begun_goes_on(plan_of, tmp_path, monkeypatch):
-    tuned = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/glyph_clip")}
+    tuned = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/symbol_clip")}
     settings = {"output_dir": "out", "defaults": {"train": TRAINED}, "stages": [tuned]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     original = engine.save_checkpoint
@@ -333,7 +333,7 @@ def test_a_stage_of_ones_own_changes_no_other_row(plan_of, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "narrow_stage.py").write_text(OWN_STAGE)
     stages = [
-        {"name": "sparse", "stage": "upcycle", "model": str(ROOT / "training/glyph_clip"), "preset": "clip_up"},
+        {"name": "sparse", "stage": "upcycle", "model": str(ROOT / "training/symbol_clip"), "preset": "clip_up"},
         {"name": "narrow", "stage": "narrow_stage:Narrow", "model": "sparse"},
     ]
     alone, both = (yaml.safe_dump({"output_dir": "out", "stages": stages[:end]}) for end in (1, 2))

@@ -18,7 +18,7 @@ from training.runner import run_recipe
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT, VISION = {**SIZES, "max_position_embeddings": 24}, {**SIZES, "image_size": 32, "patch_size": 16}
-DATA = {"source": "glyphs", "num_samples": 40}
+DATA = {"source": "symbols", "num_samples": 40}
 INITIAL = {"stage": "initialize", "projection_dim": 16, "text_config": TEXT, "vision_config": VISION}
 TRAIN = {"data": DATA, "global_batch_size": 8, "max_steps": 1, "learning_rate": 1e-3}
 POLICIES = [{"policy": "full", "column": column} for column in ("caption", "raw_caption")]
@@ -28,7 +28,7 @@ EXPERT = {"stage": "train_data_expert", "model": "dense", "clusters": "coarse"}
 STAGES = {
     "words": {"stage": "tokenizer", "data": DATA, "vocab_size": 600},
     "learned": {**INITIAL, "tokenizer": "words"},
-    "dense": {**INITIAL, "processor": "glyphs"},
+    "dense": {**INITIAL, "processor": "symbols"},
     "several": {"stage": "captions", "model": "dense", "data": DATA, "captions": POLICIES},
     "pre": {"stage": "train", "model": "dense"},
     "features": {"stage": "embed", "model": "pre", "data": DATA},
@@ -87,10 +87,10 @@ STAGES = {
     "scores": {
         "stage": "evaluate",
         "models": {"mixture": "mixture"},
-        "tasks": [{"task": "retrieval", "dataset": "glyphs", "num_samples": 8}],
+        "tasks": [{"task": "retrieval", "dataset": "symbols", "num_samples": 8}],
     },
 }
-OWN = {"task": "retrieval", "dataset": "glyphs"}
+OWN = {"task": "retrieval", "dataset": "symbols"}
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def recipe(tmp_path, monkeypatch):
     (tmp_path / "pairs.csv").write_text("image,caption\n" + "a.png,a red circle\n" * 40)
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
-        for file in (ROOT / "training" / "glyph_clip").glob("*.json"):
+        for file in (ROOT / "training" / "symbol_clip").glob("*.json"):
             shutil.copy(file, tmp_path / folder)
     settings = json.loads((tmp_path / "other" / "processor_config.json").read_text())
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
@@ -158,7 +158,7 @@ FAULTS = {
         "tuned.hidden_states: kept is of other data: the number of pairs is 30 there and 40 here. Use the same *",
     ),
     "hidden states of other captions": (
-        {"kept.data.source": "glyphs", "kept.data.num_samples": 40, "kept.caption_weights": None},
+        {"kept.data.source": "symbols", "kept.data.num_samples": 40, "kept.caption_weights": None},
         "tuned.hidden_states: kept is of 1 captions of an image, not of 2",
     ),
     "hidden states of a model that was trained since": (
@@ -171,7 +171,7 @@ FAULTS = {
     ),
     "a split that a world lacks": (
         {"pre.data.split": "validation"},
-        "pre.data: glyphs have no split 'validation', only train, test",
+        "pre.data: symbols have no split 'validation', only train, test",
     ),
     "more pairs left out than there are": (
         {"features.data": {"source": "rows", "num_samples": None, "skip": 40}},
@@ -216,7 +216,7 @@ FAULTS = {
     ),
     "weights of captions where images have one": (
         {"pre.caption_weights": [0.5, 0.5]},
-        "pre.caption_weights: 2 weights, but the images of glyphs have one caption, a text: leave them out, or *",
+        "pre.caption_weights: 2 weights, but the images of symbols have one caption, a text: leave them out, or *",
     ),
     "weights of captions where rows hold a text": (
         {"pre.data.source": "rows", "pre.data.num_samples": None, "pre.caption_weights": [0.5, 0.5]},

@@ -9,7 +9,7 @@ import small_experts
 import torch
 from tiny_clip_moe import tiny_model
 
-from data import glyphs
+from data import symbols
 from data.worlds import build_processor
 from evaluation import preferences
 from evaluation.embedder import Embedder
@@ -35,7 +35,7 @@ def embedder(sparse):
 
 def test_patches_are_routed_as_the_model_records_it(sparse, embedder):
     model, _ = sparse
-    images = list(glyphs.load("test", "web", 6)["image"])
+    images = list(symbols.load("test", "web", 6)["image"])
     routed = route_images(embedder, images, layer=2)
     inputs = embedder.processor.image_processor(images, return_tensors="pt")
     with torch.no_grad():
@@ -52,12 +52,12 @@ def test_patches_are_routed_as_the_model_records_it(sparse, embedder):
 
 @pytest.mark.parametrize(("side", "patch", "patches"), [(19, 4, 4), (31, 14, 2)])
 def test_what_is_left_beside_the_patches_is_not_drawn(side, patch, patches, tmp_path, figures):
-    processor = build_processor("glyphs", 12, side)
+    processor = build_processor("symbols", 12, side)
     processor.save_pretrained(tmp_path)
     text = {"vocab_size": len(processor.tokenizer), "eos_token_id": processor.tokenizer.eos_token_id}
     tiny_model(text=text, vision={"image_size": side, "patch_size": patch}).save_pretrained(tmp_path)
     embedder = Embedder(tmp_path, None, 4, torch.device("cpu"))
-    routed = route_images(embedder, list(glyphs.load("test", "web", 1)["image"]), layer=1)
+    routed = route_images(embedder, list(symbols.load("test", "web", 1)["image"]), layer=1)
     assert (routed.grid, routed.pixels.shape) == ((patches, patches), (1, side, side, 3))
     draw_patches(routed, tmp_path / "patches.png")
     draw_expert_patches(routed, tmp_path / "expert_patches.png")
@@ -136,7 +136,7 @@ def test_dropped_patches_are_those_of_a_plain_loop(factor):
 
 def test_the_dropped_patches_are_those_that_the_model_drops(sparse, embedder):
     """In the first sparse layer, into which the same goes with and without capacity."""
-    model, images = embedder.model, list(glyphs.load("test", "web", 4)["image"])
+    model, images = embedder.model, list(symbols.load("test", "web", 4)["image"])
     dropped = dropped_patches(route_images(embedder, images, layer=0), 4, 2, 0.75)
     config = model.config.vision_config
     config.eval_capacity_factor = 0.75

@@ -144,7 +144,7 @@ def test_changes_that_no_preset_takes(name, changes, fixed, message):
     ],
 )
 def test_sparse_layers_of_a_recipe(tmp_path, written, options, text, vision):
-    stage = {"name": "sparse", "stage": "upcycle", "model": "training/glyph_clip", "preset": "clip_up"}
+    stage = {"name": "sparse", "stage": "upcycle", "model": "training/symbol_clip", "preset": "clip_up"}
     recipe = {"output_dir": str(tmp_path / "out"), "stages": [{**stage, "changes": {"sparse_layers": written}}]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     main(["--config", str(tmp_path / "recipe.yaml"), *options])

@@ -17,7 +17,7 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
 
 ROOT = Path(__file__).parents[1]
-BASE = ROOT / "training" / "glyph_clip"
+BASE = ROOT / "training" / "symbol_clip"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.ya
 RECIPE = """
 output_dir: out
 defaults:
-  train: {learning_rate: 1e-3, global_batch_size: 8, max_steps: 10, data: {source: glyphs, num_samples: 64}}
+  train: {learning_rate: 1e-3, global_batch_size: 8, max_steps: 10, data: {source: symbols, num_samples: 64}}
 stages:
   - {name: sparse, stage: upcycle, model: dense, preset: clip_up}
   - {name: tuned, stage: train, model: sparse, max_steps: 20, data: {captions: web}}
@@ -83,7 +83,7 @@ def test_two_experts_of_one_number(recipe):
 def test_what_needs_numbered_samples_refuses_a_stream(recipe, stage):
     data = "{source: shards, streaming: true, num_samples: null}"
     with pytest.raises(ValueError, match=r"streaming.*numbered samples|streaming.*samples with numbers"):
-        load_recipe(recipe(f"{RECIPE}  - {{name: other, {stage}, data: {data}}}\n".replace("source: glyphs, ", "")))
+        load_recipe(recipe(f"{RECIPE}  - {{name: other, {stage}, data: {data}}}\n".replace("source: symbols, ", "")))
 
 
 def test_overrides(recipe):
@@ -169,8 +169,8 @@ MERGES = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{y{n}: [{', '.join([f'*a{n - 1}'] *
         (f"x: {'1' * 5000}\n{RECIPE}", "4300 digits"),
         (f"seed: {'1' * 30}\n{RECIPE}", "seed: the number 1111.* has more than 64 bits"),
         (f"seed: 4294967296\n{RECIPE}", "seed"),
-        (RECIPE.replace("source: glyphs", 'source: "a\\0b"'), r"source: .*characters that no file"),
-        (RECIPE.replace("source: glyphs", 'source: "\\ud800"'), r"source: .*characters that no file"),
+        (RECIPE.replace("source: symbols", 'source: "a\\0b"'), r"source: .*characters that no file"),
+        (RECIPE.replace("source: symbols", 'source: "\\ud800"'), r"source: .*characters that no file"),
         (RECIPE.replace("output_dir: out", "output_dir: ''"), "output_dir"),
         (RECIPE.replace("stage: train", "stage: [1]"), "keys name and stage, both texts"),
         (RECIPE.replace("name: tuned", "name: 5"), "keys name and stage, both texts"),

@@ -334,8 +334,8 @@ def test_commands_end_in_one_line(tmp_path):
         ([str(tmp_path / "broken.pt"), str(tmp_path / "out")], "has 3 experts, but no gate"),
         ([str(tmp_path / "script.pt"), str(tmp_path / "out")], "is a TorchScript archive: what was released is a"),
         ([str(tmp_path / "nowhere.pt"), str(tmp_path / "out")], "there is no file"),
-        (["training/glyph_clip", str(tmp_path / "new.pt"), "--reverse"], "a model of type 'clip_moe' is needed"),
-        (["training/glyph_clip", str(tmp_path / "there.pt"), "--reverse"], "already exists"),
+        (["training/symbol_clip", str(tmp_path / "new.pt"), "--reverse"], "a model of type 'clip_moe' is needed"),
+        (["training/symbol_clip", str(tmp_path / "there.pt"), "--reverse"], "already exists"),
     ):
         with pytest.raises(SystemExit) as exit:
             main(arguments)

@@ -23,17 +23,17 @@ from training.expected import count_pairs
 from training.loader import PairLoader
 from training.recipe import load_recipe
 
-GLYPHS = {"source": "glyphs", "num_samples": 40, "in_memory": True}
+SYMBOLS = {"source": "symbols", "num_samples": 40, "in_memory": True}
 
 
 def test_the_released_optimizer(tmp_path):
     """AdamW as torch has it, on all parameters, without clipping."""
     settings = {"adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.5, "decay_all": True}
-    settings |= {"max_grad_norm": None, "label_smoothing": 0.1, "data": GLYPHS, "max_steps": 3, "logging_steps": 1}
+    settings |= {"max_grad_norm": None, "label_smoothing": 0.1, "data": SYMBOLS, "max_steps": 3, "logging_steps": 1}
     output = run_stages(tmp_path, [DENSE, TUNED | settings])
     model, processor = (auto.from_pretrained(output / "dense") for auto in (AutoModel, AutoProcessor))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
-    data = DataArguments(**GLYPHS)
+    data = DataArguments(**SYMBOLS)
     batches = PairLoader(load_pairs(data), processor, data, 4).batches(0)
     for step, expected in enumerate(losses(output / "tuned")):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / 3)) / 2
@@ -136,7 +136,7 @@ def test_expert_dropout_leaves_no_trace():
 
 
 def test_a_run_with_expert_dropout_resumes_in_the_same_bits(tmp_path, monkeypatch):
-    settings = {"model": "sparse", "expert_dropout": 0.3, "data": GLYPHS, "max_steps": 4, "save_steps": 2}
+    settings = {"model": "sparse", "expert_dropout": 0.3, "data": SYMBOLS, "max_steps": 4, "save_steps": 2}
     stages = [DENSE, SPARSE, TUNED | settings]
     folders = [tmp_path / name for name in ("whole", "killed", "without")]
     for folder in folders:
@@ -179,11 +179,11 @@ def test_nothing_is_left(tmp_path):
         ({"expert_dropout": 0.1}, "tuned.expert_dropout: .*goes with a sparse model, but dense is dense"),
         ({"expert_dropout": 1.0}, "tuned.expert_dropout"),
         ({"text_router_weight": 0.5, "balance_mean": "token"}, "text_router_weight goes with a sum over the towers"),
-        ({"data": GLYPHS | {"skip": 3}}, "skip goes neither with a built-in world nor with streaming"),
+        ({"data": SYMBOLS | {"skip": 3}}, "skip goes neither with a built-in world nor with streaming"),
         ({"data": {"source": "x.parquet", "skip": 3, "streaming": True}}, "skip goes neither with"),
         ({"max_grad_norm": 0.0}, "tuned.max_grad_norm"),
     ],
 )
 def test_mistakes(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, TUNED | {"data": GLYPHS} | changes])
+        run_stages(tmp_path, [DENSE, TUNED | {"data": SYMBOLS} | changes])

@@ -8,7 +8,7 @@ import small_evaluation
 from benchmark_folders import make_copy
 from small_evaluation import swapped, with_captions
 
-from data import glyphs
+from data import symbols
 from evaluation.benchmarks.loading import TEMPLATES
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.evaluate import evaluate_model
@@ -29,7 +29,7 @@ def own(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         for split in ("train", "test"):
-            rows = glyphs.load(split, "web", 8).rename_column("kind", "label")
+            rows = symbols.load(split, "web", 8).rename_column("kind", "label")
             rows = rows if name == "one" else with_captions(rows, swapped(rows["caption"]))
             rows.to_parquet(tmp_path / name / f"{split}.parquet")
 
@@ -40,7 +40,7 @@ def own(tmp_path):
 
 
 def test_data_sets_and_splits_stand_in_one_folder_and_one_table(dense, own, tmp_path):
-    wanted = [own("one"), own("one", split="train"), own("two"), own("one", "zero_shot"), "glyphs_pairs"]
+    wanted = [own("one"), own("one", split="train"), own("two"), own("one", "zero_shot"), "symbols_pairs"]
     tasks = find_tasks(wanted)
     assert len(tasks) == 5 and [name.split("-")[0] for name in tasks][:4] == ["retrieval"] * 3 + ["zero_shot"]
     results = evaluate_model(dense, tasks, tmp_path / "scores")
@@ -62,7 +62,7 @@ def test_models_whose_names_become_the_same(dense, tmp_path):
     """As parts of file names."""
     names = ["a b", "a_b", "a/b", "a?b", "_", "ä"]
     for name in names:
-        evaluate_model(dense, find_tasks(["glyphs_pairs"]), tmp_path / "scores", name=name)
+        evaluate_model(dense, find_tasks(["symbols_pairs"]), tmp_path / "scores", name=name)
     files = sorted((tmp_path / "scores").glob("*.json"))
     assert sorted(json.loads(file.read_text())["model"] for file in files) == sorted(names)
     assert len(write_report(files, tmp_path / "scores").splitlines()) == 2 + len(names)

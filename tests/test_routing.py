@@ -129,7 +129,7 @@ def test_counts_at_the_tokens_that_reach_the_output(sparse, eos_token_id, monkey
 def test_a_dense_model_has_no_routing():
     with (
         pytest.raises(ValueError, match="no sparse layer"),
-        count_tokens(CLIPModel.from_pretrained("training/glyph_clip")),
+        count_tokens(CLIPModel.from_pretrained("training/symbol_clip")),
     ):
         pass
 

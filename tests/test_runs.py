@@ -179,10 +179,10 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(write, tmp_path, monkeyp
     """No file may be longer than a few bytes, from the stage's own work on."""
     path = write(3, save_steps=None)
     settings = yaml.safe_load(path.read_text())
-    data = {"source": "glyphs", "num_samples": 8}
+    data = {"source": "symbols", "num_samples": 8}
     settings["stages"].append({"name": "features", "stage": "embed", "model": "dense", "data": data})
     settings["stages"].append({"name": "words", "stage": "tokenizer", "data": data})
-    processor = build_processor("glyphs", 16, 32)
+    processor = build_processor("symbols", 16, 32)
     processor.tokenizer.add_tokens([str(number) * 1000 for number in range(300)])
     processor.save_pretrained(tmp_path / "processor")
     settings["stages"][0]["processor"] = str(tmp_path / "processor")

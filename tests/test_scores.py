@@ -17,7 +17,7 @@ from benchmark_folders import make_copy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import recipe, run_stages, same_weights
 
-from data import glyphs
+from data import symbols
 from evaluation import tasks
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.evaluate import evaluate_model
@@ -26,19 +26,20 @@ from training import curves, engine
 from training import scores as scores_module
 
 ROOT = Path(__file__).parents[1]
+KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"
 EVALUATION = {"every_steps": 2, "tasks": ["kinds", "captions"]}
 KEEPING = EVALUATION | {"every_steps": 1, "keep_best": SCORE}
 
 
 def add_tasks():
-    """Three tasks of 24 glyphs."""
-    rows = glyphs.load("test", "detailed", 24)
+    """Three tasks of 24 symbols."""
+    rows = symbols.load("test", "detailed", 24, KINDS, two=False)
     kinds = rows.remove_columns("caption").rename_column("kind", "caption")
-    zero_shot = tasks.Task("zero_shot", "", "", lambda: (kinds, 0), classes=glyphs.KINDS, templates=["a {}"])
+    zero_shot = tasks.Task("zero_shot", "", "", lambda: (kinds, 0), classes=KINDS, templates=["a {}"])
     captions = rows.select_columns(["image", "caption"])
     tasks.TASKS.update(kinds=zero_shot, captions=tasks.Task("retrieval", "", "", lambda: (captions, 0)))
-    tasks.TASKS["few"] = dataclasses.replace(zero_shot, classes=glyphs.KINDS[:5])
+    tasks.TASKS["few"] = dataclasses.replace(zero_shot, classes=KINDS[:5])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -199,8 +200,8 @@ def test_trackers_get_the_scores(tmp_path):
         ({"keep_best": "kinds/roc_auc"}, "evaluation.keep_best: .* 'kinds/roc_auc': the metrics of kinds are acc"),
         ({"keep_best": "few/accuracy_top5", "tasks": ["few"]}, "the metrics of few are accuracy, mean_per_class_"),
         (
-            {"keep_best": "glyphs_pairs/group/nope", "tasks": ["glyphs_pairs"]},
-            "the metrics of glyphs_pairs are text, image, group, group/background, group/color, ",
+            {"keep_best": "symbols_pairs/group/nope", "tasks": ["symbols_pairs"]},
+            "the metrics of symbols_pairs are text, image, group, group/background, group/binding, ",
         ),
         (
             {"keep_best": "symbols_topics/accuracy/nope", "tasks": ["symbols_topics"]},
@@ -226,7 +227,7 @@ def test_a_score_of_own_data_is_found_by_its_name(tmp_path, monkeypatch, here):
     """At the latest before the first step, where the data are not here."""
     monkeypatch.setattr(scores_module, "is_here", lambda source: here)
     (tmp_path / "own").mkdir()
-    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
     own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}
     evaluation = {"every_steps": 1, "tasks": [own, own | {"templates": ["a {}"]}]}
     with pytest.raises(ValueError, match="keep_best 'zero_shot/accuracy' names several of the tasks: ") as refused:
@@ -243,7 +244,7 @@ def test_own_data_and_benchmarks(tmp_path):
     """What is kept best may be named by the kind of task; other data under the same name make the stage anew."""
     make_copy(BENCHMARKS["urban1k"], BENCHMARKS["urban1k"].layouts[0], tmp_path / "copies" / "urban1k")
     (tmp_path / "own").mkdir()
-    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
     own = {"task": "retrieval", "dataset": str(tmp_path / "own")}
     evaluation = {"every_steps": 1, "tasks": ["urban1k", own], "data_root": str(tmp_path / "copies")}
     evaluation |= {"keep_best": "retrieval/image_to_text_recall@1"}
@@ -252,7 +253,7 @@ def test_own_data_and_benchmarks(tmp_path):
     assert "urban1k/image_to_text_recall@1" in record
     best = json.loads((folder / "best.json").read_text())
     assert best["score"].startswith("retrieval-own-test-caption-") and record[best["score"]] == best["value"]
-    glyphs.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
+    symbols.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
     with pytest.raises(ValueError, match="tuned was made with other settings .inputs.evaluation.tasks.1"):
         run(tmp_path, evaluation, max_steps=1)
 
@@ -267,11 +268,11 @@ def test_own_data_that_only_were_measured_may_change(tmp_path, monkeypatch, capf
         lambda *a, **options: (devices.append(options["device"]), measure(*a, **options))[1],
     )
     (tmp_path / "own").mkdir()
-    glyphs.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
     evaluation = {"every_steps": 1, "tasks": [{"task": "retrieval", "dataset": str(tmp_path / "own")}]}
     run(tmp_path, evaluation, max_steps=1)
     assert devices == [torch.device("cpu")]
-    glyphs.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
+    symbols.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
     run(tmp_path, evaluation, max_steps=1)
     assert "tuned: done before, skipped" in capfd.readouterr().out
 

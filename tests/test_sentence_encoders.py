@@ -71,7 +71,7 @@ def test_texts_are_embedded_in_batches_and_cut(bert):
 
 
 def test_text_tower_of_a_clip():
-    base = "training/glyph_clip"
+    base = "training/symbol_clip"
     model, processor = CLIPModel.from_pretrained(base), CLIPProcessor.from_pretrained(base)
     batch = processor.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_an_encoder_stays_the_same_in_a_folder(bert, tmp_path):
     encoders = {
         "tfidf": TfidfEncoder.fit(TEXTS, 6, seed=0),
         "bert": open_encoder(str(shutil.copytree(bert, tmp_path / "text_model")), "cls"),
-        "clip": open_encoder("training/glyph_clip"),
+        "clip": open_encoder("training/symbol_clip"),
     }
     for name, encoder in encoders.items():
         folder = tmp_path / name

@@ -161,7 +161,7 @@ def batches(processor, source, start=0, number=4, **settings):
 
 @pytest.fixture(scope="module")
 def processor():
-    return load_processor(ROOT / "training" / "glyph_clip")
+    return load_processor(ROOT / "training" / "symbol_clip")
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}])

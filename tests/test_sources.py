@@ -28,7 +28,7 @@ def patience(monkeypatch):
 
 @pytest.fixture(scope="module")
 def processor():
-    return build_processor("glyphs", 16, 16)
+    return build_processor("symbols", 16, 16)
 
 
 def read(processor, source, streaming, batches=30, **settings):
@@ -279,7 +279,7 @@ def test_no_such_folder(tmp_path, processor):
         ({"source": ""}, "source is empty"),
         ({"source": "  "}, "source is empty"),
         ({"source": "x", "image_column": "caption"}, "the column caption cannot hold both the images and"),
-        ({"source": "glyphs"}, "num_samples"),
+        ({"source": "symbols"}, "num_samples"),
         ({"source": "x", "streaming": True, "in_memory": True}, "streaming"),
     ],
 )

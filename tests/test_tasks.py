@@ -11,29 +11,29 @@ import pytest
 import small_evaluation
 from small_evaluation import evaluated, shard
 
-from data import glyphs
+from data import symbols
 from data.sources import DataArguments
 from evaluation import evaluate, experts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import linear_probe_task, read_classes, retrieval_task, zero_shot_task
-from evaluation.tasks import MORE, TASKS, find_tasks, glyph_tasks, problems_of_tasks
+from evaluation.tasks import MORE, TASKS, find_tasks, problems_of_tasks, symbol_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 
 
 def test_all_unknown_names_are_told_at_once():
-    assert problems_of_tasks(["glyphs_pairs", "glyphs_digits"]) == []
-    assert problems_of_tasks(["glyphs_pair", "x", "glyphs_digits", "glyphs_digits", "retreival", ""]) == [
-        "unknown task glyphs_pair: did you mean 'glyphs_pairs'?",
+    assert problems_of_tasks(["symbols_pairs", "symbols_zero_shot"]) == []
+    assert problems_of_tasks(["symbols_pair", "x", "symbols_zero_shot", "symbols_zero_shot", "retreival", ""]) == [
+        "unknown task symbols_pair: did you mean 'symbols_pairs'?",
         f"unknown task x: known are {', '.join(sorted(TASKS))}, {MORE}",
-        "the task glyphs_digits occurs twice",
-        "unknown task retreival: did you mean 'glyphs_retrieval'?",
+        "the task symbols_zero_shot occurs twice",
+        "unknown task retreival: did you mean 'symbols_retrieval'?",
         f"unknown task '': known are {', '.join(sorted(TASKS))}, {MORE}",
     ]
-    with pytest.raises(ValueError, match=r"unknown task a: known are .*; the task glyphs_pairs occurs twice$"):
-        find_tasks(["a", "glyphs_pairs", "glyphs_pairs"])
-    assert list(find_tasks(["glyphs_pairs", "glyphs_digits"])) == ["glyphs_pairs", "glyphs_digits"]
+    with pytest.raises(ValueError, match=r"unknown task a: known are .*; the task symbols_pairs occurs twice$"):
+        find_tasks(["a", "symbols_pairs", "symbols_pairs"])
+    assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
 
 
 def test_another_seed_has_other_pictures_of_the_same_kinds():
@@ -52,8 +52,8 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
 @pytest.mark.parametrize("command", [evaluate.main, experts.main])
 def test_a_command_says_the_same_of_names_as_a_recipe(tmp_path, command):
     with pytest.raises(SystemExit) as exit:
-        command(["--model", "nowhere", "--tasks", "glyphs_pair,glyph_digits", "--output-dir", str(tmp_path)])
-    assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['glyphs_pair', 'glyph_digits']))}"
+        command(["--model", "nowhere", "--tasks", "symbols_pair,symbol_retrieval", "--output-dir", str(tmp_path)])
+    assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['symbols_pair', 'symbol_retrieval']))}"
     assert exit.value.code.count("did you mean") == 2
 
 
@@ -64,22 +64,15 @@ def test_a_misspelt_task_on_own_data(tmp_path):
 
 def test_the_tables_numbers_are_those_of_the_rows():
     """What the protocols say is what is loaded, and as it has been since the first results."""
-    assert TASKS["glyphs_retrieval"].protocol == "40 test glyphs of seen kinds, one detailed caption each"
+    assert TASKS["symbols_retrieval"].protocol == "40 test pictures of two symbols, one detailed caption each"
     for name, task in TASKS.items():
         assert task.protocol.startswith(f"{len(task.load()[0])} "), name
-    probe = TASKS["glyphs_linear_probe"]
-    assert len(probe.load_train()[0]) == 400 and probe.protocol.endswith("logistic regression on 400 training glyphs")
-    published = {name: task.protocol for name, task in glyph_tasks().items()}
-    assert published["glyphs_pairs"] == (
-        "1,200 pairs of test glyphs of all kinds that differ in one of six attributes, detailed captions"
-    )
-    assert published["glyphs_zero_shot_seen"] == (
-        "2,000 test glyphs of seen kinds; all 16 kinds are candidates, 5 templates"
-    )
-    assert published["glyphs_digits"] == "2,000 test glyphs of digit kinds; these 10 are candidates, 5 templates"
-    assert published["glyphs_linear_probe"] == (
-        "2,000 test glyphs of all 16 kinds; logistic regression on 4,000 training glyphs"
-    )
+    probe = TASKS["symbols_linear_probe"]
+    assert len(probe.load_train()[0]) == 1500 and probe.protocol.endswith("regression on 1,500 training pictures")
+    published = {name: task.protocol for name, task in symbol_tasks().items()}
+    of_one = "3,000 test pictures of one symbol"
+    assert published["symbols_zero_shot"] == f"{of_one}; all 189 kinds are candidates, 5 templates"
+    assert published["symbols_linear_probe"] == f"{of_one} of 189 kinds; logistic regression on 6,000 training pictures"
 
 
 def labeled(tmp_path, labels, features=None):
@@ -249,17 +242,17 @@ def test_a_probe_is_not_fitted_to_what_it_is_tested_on(tmp_path, kind, splits, s
 
 def test_images_below_a_root(dense, tmp_path):
     """Paths that start from --image-root score as the same images inside the dataset do."""
-    rows = glyphs.load("test", "web", 20)
-    rows.to_parquet(tmp_path / "glyphs.parquet")
+    rows = symbols.load("test", "web", 20)
+    rows.to_parquet(tmp_path / "symbols.parquet")
     (tmp_path / "images").mkdir()
     entries = []
     for number, row in enumerate(rows):
         row["image"].save(tmp_path / "images" / f"{number}.png")
         answer = {"from": "gpt", "value": row["caption"]}
         entries.append({"image": f"{number}.png", "conversations": [answer]})
-    (tmp_path / "glyphs.json").write_text(json.dumps(entries))
+    (tmp_path / "symbols.json").write_text(json.dumps(entries))
     scores = []
-    for source, root in (("glyphs.parquet", None), ("glyphs.json", str(tmp_path / "images"))):
+    for source, root in (("symbols.parquet", None), ("symbols.json", str(tmp_path / "images"))):
         arguments = DataArguments(source=str(tmp_path / source), split="train", image_root=root)
         found = {"retrieval": retrieval_task(arguments)}
         scores += evaluate_model(dense, found, tmp_path / "scores")
@@ -267,22 +260,22 @@ def test_images_below_a_root(dense, tmp_path):
 
 
 def test_command_on_columns(dense, tmp_path, capsys):
-    rows = glyphs.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
-    rows.to_parquet(tmp_path / "glyphs.parquet")
-    command = ["--model", str(dense), "--dataset", str(tmp_path / "glyphs.parquet"), "--image-column", "jpg"]
+    rows = symbols.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
+    rows.to_parquet(tmp_path / "symbols.parquet")
+    command = ["--model", str(dense), "--dataset", str(tmp_path / "symbols.parquet"), "--image-column", "jpg"]
     command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
     out = capsys.readouterr().out
-    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-glyphs.parquet-texts-" in out
-    (file,) = (tmp_path / "scores").glob("zero_shot-glyphs.parquet-kind-*--dense.json")
+    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-symbols.parquet-texts-" in out
+    (file,) = (tmp_path / "scores").glob("zero_shot-symbols.parquet-kind-*--dense.json")
     assert json.loads(file.read_text())["protocol"] == (
-        f"all rows of glyphs.parquet, columns jpg and kind; {len(set(rows['kind']))} classes, 1 templates: 'a photo of "
-        "a {}.'"
+        f"all rows of symbols.parquet, columns jpg and kind; {len(set(rows['kind']))} classes, 1 templates: 'a photo "
+        "of a {}.'"
     )
     (file,) = (tmp_path / "scores").glob("retrieval-*.json")
     result = json.loads(file.read_text())
-    assert result["protocol"] == "all rows of glyphs.parquet, columns jpg and texts"
-    assert result["num_captions"] == 40 and result["local"] == [str(tmp_path / "glyphs.parquet")]
+    assert result["protocol"] == "all rows of symbols.parquet, columns jpg and texts"
+    assert result["num_captions"] == 40 and result["local"] == [str(tmp_path / "symbols.parquet")]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +300,7 @@ def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told)
 
 
 def test_skipped_images_are_in_the_result(dense, tmp_path):
-    rows = glyphs.load("test", "web", 20).cast_column("image", datasets.Image(decode=False)).to_list()
+    rows = symbols.load("test", "web", 20).cast_column("image", datasets.Image(decode=False)).to_list()
     rows[3]["image"]["bytes"] = rows[3]["image"]["bytes"][:40]
     features = datasets.Features({name: datasets.Value("string") for name in rows[0]} | {"image": datasets.Image()})
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "damaged.parquet")
@@ -371,7 +364,7 @@ def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
 
 
 def test_captions_that_are_missing_are_no_queries(dense, tmp_path, monkeypatch):
-    rows = glyphs.load("test", "web", 4, captions_per_image=2)
+    rows = symbols.load("test", "web", 4, captions_per_image=2)
     captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"]]
     rows.remove_columns("caption").add_column("caption", captions).to_parquet(tmp_path / "x.parquet")
     measured = measured_texts(monkeypatch)

@@ -9,7 +9,7 @@ import small_evaluation
 import torch
 from small_evaluation import with_captions
 
-from data import glyphs, tokenizer
+from data import symbols, tokenizer
 from data.tokenizer import learn_tokenizer, read_texts
 from data.worlds import build_processor
 from evaluation import texts
@@ -90,7 +90,7 @@ def test_counts_by_looking_at_every_two_texts(seed):
 
 
 def test_captions_that_differ_after_the_cut_are_told_once(embedder, warnings):
-    rows = glyphs.load("test", "web", 8)
+    rows = symbols.load("test", "web", 8)
     captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]
     result = measure(task_on(with_captions(rows, captions)), embedder)
     assert result["texts"] == {
@@ -105,13 +105,13 @@ def test_captions_that_differ_after_the_cut_are_told_once(embedder, warnings):
 
 
 def test_captions_of_one_image_need_not_be_told_apart(embedder, warnings):
-    rows = with_captions(glyphs.load("test", "web", 2), [["a Star", "a star", "a star"], ["a moon", "A moon"]])
+    rows = with_captions(symbols.load("test", "web", 2), [["a Star", "a star", "a star"], ["a moon", "A moon"]])
     counts = measure(task_on(rows), embedder)["texts"]
     assert (counts["number"], counts["alike"], counts["repeated"]) == (5, 0, 0) and not warnings.records
 
 
 def test_captions_of_one_pair_need_to_be_told_apart(embedder, warnings):
-    rows = glyphs.load_minimal_pairs("test", 3)
+    rows = symbols.load_minimal_pairs("test", 3)
     for side, captions in enumerate((["a star", "a moon", "a dot"], ["A star", "a moon", "a star"])):
         rows = rows.remove_columns(f"caption_{side}").add_column(f"caption_{side}", captions)
     result = measure(task_on(rows, "pairs"), embedder)
@@ -129,13 +129,13 @@ def test_captions_of_one_pair_need_to_be_told_apart(embedder, warnings):
 )
 def test_classes_of_equal_prompts_are_an_error(embedder, names, why):
     with pytest.raises(ValueError) as error:
-        measure(classes_of(glyphs.load("test", "web", 6), names, ("{}", "a picture of a {}")), embedder)
+        measure(classes_of(symbols.load("test", "web", 6), names, ("{}", "a picture of a {}")), embedder)
     assert f"title: the model cannot tell the classes {names[-2]!r} and {names[-1]!r} apart: {why}" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_classes_that_one_template_tells_apart_are_counted(embedder, warnings):
-    task = classes_of(glyphs.load("test", "web", 6), ["star", "moon"], ("{}", LONG + "{}"))
+    task = classes_of(symbols.load("test", "web", 6), ["star", "moon"], ("{}", LONG + "{}"))
     counts = measure(task, embedder)["texts"]
     assert [counts[key] for key in ("kind", "number", "cut", "alike")] == ["prompts", 4, 2, 2]
     assert "title: of 4 prompts, 2 longer than the 16 tokens" in warnings.text
@@ -143,14 +143,14 @@ def test_classes_that_one_template_tells_apart_are_counted(embedder, warnings):
 
 def test_a_benchmark_may_give_two_classes_one_name(embedder):
     """As ImageNet's authors do; rows then have the numbers of the classes."""
-    task = classes_of(glyphs.load("test", "web", 6), ["star", "star", "moon"])
+    task = classes_of(symbols.load("test", "web", 6), ["star", "star", "moon"])
     rows = task.load()[0].add_column("label", [0, 1, 2] * 2)
     counts = measure(task_on(rows, "zero_shot", classes=task.classes, templates=["{}"]), embedder)["texts"]
     assert (counts["alike"], counts["repeated"]) == (0, 2)
 
 
 def test_classes_of_two_groups_need_not_be_told_apart(embedder):
-    names, rows = ["star", "moon", "Star", "dot"], glyphs.load("test", "web", 8)
+    names, rows = ["star", "moon", "Star", "dot"], symbols.load("test", "web", 8)
     groups = dict(zip(names, "xxyy", strict=True))
     counts = measure(classes_of(rows, names, kind="zero_shot_groups", group_of_class=groups), embedder)["texts"]
     assert counts["alike"] == 0
@@ -160,7 +160,7 @@ def test_classes_of_two_groups_need_not_be_told_apart(embedder):
 
 
 def test_a_report_says_it_of_each_model(dense, tmp_path):
-    rows = with_captions(glyphs.load("test", "web", 3), [LONG + "one", LONG + "two", "star"])
+    rows = with_captions(symbols.load("test", "web", 3), [LONG + "one", LONG + "two", "star"])
     results = evaluate_model(dense, {"retrieval": task_on(rows)}, tmp_path)
     write_report(results, tmp_path / "report")
     report = (tmp_path / "report" / "report.md").read_text()

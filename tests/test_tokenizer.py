@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -17,7 +16,6 @@ from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
 from tiny_sources import saved_pairs
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
-from data import glyphs
 from data.tokenizer import learn_tokenizer, pieces_per_word
 from training.manifests import input_fingerprint
 from training.recipe import load_recipe
@@ -71,12 +69,6 @@ learn_tokenizer(captions, 900, 77).save_pretrained(sys.argv[1])
         assert (tmp_path / "backwards" / file).read_bytes() == (tmp_path / "forwards" / file).read_bytes()
 
 
-def test_the_committed_glyph_tokenizer_stays_what_it_is(tmp_path):
-    glyphs.build_tokenizer(64).save_pretrained(tmp_path)
-    committed = Path(__file__).parents[1] / "training" / "glyph_clip" / "tokenizer.json"
-    assert (tmp_path / "tokenizer.json").read_bytes() == committed.read_bytes()
-
-
 def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
     data = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
     dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
@@ -125,12 +117,12 @@ def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, t
 def test_experts_bring_their_tokenizer(tmp_path):
     """--experts runs the stages that an expert needs: of these, the tokenizer and the captions it is learned from."""
     saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
-    data = {"source": "glyphs", "num_samples": 8}
+    data = {"source": "symbols", "num_samples": 8}
     dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
-    texts = {"name": "texts", "stage": "captions", "model": "glyph_dense", "data": data}
+    texts = {"name": "texts", "stage": "captions", "model": "symbol_dense", "data": data}
     texts |= {"captions": [{"policy": "full", "column": "caption"}]}
     recipe = [
-        {**DENSE, "name": "glyph_dense"},
+        {**DENSE, "name": "symbol_dense"},
         texts,
         {**WORDS, "data": {"source": "texts"}},
         dense,
@@ -157,7 +149,7 @@ def test_experts_bring_their_tokenizer(tmp_path):
     ],
 )
 def test_recipes_that_cannot_be(run, changes, message):
-    data = {"source": "glyphs", "num_samples": 8}
+    data = {"source": "symbols", "num_samples": 8}
     recipe = [{**WORDS, "data": data}, {**DENSE, "tokenizer": "words"}, {**TUNED, "data": data}]
     with pytest.raises(ValueError, match=message):
         run(recipe, changes)

@@ -170,7 +170,7 @@ def test_resumed_with_jitter_and_dropout_is_the_same(run, monkeypatch, stop, in_
         return changed
 
     monkeypatch.setitem(globals(), "recipe", with_noise)
-    data = {"source": "glyphs", "num_samples": 24, "in_memory": in_memory}
+    data = {"source": "symbols", "num_samples": 24, "in_memory": in_memory}
     resumed = run(stop=stop, data=data)
     run(data=data)
     whole = run(output="whole", data=data)
@@ -254,10 +254,10 @@ def test_a_task_keeps_its_model_where_it_is_saved_from(run, monkeypatch):
         run()
 
 
-MEASURED = {"tasks": ["glyphs_pairs"], "every_steps": 100, "at_start": True}
+MEASURED = {"tasks": ["symbols_pairs"], "every_steps": 100, "at_start": True}
 
 
-@pytest.mark.parametrize("evaluation", [None, MEASURED, MEASURED | {"keep_best": "glyphs_pairs/group"}])
+@pytest.mark.parametrize("evaluation", [None, MEASURED, MEASURED | {"keep_best": "symbols_pairs/group"}])
 def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evaluation):
     """Without a checkpoint there is nothing to go on from, whatever was logged and measured."""
     original = recipe

@@ -19,7 +19,7 @@ from small_evaluation import plain_embedding
 from tiny_runs import same_weights
 from transformers import CLIPModel
 
-from data import glyphs
+from data import symbols
 from data.images import decode_image
 from evaluation import app
 from evaluation.embedder import Embedder
@@ -35,7 +35,7 @@ def images(tmp_path_factory):
     """A folder with three images, one of them below, and two files that are none."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "below").mkdir()
-    pictures = glyphs.load("test", "web", 3)["image"]
+    pictures = symbols.load("test", "web", 3)["image"]
     for picture, name in zip(pictures, ("a.png", "below/b.JPG", "c.png"), strict=True):
         picture.save(folder / name)
     (folder / "broken.png").write_bytes(b"no image")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 
-from data import glyphs, icons, symbols
+from data import icons, symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_captions import WRONG_SHARE
@@ -62,7 +62,7 @@ def test_the_page_of_worlds_tells_what_is_drawn():
             f"| {name} | {len(topic.kinds)} | {', '.join(topic.kinds)} | {', '.join(topic.words)} | {habits} |" in page
         )
     assert (
-        f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(glyphs.KINDS)} kinds" in page
+        f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(symbols.KINDS)} kinds" in page
     )
     assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
     shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
@@ -76,7 +76,6 @@ def test_the_page_of_worlds_tells_what_is_drawn():
     [
         ("symbols", "seen", "symbols have no set of kinds 'seen', only all, letter, greek letter, .*, half 2"),
         ("symbols", "cloud", "symbols have no set of kinds 'cloud', only "),
-        ("glyphs", "planet", "glyphs have no set of kinds 'planet', only all, seen, unseen, digit, shape"),
         (
             "names",
             "planet",
@@ -94,8 +93,8 @@ def test_kinds_that_are_not_there(source, kinds, message):
 
 
 def test_captions_that_a_world_does_not_have():
-    with pytest.raises(ValueError, match="glyphs have no captions 'looks', only web, detailed"):
-        DataArguments(source="glyphs", captions="looks", num_samples=8)
+    with pytest.raises(ValueError, match="symbols have no captions 'facts', only web, detailed, looks"):
+        DataArguments(source="symbols", captions="facts", num_samples=8)
 
 
 @pytest.mark.parametrize("kinds", ["seen", "half 1"])

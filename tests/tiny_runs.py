@@ -17,7 +17,7 @@ TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 DENSE = {
     "name": "dense",
     "stage": "initialize",
-    "processor": "glyphs",
+    "processor": "symbols",
     "projection_dim": 16,
     "text_config": {**TOWER, "max_position_embeddings": 16},
     "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
@@ -43,7 +43,7 @@ HARBOR_CAPTIONS = [
 def recipe(**training):
     """Initialize, upcycle, train."""
     settings = {
-        "data": {"source": "glyphs", "num_samples": 40, "in_memory": True},
+        "data": {"source": "symbols", "num_samples": 40, "in_memory": True},
         "global_batch_size": 8,
         "max_steps": 6,
         "learning_rate": 1e-2,

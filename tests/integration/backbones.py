@@ -1,4 +1,4 @@
-"""Dense CLIPs for the glyphs, with an encoder for each tower and with one for both."""
+"""Dense CLIPs for the symbols, with an encoder for each tower and with one for both."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from transformers import CLIPModel
 from conversion.upcycle import shared_config
 from modeling_clip_moe import CLIPMoEModel
 
-BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+BASE = Path(__file__).parents[2] / "training" / "symbol_clip"
 
 # For tests of what a model with one encoder has to pass as well
 both_backbones = pytest.mark.parametrize("backbone", ["separated", "shared"], indirect=True, scope="session")
 
 
 def dense_clip(backbone: str) -> CLIPModel | CLIPMoEModel:
-    """The glyph CLIP, or one with its text tower's layers in both towers."""
+    """The symbol CLIP, or one with its text tower's layers in both towers."""
     base = CLIPModel.from_pretrained(BASE)
     if backbone == "separated":
         return base

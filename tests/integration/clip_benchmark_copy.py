@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tiny_sources import write_shard
 
-from data import glyphs
+from data import symbols
 
 
 def save_benchmark(folder, captions=False):
-    """A data set in CLIP_benchmark's layout: 60 glyphs with their kinds, or with two captions each, in two shards."""
+    """A data set in CLIP_benchmark's layout: 60 symbols with their kinds, or with two captions each, in two shards."""
     (folder / "test").mkdir(parents=True)
-    rows = glyphs.load("test", "detailed", 60)
-    web = glyphs.load("test", "web", 60)["caption"]
+    rows = symbols.load("test", "detailed", 60)
+    web = symbols.load("test", "web", 60)["caption"]
     for shard in range(2):
         members = []
         for number in range(shard * 30, shard * 30 + 30):
@@ -22,14 +22,14 @@ def save_benchmark(folder, captions=False):
             rows[number]["image"].save(file, "png")
             members.append((f"{number:03}.png", file.getvalue()))
             text = f"{rows[number]['caption']}\n{web[number]}"
-            label = ("txt", text) if captions else ("cls", str(glyphs.KINDS.index(rows[number]["kind"])))
+            label = ("txt", text) if captions else ("cls", str(symbols.KINDS.index(rows[number]["kind"])))
             members.append((f"{number:03}.{label[0]}", label[1].encode()))
         write_shard(folder / "test" / f"{shard}.tar", members)
     (folder / "test" / "nshards.txt").write_text("2")
     if captions:
         (folder / "dataset_type.txt").write_text("retrieval")
     else:
-        (folder / "classnames.txt").write_text("\n".join(glyphs.KINDS))
+        (folder / "classnames.txt").write_text("\n".join(symbols.KINDS))
         (folder / "zeroshot_classification_templates.txt").write_text("a picture of a {c}\na small {c}")
 
 

@@ -32,7 +32,7 @@ def backbone(request) -> str:
 
 @pytest.fixture(scope="session")
 def source(backbone, tmp_path_factory) -> Path:
-    """Folder of an upcycled glyph CLIP, 4 experts of which 2 compute a token, whose experts and routers differ."""
+    """Folder of an upcycled symbol CLIP, 4 experts of which 2 compute a token, whose experts and routers differ."""
     model = upcycle(dense_clip(backbone), PRESETS["clip_moe"], seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -48,8 +48,8 @@ def source(backbone, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def repository(source, tmp_path_factory) -> Path:
     """What is published of it."""
-    folder = tmp_path_factory.mktemp("repository") / "clip-moe-glyphs"
-    publish.main([str(source), "user/clip-moe-glyphs", "--dry-run", str(folder), "--license", "apache-2.0"])
+    folder = tmp_path_factory.mktemp("repository") / "clip-moe-symbols"
+    publish.main([str(source), "user/clip-moe-symbols", "--dry-run", str(folder), "--license", "apache-2.0"])
     return folder
 
 

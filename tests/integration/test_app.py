@@ -12,7 +12,7 @@ pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="no Chromium: make test-a
 
 from chromium import Chromium  # noqa: E402
 
-from data import glyphs  # noqa: E402
+from data import symbols  # noqa: E402
 from evaluation.app import build_page  # noqa: E402
 from evaluation.ensemble import open_model  # noqa: E402
 from evaluation.try_out import ImageSearch, label_scores  # noqa: E402
@@ -25,7 +25,7 @@ SCORES = "return [...document.querySelectorAll('.scores')].map(part => part.inne
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
-    for number, image in enumerate(glyphs.load("test", "web", 6)["image"]):
+    for number, image in enumerate(symbols.load("test", "web", 6)["image"]):
         image.save(folder / f"{number}.png")
     return folder
 
@@ -33,7 +33,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(source):
     device = torch.device("cpu")
-    folders = {SPARSE: source, DENSE: "training/glyph_clip"}
+    folders = {SPARSE: source, DENSE: "training/symbol_clip"}
     return {name: open_model(folder, None, 8, device) for name, folder in folders.items()}
 
 

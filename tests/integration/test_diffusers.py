@@ -19,7 +19,7 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 LONG = 248
 PROMPT = "a large red star in the top left corner on a plain blue background"
 FIRST = {"dense": CLIPTextModel, "sparse": CLIPMoETextModel}

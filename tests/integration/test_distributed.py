@@ -22,14 +22,14 @@ from transformers.distributed import DistributedConfig
 
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from data import glyphs
+from data import symbols
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 from modeling_clip_moe import modeling_clip_moe as modeling
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
-BASE = ROOT / "training" / "glyph_clip"
+BASE = ROOT / "training" / "symbol_clip"
 ACCELERATE = ROOT / "training" / "accelerate"
 PRESET = {
     "clip_fmoe": PRESETS["clip_fmoe"],
@@ -107,7 +107,7 @@ def folder(tmp_path_factory):
                 if "mlp" in parameter_name:  # no bias is zero, no two experts are the same
                     weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
         model.save_pretrained(folder / name)
-    rows = glyphs.load("test", "detailed", 8)
+    rows = symbols.load("test", "detailed", 8)
     processor = AutoProcessor.from_pretrained(BASE)
     captions, images = [row["caption"] for row in rows], [row["image"] for row in rows]
     batch = processor(text=captions, images=images, padding=True, return_tensors="pt")
@@ -204,7 +204,7 @@ def launch(*arguments, script="training/upcycle.py"):
 def recipe(tmp_path_factory):
     """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("training")
-    data = {"source": "glyphs", "num_samples": 64, "in_memory": True, "captions": "detailed"}
+    data = {"source": "symbols", "num_samples": 64, "in_memory": True, "captions": "detailed"}
     train = {"data": data, "global_batch_size": 16, "gradient_accumulation_steps": 2, "max_steps": 4}
     train |= {"learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1, "save_steps": 2, "max_logit_scale": 20.0}
     group = {"capacity_group_size": 4}

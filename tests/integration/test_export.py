@@ -9,7 +9,7 @@ from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from data import glyphs
+from data import symbols
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 
 TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}
@@ -33,7 +33,7 @@ def batch(processor):
     """Makes the inputs of a part of the model, with captions of different lengths."""
 
     def make(size, part="whole"):
-        rows = glyphs.load("test", "web", size, seed=size)
+        rows = symbols.load("test", "web", size, seed=size)
         arguments = {
             "text": {"text": list(rows["caption"])},
             "vision": {"images": list(rows["image"])},

@@ -11,7 +11,7 @@ from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 EXPERTS = FqnToConfig({r"re:.*\.experts\.(up|down)_proj": Int8WeightOnlyConfig()})
 
 

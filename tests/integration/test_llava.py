@@ -17,7 +17,7 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 
 
 @pytest.fixture(scope="module")

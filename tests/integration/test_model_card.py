@@ -17,8 +17,8 @@ from conversion import model_card, publish
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 
 ROOT = Path(__file__).parents[2]
-BASE = "training/glyph_clip"
-NAME = "user/clip-moe-glyphs"
+BASE = "training/symbol_clip"
+NAME = "user/clip-moe-symbols"
 
 
 def examples(folder, language):
@@ -28,7 +28,7 @@ def examples(folder, language):
 
 @pytest.fixture(scope="module")
 def card(source, tmp_path_factory):
-    """What is published of a model, as if LLaVA and Stable Diffusion had towers as small as the glyph CLIP's."""
+    """What is published of a model, as if LLaVA and Stable Diffusion had towers as small as the symbol CLIP's."""
     config, folder = CLIPModel.from_pretrained(BASE).config, tmp_path_factory.mktemp("published") / "model"
     vision, text = config.vision_config, config.text_config
     encoder = ("Stable Diffusion 1", "text_encoder", "CLIPMoETextModel")

@@ -14,14 +14,14 @@ from documents import ROOT, blocks
 from torch.utils.data import DataLoader
 from transformers import CLIPModel
 
-from data import glyphs
+from data import symbols
 from evaluation import evaluate
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.open_clip_adapter import load_clip
 
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 TEMPLATES = ["a picture of a {c}", "a small {c}"]
 
 
@@ -32,9 +32,9 @@ def adapted(repository):
 
 @pytest.fixture(scope="module")
 def images(adapted):
-    """(image, class, caption) of 60 glyphs."""
+    """(image, class, caption) of 60 symbols."""
     _, transform, _ = adapted
-    samples = glyphs.load("test", "detailed", 60)
+    samples = symbols.load("test", "detailed", 60)
     return [(transform(sample["image"]), sample["kind"], sample["caption"]) for sample in samples]
 
 
@@ -48,7 +48,7 @@ def test_embeddings_are_the_models(adapted, model, processor):
     assert tokenize(texts).shape == (2, model.config.text_config.max_position_embeddings)
     assert torch.equal(tokenize(texts[0])[0], tokenize(texts)[0])
 
-    image = glyphs.load("test", "detailed", 1)[0]["image"]
+    image = symbols.load("test", "detailed", 1)[0]["image"]
     pixel_values = processor(images=image, return_tensors="pt").pixel_values
     assert torch.equal(transform(image)[None], pixel_values)
     expected = model.get_image_features(pixel_values).pooler_output
@@ -62,7 +62,7 @@ def test_embeddings_are_the_models(adapted, model, processor):
 
 def test_zero_shot_classification_of_clip_benchmark(adapted, images):
     adapter, _, tokenize = adapted
-    names = list(glyphs.KINDS)
+    names = list(symbols.KINDS)
     labels = np.array([names.index(kind) for _, kind, _ in images])
     data = DataLoader([(image, label) for (image, _, _), label in zip(images, labels, strict=True)], batch_size=16)
     classifier = zeroshot_classification.zero_shot_classifier(adapter, tokenize, names, TEMPLATES, "cpu", amp=False)

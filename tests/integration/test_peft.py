@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import glyph_inputs
+from tiny_models import symbol_inputs
 
 from modeling_clip_moe import CLIPMoEModel
 
@@ -12,7 +12,7 @@ EXPERTS = ["experts.up_proj", "experts.down_proj"]
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    return glyph_inputs(processor, "train", 16)
+    return symbol_inputs(processor, "train", 16)
 
 
 def adapted(model, **fields):

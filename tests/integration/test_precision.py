@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import glyph_inputs
+from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import CLIPVisionModelWithProjection, TorchAoConfig
 
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 
-BASE = Path(__file__).parents[2] / "training" / "glyph_clip"
+BASE = Path(__file__).parents[2] / "training" / "symbol_clip"
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
 # transformers would quantize the biases, too
 EXPERTS_TOO = {
@@ -21,7 +21,7 @@ EXPERTS_TOO = {
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    return glyph_inputs(processor, "test", 32)
+    return symbol_inputs(processor, "test", 32)
 
 
 @torch.no_grad()

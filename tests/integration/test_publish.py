@@ -26,7 +26,7 @@ from training.recipe import load_recipe
 from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 LEGACY = {"preprocessor_config.json", "vocab.json", "merges.txt"}
 
 
@@ -34,24 +34,24 @@ RECIPE = """
 output_dir: run
 seed: 0
 stages:
-  - {name: upcycled, stage: upcycle, model: training/glyph_clip, preset: clip_up, changes: {num_experts: 4}}
+  - {name: upcycled, stage: upcycle, model: training/symbol_clip, preset: clip_up, changes: {num_experts: 4}}
   - name: clip_up
     stage: train
     model: upcycled
-    data: {source: glyphs, captions: detailed, num_samples: 64}
+    data: {source: symbols, captions: detailed, num_samples: 64}
     global_batch_size: 32
     max_steps: 2
     learning_rate: 1.0e-3
   - name: evaluation
     stage: evaluate
-    models: {dense: training/glyph_clip, CLIP-UP: clip_up}
-    tasks: [glyphs_pairs]
+    models: {dense: training/symbol_clip, CLIP-UP: clip_up}
+    tasks: [symbols_pairs]
 """
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run: an upcycled glyph CLIP, trained for two steps and measured."""
+    """A finished run: an upcycled symbol CLIP, trained for two steps and measured."""
     folder = tmp_path_factory.mktemp("publish")
     (folder / "recipe.yaml").write_text(RECIPE)
     return run_recipe(load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / "run")}))
@@ -60,8 +60,8 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def published(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("published") / "model"
-    arguments = [str(run / "clip_up"), "user/clip-moe-glyphs", "--dry-run", str(output), "--license", "apache-2.0"]
-    publish.main([*arguments, "--base-model", "user/glyph-clip"])
+    arguments = [str(run / "clip_up"), "user/clip-moe-symbols", "--dry-run", str(output), "--license", "apache-2.0"]
+    publish.main([*arguments, "--base-model", "user/symbol-clip"])
     return output
 
 
@@ -88,7 +88,7 @@ def test_the_folder_has_all_that_others_look_for(published):
     assert LEGACY <= names
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
     assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.png"} <= names
-    assert "results/glyphs_pairs--CLIP-UP.json" in names and "results/glyphs_pairs--dense.json" not in names
+    assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
     assert not {"manifest.json", "log.jsonl", "samples.json"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
     assert "is_local" not in (published / "tokenizer_config.json").read_text()
@@ -105,18 +105,18 @@ def test_it_computes_what_the_source_computes(run, published):
 def test_the_card_tells_what_is_so(run, published):
     card = ModelCard.load(published / "README.md")
     data = card.data.to_dict()
-    assert (data["license"], data["base_model"]) == ("apache-2.0", "user/glyph-clip")
+    assert (data["license"], data["base_model"]) == ("apache-2.0", "user/symbol-clip")
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "zero-shot-image-classification")
-    result = json.loads((run / "evaluation" / "glyphs_pairs--CLIP-UP.json").read_text())
+    result = json.loads((run / "evaluation" / "symbols_pairs--CLIP-UP.json").read_text())
     (score,) = card.data.eval_results
-    assert score.metric_value == round(100 * result["metrics"]["group"], 2) and score.dataset_type == "glyphs_pairs"
+    assert score.metric_value == round(100 * result["metrics"]["group"], 2) and score.dataset_type == "symbols_pairs"
     assert f"| {100 * result['metrics']['group']:.1f} |" in card.text and result["protocol"] in card.text
     assert result["commit"] in card.text
-    assert "Data: 64 pairs of glyphs (detailed captions)." in card.text and '"a picture of a star"' in card.text
-    assert "It inherits the limits of user/glyph-clip. Since then it has been trained on 64 pairs" in card.text
-    assert "# clip-moe-glyphs" in card.text and "| clip_up | train |" in card.text
-    assert 'from_pretrained("user/clip-moe-glyphs", trust_remote_code=True)' in card.text
-    assert "The weights: apache-2.0; they come from user/glyph-clip" in card.text
+    assert "Data: 64 pairs of symbols (detailed captions)." in card.text and '"a picture of a star"' in card.text
+    assert "It inherits the limits of user/symbol-clip. Since then it has been trained on 64 pairs" in card.text
+    assert "# clip-moe-symbols" in card.text and "| clip_up | train |" in card.text
+    assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True)' in card.text
+    assert "The weights: apache-2.0; they come from user/symbol-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
 
@@ -152,15 +152,15 @@ def test_the_card_validates(published, hub, tmp_path):
 
 def test_how_long_it_took_is_recorded(run):
     lineage = Lineage.of(run / "clip_up")
-    assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["glyph_clip"]
+    assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["symbol_clip"]
     assert lineage.hours > 0 and lineage.interruptions == 0 and len(lineage.commits) == 1
     assert lineage.hardware[0].startswith("1 x ")
 
 
 def test_published_and_loaded_by_name(run, hub, tmp_path):
-    done = command([run / "clip_up", "user/clip-moe-glyphs", "--private"], **hub_server.environment(hub))
+    done = command([run / "clip_up", "user/clip-moe-symbols", "--private"], **hub_server.environment(hub))
     assert done.returncode == 0, done.stderr
-    assert "/user/clip-moe-glyphs" in done.stdout and hub.private == {"user/clip-moe-glyphs": True}
+    assert "/user/clip-moe-symbols" in done.stdout and hub.private == {"user/clip-moe-symbols": True}
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     save_file({"images": images}, tmp_path / "images.safetensors")
     code = """
@@ -169,7 +169,7 @@ sys.modules["modeling_clip_moe"] = None
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, pipeline
-name = "user/clip-moe-glyphs"
+name = "user/clip-moe-symbols"
 model = AutoModel.from_pretrained(name, trust_remote_code=True)
 AutoProcessor.from_pretrained(name, trust_remote_code=True)
 with torch.no_grad():
@@ -228,19 +228,19 @@ def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("what", ["fail_commits", "fail_uploads"])
 def test_an_interrupted_upload_is_repeated(run, hub, what):
     setattr(hub, what, 1 if what == "fail_commits" else 100)  # the library repeats uploads by itself, a few times
-    first = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
-    assert first.returncode != 0 and hub.files("user/glyphs") == {}
-    assert "error: the upload to user/glyphs was cut off" in first.stderr
+    first = command([run / "clip_up", "user/symbols"], **hub_server.environment(hub))
+    assert first.returncode != 0 and hub.files("user/symbols") == {}
+    assert "error: the upload to user/symbols was cut off" in first.stderr
     hub.fail_uploads = 0
-    second = command([run / "clip_up", "user/glyphs"], **hub_server.environment(hub))
+    second = command([run / "clip_up", "user/symbols"], **hub_server.environment(hub))
     assert second.returncode == 0, second.stderr
-    files = hub.files("user/glyphs")
+    files = hub.files("user/symbols")
     assert LEGACY < set(files)
     assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
 def test_without_permission_nothing_is_published(run, hub):
-    for name, token in (("user/glyphs", "hf_nobody"), ("somebody/glyphs", hub_server.TOKEN)):
+    for name, token in (("user/symbols", "hf_nobody"), ("somebody/symbols", hub_server.TOKEN)):
         done = command([run / "clip_up", name], **hub_server.environment(hub, token))
         assert done.returncode != 0 and ("401" in done.stderr or "403" in done.stderr)
     assert not hub.repositories() and not list(hub.objects.iterdir())
@@ -249,8 +249,8 @@ def test_without_permission_nothing_is_published(run, hub):
 def test_branches_and_pull_requests(published, hub, monkeypatch):
     program = (
         "import sys; from pathlib import Path; from conversion.publish import upload; "
-        "print(upload(Path(sys.argv[1]), 'user/glyphs', revision='next')); "
-        "print(upload(Path(sys.argv[1]), 'user/glyphs', pull_request=True))"
+        "print(upload(Path(sys.argv[1]), 'user/symbols', revision='next')); "
+        "print(upload(Path(sys.argv[1]), 'user/symbols', pull_request=True))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(published)],
@@ -261,8 +261,8 @@ def test_branches_and_pull_requests(published, hub, monkeypatch):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert hub.files("user/glyphs") == {}
-    assert "README.md" in hub.files("user/glyphs", "next") and "README.md" in hub.files("user/glyphs", "refs/pr/1")
+    assert hub.files("user/symbols") == {}
+    assert "README.md" in hub.files("user/symbols", "next") and "README.md" in hub.files("user/symbols", "refs/pr/1")
     assert done.stdout.strip().endswith("/discussions/1")
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
 
-from data import glyphs
+from data import symbols
 
 TEXTS = ["a large red star", "a small blue circle on a striped green background", "a seven", "a red star " * 60]
 PROGRAM = """
@@ -34,7 +34,7 @@ for name, folder in (("first", repository), ("again", "first")):
 
 @pytest.fixture(scope="module")
 def images():
-    images = [sample["image"] for sample in glyphs.load("test", "detailed", 3)]
+    images = [sample["image"] for sample in symbols.load("test", "detailed", 3)]
     return [*images, Image.linear_gradient("L").resize((50, 40))]
 
 

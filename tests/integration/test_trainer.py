@@ -5,13 +5,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from data import glyphs
+from data import symbols
 from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel
 
 
 @pytest.fixture(scope="module")
 def data():
-    return glyphs.load("train", "detailed", 96), glyphs.load("test", "detailed", 32)
+    return symbols.load("train", "detailed", 96), symbols.load("test", "detailed", 32)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Models of other programs, tiny and with random weights, around the towers of the glyph CLIP; and inputs for all."""
+"""Models of other programs, tiny and with random weights, around the towers of the symbol CLIP; and inputs for all."""
 
 import torch
 from diffusers import (
@@ -19,14 +19,14 @@ from transformers import (
     LlavaProcessor,
 )
 
-from data import glyphs
+from data import symbols
 
-BASE = "training/glyph_clip"
+BASE = "training/symbol_clip"
 IMAGE_TOKEN = "<image>"
 
 
-def glyph_inputs(processor, split, number):
-    rows = glyphs.load(split, "detailed", number)
+def symbol_inputs(processor, split, number):
+    rows = symbols.load(split, "detailed", number)
     inputs = processor(
         text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
     )
@@ -49,7 +49,7 @@ def tiny_llava(vision_config, vocab_size, image_token, **fields):
 
 
 def save_dense_llava(folder):
-    """A LLaVA with the dense glyph CLIP's tower, and its processor."""
+    """A LLaVA with the dense symbol CLIP's tower, and its processor."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
     base = CLIPModel.from_pretrained(BASE)
