@@ -340,10 +340,10 @@ def test_two_processes_end_in_the_same_model(run, whole):
             "sparse_layers of the text tower has 9, but that tower has",
         ),
         (
-            {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 8}
-            | {"expert_1.global_batch_size": 80},
+            {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 10}
+            | {"expert_1.global_batch_size": 90},
             "expert_1",
-            "an epoch of . batches has no step of 8 accumulation steps",
+            "an epoch of . batches has no step of 10 accumulation steps",
         ),
         ({"clip_moe.balance_top_k": 4}, "clip_moe", "clip_moe.balance_top_k: 4 of 3 experts"),
     ],

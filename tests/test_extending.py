@@ -164,7 +164,7 @@ def test_it_is_published_with_a_card(there, tmp_path, capsys):
         ("mine", "my_method.interpolate:InterpolateStage: A model between two (WiSE-FT, arXiv:2109.01903).", "weight"),
     ):
         assert re.search(rf"\| {stage} \| {re.escape(what)} \| .*{setting}", card.replace("\\", ""))
-    assert "Data: 256 pairs of symbols (detailed captions of seen)." in card and "Attribute pairs" in card
+    assert "Data: 256 pairs of symbols (detailed captions of half 1)." in card and "Attribute pairs" in card
 
 
 def own_loss(function, share=slice(None)):

@@ -36,7 +36,8 @@ def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
 def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
     data = {"source": "symbols", "num_samples": 40}
     tuned = TUNED | {"data": data, "model": "sparse", "max_steps": 6, "gradient_checkpointing": True}
-    recipe = {"output_dir": str(tmp_path / "out"), "stages": [DENSE, SPARSE, tuned]}
+    dense = DENSE | {"text_config": DENSE["text_config"] | {"max_position_embeddings": 64}}
+    recipe = {"output_dir": str(tmp_path / "out"), "stages": [dense, SPARSE, tuned]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

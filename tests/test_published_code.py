@@ -100,7 +100,7 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
     plant_processor(source)
     encoder = source / "metadata_encoder"
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    BertModel(BertConfig(vocab_size=723, **sizes)).save_pretrained(encoder / "model")
+    BertModel(BertConfig(vocab_size=1313, **sizes)).save_pretrained(encoder / "model")
     AutoProcessor.from_pretrained(BASE).tokenizer.save_pretrained(encoder / "model")
     change(encoder / "encoder.json", kind="transformers", name="bert", source="runs/bert", pooling="mean")
     for folder in (source, source / "expert_0", source / "expert_1", encoder, encoder / "model"):

@@ -76,10 +76,7 @@ def test_counts_are_those_the_model_records(sparse):
     }
     with torch.no_grad(), count_tokens(model) as counts:
         outputs = model(**inputs, output_expert_ids=True)
-    assert {tower: sorted(layers) for tower, layers in counts.items()} == {
-        "text": [0, 1, 2, 3],
-        "vision": [0, 1, 2, 3],
-    }
+    assert {tower: sorted(layers) for tower, layers in counts.items()} == dict.fromkeys(counts, list(range(8)))
     for tower, recorded, tokens in (
         ("text", outputs.text_model_output.expert_ids, 19),
         ("vision", outputs.vision_model_output.expert_ids, 3 * 17),
@@ -143,7 +140,7 @@ def test_gates_by_hand(gated):
         "attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
     }
     seen = {}
-    layers = {"text": model.text_model.encoder.layers[3], "vision": model.vision_model.encoder.layers[3]}
+    layers = {"text": model.text_model.encoder.layers[7], "vision": model.vision_model.encoder.layers[7]}
     for tower, layer in layers.items():
         layer.mlp.router.register_forward_pre_hook(lambda _, args, tower=tower: seen.update({tower: args[0]}))
     with torch.no_grad(), average_gates(model) as gates, average_gates(model, at_output=True) as output_gates:
@@ -153,12 +150,12 @@ def test_gates_by_hand(gated):
     ends = model.text_model.pooled_positions(inputs["input_ids"])
     pooled = {"text": seen["text"][[0, 1], ends], "vision": seen["vision"][:, 0]}
     for found, of_tokens in ((gates, tokens), (output_gates, pooled)):
-        assert {tower: list(layers) for tower, layers in found.items()} == {"text": [3], "vision": [3]}
+        assert {tower: list(layers) for tower, layers in found.items()} == {"text": [5, 7], "vision": [5, 7]}
         for tower, layer in layers.items():
             expected = layer.mlp.fusion_gate.proj(of_tokens[tower]).sigmoid().mean().item()
-            assert found[tower][3].mean() == pytest.approx(expected, abs=1e-6)
+            assert found[tower][7].mean() == pytest.approx(expected, abs=1e-6)
             assert 0 < expected < 1 and abs(expected - 0.5) > 1e-3  # which it is without a gate
-    assert abs(gates["vision"][3].mean() - output_gates["vision"][3].mean()) > 1e-3
+    assert abs(gates["vision"][7].mean() - output_gates["vision"][7].mean()) > 1e-3
 
 
 def test_more_experts_than_there_are(gated):
