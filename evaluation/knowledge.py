@@ -27,7 +27,7 @@ from data.names import COUNTRIES
 from evaluation.costs import count_parameters, meta_model
 from evaluation.figures import plt
 from evaluation.report import SAME_FOR_TASK, arrange, differ, markdown_table, plot_text
-from evaluation.results import named_folder
+from evaluation.results import named_folder, without_seed
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
 from records.files import new_file, one_line_errors, output_folder, write_text
@@ -93,7 +93,7 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
                 if weights is not None and weights == other.get("weights"):
                     raise ValueError(f"{what} is there twice with the same weights, again in {folder}")
                 for name in SAME_FOR_TASK:
-                    if differ(result, other, name):
+                    if differ(without_seed(result), without_seed(other), name):
                         raise ValueError(f"{what}: {name} in {folder} is another one than before")
             runs[key].append(result)
     knowledge = []

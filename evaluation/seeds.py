@@ -26,7 +26,7 @@ from evaluation.report import (
     require_whole,
     write_page,
 )
-from evaluation.results import named_folder
+from evaluation.results import named_folder, without_seed
 from records.files import new_file, one_line_errors, output_folder, write_text
 from records.markdown import escape, item
 from records.provenance import ATTEMPTS
@@ -131,9 +131,8 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
         raise ValueError(f"{folder} and {other_folder} hold results of different models or tasks")
     for model, row in first.items():
         for task, result in row.items():
-            pair = [{**one, "data": {**(one.get("data") or {}), "seed": None}} for one in (result, other[model][task])]
             for key in SAME_FOR_SEEDS:
-                if differ(*pair, key):
+                if differ(without_seed(result), without_seed(other[model][task]), key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result.get(key)!r} in {folder} but "
                         f"{other[model][task].get(key)!r} in {other_folder}; such scores cannot be averaged"
