@@ -64,7 +64,7 @@ Of two equal models, one claim in twenty has another verdict than "{CANNOT_BE_TO
 are few: with them, a difference has to be several times its deviation. The intervals cover what a seed changes. In the
 symbol world, these are the order of batches and, where a recipe trains its own CLIP, the first weights; the CLIPs that
 lie in this repository, the training pictures of these runs and the test are the same for all seeds. In the world of
-names, these are the first weights, the training pictures and their order.
+names, these are the first weights, the training pictures, their order and, but with 2,048 names, the test pictures.
 """
 # Verdict -> color and marker: told apart without colors, too
 MARKS = {HOLDS: ("#0a6b2d", "o"), DOES_NOT_HOLD: ("#b3261e", "X"), CANNOT_BE_TOLD: ("#666666", "D")}
