@@ -96,11 +96,11 @@ def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(den
 
 
 def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_path):
-    CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=96, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
-    with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 128, the tower's have 96"):
+    CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=48, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 96, the tower's have 48"):
         conversion.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
     config = CLIPMoEVisionConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8
+        hidden_size=96, num_hidden_layers=2, num_attention_heads=3, image_size=64, patch_size=8
     )
     CLIPMoEVisionModel(config).save_pretrained(tmp_path / "large")
     with pytest.raises(

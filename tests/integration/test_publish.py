@@ -112,7 +112,7 @@ def test_the_card_tells_what_is_so(run, published):
     assert score.metric_value == round(100 * result["metrics"]["group"], 2) and score.dataset_type == "symbols_pairs"
     assert f"| {100 * result['metrics']['group']:.1f} |" in card.text and result["protocol"] in card.text
     assert result["commit"] in card.text
-    assert "Data: 64 pairs of symbols (detailed captions)." in card.text and '"a picture of a star"' in card.text
+    assert "Data: 64 pairs of symbols (detailed captions)." in card.text and '"a picture of a snowman"' in card.text
     assert "It inherits the limits of user/symbol-clip. Since then it has been trained on 64 pairs" in card.text
     assert "# clip-moe-symbols" in card.text and "| clip_up | train |" in card.text
     assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True)' in card.text
