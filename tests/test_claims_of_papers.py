@@ -77,9 +77,9 @@ BUDGETS = {
         ("9,600", "clip_fmoe_symbols", "direct"),
         ("19,200", "clip_fmoe_symbols", "direct_2x"),
     ],
-    "MoDE-4 above one model, samples of one expert": [
-        ("25,600 samples for each", "mode_symbols", "expert_1"),
-        ("25,600 for the dense", "mode_symbols", "dense"),
+    "MoDE-4 above one model, 8 countries of names, samples of all experts": [
+        ("4.1 M", "mode_names", "expert_1 expert_2 expert_3 expert_4"),
+        ("4.1 M", "mode_names", "dense_same_multiply_adds"),
     ],
     "MoDE-4 above one model, samples of all experts": [
         ("102,400", "mode_symbols", "expert_1 expert_2 expert_3 expert_4"),
