@@ -189,7 +189,7 @@ def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
     axis.set_xlabel("parameters in the layers")
     axis.set_ylabel("bits remembered (dotted: all there are)")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.02, 0.93))
     figure.tight_layout()
     figure.savefig(path, dpi=130, format="png")
     plt.close(figure)

@@ -77,7 +77,7 @@ BUDGETS = {
         ("9,600", "clip_fmoe_symbols", "direct"),
         ("19,200", "clip_fmoe_symbols", "direct_2x"),
     ],
-    "MoDE-4 above one model, 8 countries of names, samples of all experts": [
+    "MoDE-4 above one model, names by country": [
         ("4.1 M", "mode_names", "expert_1 expert_2 expert_3 expert_4"),
         ("4.1 M", "mode_names", "dense_same_multiply_adds"),
     ],
