@@ -47,6 +47,8 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
             assert len(rows) == len(others) and load_other()[0][:] == others[:]
         assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
     assert find_tasks([name], seed=0)[name] is task
+    with pytest.raises(ValueError, match="the seed of the test pictures is -1, must be at least 0"):
+        find_tasks([name], seed=-1)
 
 
 @pytest.mark.parametrize("command", [evaluate.main, experts.main])

@@ -73,7 +73,7 @@ class Recipe:
         return stages
 
     @model_validator(mode="after")
-    def _seed_worlds(self):
+    def _hand_on_seed(self):
         for stage in self.stages:
             settings = [("", stage)]
             for field in fields(stage):
