@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
@@ -10,7 +11,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from conversion.own_code import kernels
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import check_tower
 from records.files import read_json
@@ -29,6 +29,8 @@ JSON_FILES = (
     SAFE_WEIGHTS_INDEX_NAME,
     WEIGHTS_INDEX_NAME,
 )
+# Of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 MOST_LAYERS = 1000  # a damaged number of them is not tried out
 # For `cached_file`: no error where there is no file
 MISSING_IS_NONE = {
@@ -78,6 +80,16 @@ def check_json(source: str | Path) -> None:
                 raise ValueError(
                     f"cannot load {source}: {path.name} holds no JSON object but a {type(content).__name__}"
                 )
+
+
+def kernels(settings: Any) -> list[str]:
+    """The repositories of kernels that settings name, which transformers runs where it finds the package `kernels`."""
+    if isinstance(settings, list):
+        return [name for value in settings for name in kernels(value)]
+    if not isinstance(settings, dict):
+        return []
+    named = [str(value) for key, value in settings.items() if key in KERNELS and "/" in str(value)]
+    return named + kernels(list(settings.values()))
 
 
 def require_source(source: str | Path) -> None:

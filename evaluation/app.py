@@ -21,7 +21,7 @@ from typing import Any
 import PIL.Image
 import yaml
 
-from conversion.publish import copy_model
+from conversion.publishing.bundle import copy_model
 from data.images import decode_image
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
@@ -145,7 +145,7 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
 
     Raises:
         ValueError: gradio is not installed, the output is there already or lies in a folder that it gets, there is no
-            image to copy, or see `conversion.publish.copy_model`.
+            image to copy, or see `conversion.publishing.bundle.copy_model`.
     """
     for source in filter(None, [model, baseline, images]):
         if Path(os.path.realpath(source)) in Path(os.path.realpath(output)).parents:

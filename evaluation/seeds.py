@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.lineage import read_attempts
+from conversion.publishing.lineage import read_attempts
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.report import (
     SAME_FOR_TASK,

@@ -22,6 +22,7 @@ from test_upcycle import WORDS
 from transformers import logging
 
 from conversion import publish
+from conversion.publishing import bundle
 from data.sources import DataArguments
 from evaluation import evaluate, experts, report, seeds
 from evaluation.own_data import retrieval_task
@@ -162,7 +163,7 @@ def check(sources, tmp_path, monkeypatch):
         if kept:
             shutil.copytree(kept, place / "out")
         if not is_checked:
-            monkeypatch.setattr(publish, "verify", lambda model, folder: None)
+            monkeypatch.setattr(bundle, "verify", lambda model, folder: None)
         try:
             if damage is not None and damage(path) is SKIP:
                 place.rmdir()

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from conversion import publish
-from conversion.lineage import WORLDS, Data, Lineage
-from conversion.model_card import render
+from conversion.publishing.card import render
+from conversion.publishing.lineage import WORLDS, Data, Lineage
 from data import symbols, worlds
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask

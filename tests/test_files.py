@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from test_upcycle import processor, tiny_clip
 
 from conversion.processors import copy_processor
-from conversion.publish import write_processor
+from conversion.publishing.bundle import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
 from records.files import locked, new_file, new_folder, one_line_errors, respect_umask, write_text
 

@@ -11,6 +11,7 @@ from test_fuzz_recipes import ODD, fuzz, places
 from tiny_runs import recipe, run_recipe_until, same_weights
 
 from conversion import publish
+from conversion.publishing import bundle
 from training import upcycle
 
 FEW, MANY = 5, 300
@@ -103,5 +104,5 @@ def test_damaged_records_end_in_one_line(stopped, damage):
 @fuzz(MANY)
 @given(damage=damages())
 def test_many_damaged_records_end_in_one_line(stopped, monkeypatch, damage):
-    monkeypatch.setattr(publish, "verify", lambda model, folder: None)  # which starts a process
+    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)  # which starts a process
     check(stopped, damage, is_published=True)

@@ -12,7 +12,7 @@ from tiny_sources import saved_pairs
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
-from conversion.lineage import Lineage
+from conversion.publishing.lineage import Lineage
 from data.tokenizer import learn_tokenizer
 from data.worlds import build_processor
 

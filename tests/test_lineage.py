@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
 from conversion import publish
-from conversion.lineage import Lineage
-from conversion.model_card import render
+from conversion.publishing.card import render
+from conversion.publishing.lineage import Lineage
 from modeling_clip_moe import CLIPMoEConfig
 from records.provenance import manifest_fingerprint, weights_fingerprint
 from training.recipe import load_recipe

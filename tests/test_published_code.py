@@ -10,8 +10,9 @@ import torch
 from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 
 from conversion import publish
-from conversion.own_code import own_code_only, require_own_code
 from conversion.presets import PRESETS
+from conversion.publishing import bundle
+from conversion.publishing.trusted_code import require_trusted_code, trusted_copy
 from conversion.upcycle import upcycle
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
@@ -155,7 +156,7 @@ def sparse(tmp_path_factory) -> Path:
 def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, message):
     folder = tmp_path / "folder"
     shutil.copytree(sparse, folder)
-    require_own_code(folder)
+    require_trusted_code(folder)
     path = folder / file
     path.parent.mkdir(exist_ok=True)
     if changes is None:
@@ -166,7 +167,7 @@ def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, mes
         path.write_text(changes)
     plant_module(tmp_path / "elsewhere", ran)
     with pytest.raises(ValueError, match=message):
-        publish.verify(CLIPModel.from_pretrained(BASE), folder)
+        bundle.verify(CLIPModel.from_pretrained(BASE), folder)
     assert not ran.exists()
 
 
@@ -187,7 +188,7 @@ def test_what_cannot_be_left_out_is_refused(tmp_path, file, content, message):
     shutil.copytree(BASE, tmp_path / "source")
     (tmp_path / "source" / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "source" / file).write_text(content)
-    with pytest.raises(ValueError, match=message), own_code_only(tmp_path / "source"):
+    with pytest.raises(ValueError, match=message), trusted_copy(tmp_path / "source"):
         raise AssertionError
 
 
@@ -195,7 +196,7 @@ def test_an_auto_map_of_any_shape_is_left_out(tmp_path):
     shutil.copytree(BASE, tmp_path / "source")
     for auto_map in ("evil.Model", ["evil.Model"], 3, {"AutoModel": {"pil": "evil.Model"}}):
         change(tmp_path / "source" / "config.json", auto_map=auto_map)
-        with own_code_only(tmp_path / "source") as copy:
+        with trusted_copy(tmp_path / "source") as copy:
             assert "auto_map" not in json.loads((copy / "config.json").read_text())
             assert torch.equal(CLIPModel.from_pretrained(copy).logit_scale, CLIPModel.from_pretrained(BASE).logit_scale)
 
@@ -205,10 +206,10 @@ def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
     shutil.copytree(sparse, encoder / "model")
     (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
     (encoder / "encoder.json").write_text('{"kind": "transformers", "name": "ours", "source": "/home/me/ours"}')
-    with own_code_only(tmp_path / "source") as copy:
-        publish.write_encoder(copy / "metadata_encoder", tmp_path / "out")
-    publish.forget_this_machine(tmp_path / "out")
-    require_own_code(tmp_path / "out")
+    with trusted_copy(tmp_path / "source") as copy:
+        bundle.write_encoder(copy / "metadata_encoder", tmp_path / "out")
+    bundle.forget_this_machine(tmp_path / "out")
+    require_trusted_code(tmp_path / "out")
     assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(tmp_path / "out").keys()
     assert_clean(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "encoder.json").read_text())["source"] == "ours"

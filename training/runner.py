@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import require_loadable
-from conversion.lineage import local_paths
+from conversion.publishing.lineage import local_paths
 from data.once import opened_once
 from records.files import locked, read_record, respect_umask, write_text
 from records.local_names import paths_here

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModel
 
-from conversion.lineage import WORLDS
+from conversion.publishing.lineage import WORLDS
 from data import icons
 from data.pairs import load_pairs
 from data.sources import DataArguments

@@ -13,7 +13,8 @@ from PIL import Image
 from tiny_models import save_dense_llava, stable_diffusion
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, LlavaForConditionalGeneration
 
-from conversion import model_card, publish
+from conversion import publish
+from conversion.publishing import card as card_module
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,9 @@ def card(source, tmp_path_factory):
     vision, text = config.vision_config, config.text_config
     encoder = ("Stable Diffusion 1", "text_encoder", "CLIPMoETextModel")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_card, "LLAVA_TOWER", (vision.hidden_size, vision.image_size, vision.patch_size))
-        patch.setattr(model_card, "VOCABULARY", text.vocab_size)
-        patch.setattr(model_card, "TEXT_ENCODERS", {text.hidden_size: encoder})
+        patch.setattr(card_module, "LLAVA_TOWER", (vision.hidden_size, vision.image_size, vision.patch_size))
+        patch.setattr(card_module, "VOCABULARY", text.vocab_size)
+        patch.setattr(card_module, "TEXT_ENCODERS", {text.hidden_size: encoder})
         publish.main([str(source), NAME, "--dry-run", str(folder)])
     return folder
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import publish
-from conversion.lineage import Lineage
 from conversion.presets import PRESETS
+from conversion.publishing import bundle
+from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoDEModel
 from training.recipe import load_recipe
@@ -218,7 +219,7 @@ def test_a_recipe_publishes_at_its_end(hub, tmp_path):
 
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
+    monkeypatch.setattr(bundle, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
     publish.main([str(run / "clip_up"), "user/large", "--dry-run", str(tmp_path / "out")])
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
@@ -305,9 +306,9 @@ def test_a_folder_that_computes_something_else_is_refused(published, tmp_path):
     with torch.no_grad():
         model.visual_projection.weight.mul_(1.01)
     with pytest.raises(ValueError, match="does not compute the features of images"):
-        publish.verify(model, published)
+        bundle.verify(model, published)
     for path in published.iterdir():
         if path.is_file() and path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match="does not load without this package: .*no file named model.safetensors"):
-        publish.verify(AutoModel.from_pretrained(published), tmp_path)
+        bundle.verify(AutoModel.from_pretrained(published), tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
+from conversion.folders import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from records.files import read_json
 
@@ -23,14 +24,12 @@ OUR_CONFIGS = {c.model_type: c for c in (CLIPMoEConfig, CLIPMoETextConfig, CLIPM
 SETTINGS = ("*config*.json", "modules.json", "encoder.json")
 # Those that hold none: vocabularies, weights and the like
 CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.model")
-# A value with a slash is a repository of kernels, which runs whether trusted or not
-KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
 
 
 @contextlib.contextmanager
-def own_code_only(source: Path) -> Iterator[Path]:
+def trusted_copy(source: Path) -> Iterator[Path]:
     """Yields a temporary copy of a model's folder whose configurations name no code but ours, and warns of the rest.
 
     It holds no code, and links to the weights. Errors that name the copy are raised naming the source.
@@ -61,7 +60,7 @@ def own_code_only(source: Path) -> Iterator[Path]:
             raise kind(str(error).replace(str(copy), str(source))) from error
 
 
-def require_own_code(folder: Path) -> None:
+def require_trusted_code(folder: Path) -> None:
     """Makes sure that a folder can be trusted.
 
     Raises:
@@ -90,16 +89,6 @@ def named_code(settings: Any) -> list[str]:
     """The files that settings without foreign code name."""
     auto_map = settings.get("auto_map", {}) if isinstance(settings, dict) else {}
     return sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
-
-
-def kernels(settings: Any) -> list[str]:
-    """The repositories of kernels that settings name, which transformers runs where it finds the package `kernels`."""
-    if isinstance(settings, list):
-        return [name for value in settings for name in kernels(value)]
-    if not isinstance(settings, dict):
-        return []
-    named = [str(value) for key, value in settings.items() if key in KERNELS and "/" in str(value)]
-    return named + kernels(list(settings.values()))
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

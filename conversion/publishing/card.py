@@ -7,11 +7,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from conversion.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
+from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from records.markdown import code, escape, one_line
 from records.result_schema import ExpertSummary
 
-TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
 PHOTOS = ["a photo of a cat", "a photo of a dog"]
 PLACEHOLDERS = ["one text about the image", "another text"]

@@ -1,0 +1,202 @@
+"""The folder that is published of a model: weights, code, processor, card, scores; and the check that it loads alone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, PreTrainedModel
+
+from conversion.assemble import ENCODER
+from conversion.checkpoints import load_clip, load_mixture, sample_inputs
+from conversion.folders import has_file, load_config
+from conversion.processors import forget_last_call, load_processor
+from conversion.publishing.card import render
+from conversion.publishing.lineage import Lineage
+from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
+from records.files import read_json, save, write_text, writing
+from records.local_names import is_hub_name
+
+# Of configurations: where they were loaded from on this machine, and files there
+LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
+LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
+PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
+SHARD = "5GB"  # the largest file of weights
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+# What another process computes from the published folder alone
+CHECK = """
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+folder, inputs, outputs = sys.argv[1:]
+model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+with torch.no_grad():
+    inputs = load_file(inputs)
+    images = model.get_image_features(inputs["pixel_values"]).pooler_output
+    texts = model.get_text_features(inputs["input_ids"]).pooler_output
+save_file({"images": images.contiguous(), "texts": texts.contiguous()}, outputs)
+"""
+
+
+def build(
+    source: str | Path, folder: Path, repository: str, license: str | None = None, base_model: str | None = None
+) -> None:
+    """Write what is published of a model into a folder, and verify it.
+
+    Args:
+        source: folder of a `CLIPMoEModel`, `CLIPMoDEModel` or dense `CLIPModel` with its processor; of a recipe's
+            stage, for a card that tells how it was made.
+        repository: its name on the Hub, which the card's examples load.
+        license: of the weights, as the Hub names it. None: unknown, which the card says.
+        base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
+
+    Raises:
+        FileNotFoundError: `source` is no folder, or has no processor.
+        ValueError: no such model, weights that do not fit, a damaged file of its run, or a copy that does not compute
+            what the source does.
+    """
+    if base_model is not None and not is_hub_name(base_model):
+        raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
+    if not Path(source).is_dir():
+        raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
+    stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
+    if stages and not has_file(source, "config.json"):
+        raise ValueError(f"{source} holds several models; publish one of {', '.join(stages)} in it")
+    model = copy_model(Path(source), folder)
+    left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
+    left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
+    if left_out:
+        print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
+    lineage = Lineage.of(Path(source))
+    if not lineage.results:
+        print(f"warning: no scores of {source} are published; the card says so", file=sys.stderr)
+    for name, picture in lineage.pictures.items():
+        shutil.copy(picture, folder / name)
+    if lineage.results:
+        (folder / "results").mkdir()
+        for name, result in lineage.results.items():
+            write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
+    if lineage.recipe is not None:
+        write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
+    if list(folder.glob("*.py")):
+        shutil.copy(LICENSE, folder / "LICENSE-CODE")
+    render(model.config, lineage, repository, license, base_model).save(folder / "README.md")
+    verify(model, folder)
+
+
+def copy_model(source: Path, folder: Path) -> PreTrainedModel:
+    """Write a model, its processor and its encoder of metadata into another folder, and return the model.
+
+    What else lies in its folder, code that is not ours, and what is true on this machine alone stay behind.
+
+    Raises:
+        FileNotFoundError: it has no processor.
+    """
+    with trusted_copy(source) as copy:
+        model = write_model(copy, folder)
+        write_processor(copy, folder)
+        write_encoder(copy / ENCODER, folder / ENCODER)
+    forget_this_machine(folder)
+    return model
+
+
+def write_model(source: Path, folder: Path) -> PreTrainedModel:
+    """Save a model with its code, and return it.
+
+    Raises:
+        ValueError: no such model, or weights that do not fit.
+    """
+    model_type = load_config(source).model_type
+    if model_type not in PUBLISHED:
+        raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
+    mixture = model_type == CLIPMoDEConfig.model_type
+    model = load_mixture(source) if mixture else load_clip(source)
+    model.save_pretrained(folder, max_shard_size=SHARD)
+    return model
+
+
+def write_processor(source: Path, folder: Path) -> None:
+    """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
+    `merges.txt`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it does not fit the model that is in `source`.
+    """
+    processor = load_processor(source)
+    forget_last_call(processor.tokenizer)
+    save(processor, folder)
+    save(processor.image_processor, folder)  # preprocessor_config.json
+    with writing(folder):
+        processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+
+
+def write_encoder(source: Path, folder: Path) -> None:
+    """Copy the encoder of a mixture's metadata, if there is one: settings, vocabulary and safetensors."""
+    if not source.is_dir():
+        return
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.bin"))  # pickles
+    for path in settings_files(folder):
+        for name in named_code(read_json(path)):
+            shutil.copy(CODE[name], path.parent)
+
+
+def forget_this_machine(folder: Path) -> None:
+    """Remove from configurations what is true on this machine alone."""
+    for path in settings_files(folder):
+        before = read_json(path)
+        settings = _without(LOCAL_KEYS, before)
+        if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
+            settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
+        if settings != before:
+            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
+
+
+def _without(keys: set[str], settings: Any) -> Any:
+    if isinstance(settings, list):
+        return [_without(keys, value) for value in settings]
+    if isinstance(settings, dict):
+        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
+    return settings
+
+
+def verify(model: PreTrainedModel, folder: Path) -> None:
+    """Compare the features of a model with those that a process without this package computes from a folder.
+
+    Raises:
+        ValueError: the folder names code that is not ours, does not load there, or the features differ.
+    """
+    require_trusted_code(folder)  # the other process trusts it
+    inputs = sample_inputs(model.expert(0).config if isinstance(model, CLIPMoDEModel) else model.config)
+    with torch.no_grad():
+        model = model.float().eval()
+        expected = {
+            "images": model.get_image_features(inputs["pixel_values"]).pooler_output,
+            "texts": model.get_text_features(inputs["input_ids"]).pooler_output,
+        }
+    with tempfile.TemporaryDirectory() as parent:
+        save_file(inputs, f"{parent}/inputs")
+        # Another folder for the code, so that none is used that was loaded before
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{parent}/inputs", f"{parent}/outputs"]
+        # In another folder, since Python imports from the one that it is started in
+        result = subprocess.run(command, env=environment, cwd=parent, capture_output=True, text=True)
+        if result.returncode != 0:
+            reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+            raise ValueError(f"the folder does not load without this package: {reason[-1]}")
+        found = load_file(f"{parent}/outputs")
+    for name, tensor in expected.items():
+        difference, largest = (found[name] - tensor).abs().max().item(), tensor.abs().max().item()
+        print(f"largest difference in features of {name}: {difference:.3g} (largest value {largest:.3g})")
+        if not difference <= 1e-5 * largest:
+            raise ValueError(f"the published folder does not compute the features of {name} that the model computes")
