@@ -5,24 +5,19 @@ names the file and the place.
 """
 
 import csv
-import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from records.files import read_json
 
 # Suffixes of tables, and what stands between their cells
 TABLES = {".csv": ",", ".tsv": "\t"}
 
 Columns = dict[str, list[str] | list[list[str]]]
-
-
-def read_json(path: Path) -> Any:
-    """Raises FileNotFoundError, and ValueError where it is no JSON."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    with path.open(encoding="utf-8-sig") as file:
-        return json.load(file)
 
 
 def holds_list(path: str | Path) -> bool:
@@ -79,67 +74,64 @@ def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
             raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
 
 
-def read_annotations(path: Path, split: str) -> tuple[list[str], list[list[str]]]:
-    """The images of COCO's captions or of a Karpathy split, each with all its captions.
+def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str] | list[list[str]]]:
+    """The images of a JSON and their captions, a text each in ShareGPT4V's layout, else all of an image.
 
+    ShareGPT4V: [{"image", "conversations": [{"from": "gpt", "value": caption}]}].
     COCO: {"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}; images without a caption are left
     out. Karpathy: {"images": [{"filename", "filepath" (perhaps), "split", "sentences": [{"raw"}]}]}.
 
     Args:
-        split: of COCO's, "train", which stands for the whole file; of Karpathy's, one of its own, or several with +.
+        split: Karpathy's, or several with +; None: all. The other layouts have "train" alone.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, in none of these layouts, or has no such split.
     """
     content = read_json(path)
-    images = content.get("images") if isinstance(content, dict) else None
+    images = content.get("images") if isinstance(content, dict) else content
     if not isinstance(images, list):
         raise ValueError(f"{path} is neither a list of entries (ShareGPT4V) nor has a list of images (COCO, Karpathy)")
-    if "annotations" in content:
-        if split != "train":
-            raise ValueError(f"{path} has no split {split!r}, only train: set split (--split)")
-        return _of_coco(path, images, content["annotations"])
-    return _of_karpathy(path, images, split)
-
-
-def _of_coco(path: Path, images: list[Any], annotations: Any) -> tuple[list[str], list[list[str]]]:
-    names: dict[Any, str] = {}
+    captions: dict[Any, list[str]] = defaultdict(list)
+    for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
+        with _entry(path, f"annotation {number}", annotation):
+            captions[annotation["image_id"]].append(_text(annotation["caption"]))
+    found, splits = [], set()
     for number, image in enumerate(images):
-        name, key = _text(image, "file_name", f"{path}: image {number}"), image.get("id")
-        if not isinstance(key, int | str) or key in names:
-            raise ValueError(f"{path}: image {number} has no id, or that of another: {_short(image)}")
-        names[key] = name
-    captions: dict[Any, list[str]] = {key: [] for key in names}
-    for number, annotation in enumerate(annotations if isinstance(annotations, list) else [annotations]):
-        where = f"{path}: annotation {number}"
-        caption, key = _text(annotation, "caption", where), annotation.get("image_id")
-        if not isinstance(key, int | str) or key not in captions:
-            raise ValueError(f"{where} is of no image of the file: {_short(annotation)}")
-        captions[key].append(caption)
-    kept = [key for key in names if captions[key]]
-    return [names[key] for key in kept], [captions[key] for key in kept]
+        with _entry(path, f"image {number}", image):
+            name, of_split, texts = _of_image(image, captions)
+        splits.add(of_split)
+        if texts and (split is None or of_split in split.split("+")):
+            found.append((name, texts))
+    splits = splits or {"train"}
+    if split is not None and not splits.issuperset(split.split("+")):
+        raise ValueError(f"{path} has no split {split!r}, only {', '.join(sorted(splits))}: set split (--split)")
+    return [name for name, _ in found], [texts for _, texts in found]
 
 
-def _of_karpathy(path: Path, images: list[Any], split: str) -> tuple[list[str], list[list[str]]]:
-    wanted, known, names, captions = set(split.split("+")), set(), [], []
-    for number, image in enumerate(images):
-        where = f"{path}: image {number}"
-        name, of_split = _text(image, "filename", where), _text(image, "split", where)
-        known.add(of_split)
-        sentences = image.get("sentences")
-        if not isinstance(sentences, list):
-            raise ValueError(f"{where} has no list of sentences: {_short(image)}")
-        if of_split in wanted:
-            folder = image.get("filepath", "")
-            names.append(f"{folder}/{name}" if folder else name)
-            captions.append([_text(sentence, "raw", where) for sentence in sentences])
-    if not wanted <= known:
-        raise ValueError(f"{path} has no split {split!r}, only {', '.join(sorted(known))}: set split (--split)")
-    return names, captions
+def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple[str, str, str | list[str]]:
+    """The path, the split and the captions of one."""
+    if "conversations" in image:
+        answer = next((turn["value"] for turn in image["conversations"] if turn["from"] == "gpt"), None)
+        return _text(image["image"]), "train", _text(answer)
+    if "file_name" in image:
+        return _text(image["file_name"]), "train", captions.get(image["id"], [])
+    name = "/".join(filter(None, [image.get("filepath"), _text(image["filename"])]))
+    return name, _text(image["split"]), [_text(sentence["raw"]) for sentence in image["sentences"]]
 
 
-def _text(entry: Any, key: str, where: str) -> str:
-    value = entry.get(key) if isinstance(entry, dict) else None
+def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} has no text {key}: {_short(entry)}")
+        raise TypeError(f"{value!r} is no text")
     return value
+
+
+@contextmanager
+def _entry(path: Path, place: str, entry: Any) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {place} is not as it should be ({error!r}): {_short(entry)}") from error
 
 
 def _short(value: Any) -> str:

@@ -338,7 +338,7 @@ class StreamReport:
 
 def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:
     """Report skipped pairs, or refuse them."""
-    share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {first}"
+    share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {' '.join(first.split())}"
     if bad > arguments.max_unreadable * total:
         raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
     if not quiet:

@@ -21,11 +21,12 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.annotations import TABLES, holds_list, read_annotations, read_json, read_tables
+from data.annotations import TABLES, holds_list, read_annotations, read_tables
 from data.drawing import SPLITS
 from data.once import once
 from data.shards import open_shards, require_whole
 from data.worlds import WORLDS
+from records.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -425,36 +426,18 @@ def _open_saved(arguments: DataArguments) -> Rows:
 
 
 def read_entries(arguments: DataArguments) -> list[Any]:
-    """The entries of a .json, from before `skip` and `num_samples`: ShareGPT4V's and LLaVA's are dictionaries."""
-    path = Path(arguments.source)
-    entries = read_json(path)
-    if not isinstance(entries, list):
-        raise ValueError(f"{path} holds no list of entries, as ShareGPT4V's format is")
-    if arguments.split != "train":
-        raise ValueError(_no_split(arguments, ["train"]))
+    """The entries of a .json in ShareGPT4V's or LLaVA's layout, from before `skip` and `num_samples`."""
+    entries = read_json(Path(arguments.source))
+    if not isinstance(entries, list) or arguments.split != "train":
+        raise ValueError(f"{arguments.source} is no list of entries, whose split is train, as ShareGPT4V's and LLaVA's")
     return entries
 
 
 def _open_json(path: Path, arguments: DataArguments) -> Rows:
-    """COCO's or a Karpathy split's captions, or ShareGPT4V's format: a list of {"image": path, "conversations": [...,
-    {"from": "gpt", "value": caption}]}."""
-    if path.is_file() and not holds_list(path):
-        images, captions = read_annotations(path, arguments.split)
-        features = {"image": datasets.Value("string"), "caption": datasets.List(datasets.Value("string"))}
-        names = arguments.image_column, arguments.caption_column
-        features = datasets.Features(dict(zip(names, features.values(), strict=True)))
-        rows = datasets.Dataset.from_dict(dict(zip(names, (images, captions), strict=True)), features)
-        return rows.to_iterable_dataset() if arguments.streaming else rows
-    rows = {arguments.image_column: [], arguments.caption_column: []}
-    for number, entry in enumerate(read_entries(arguments)):
-        try:
-            caption = next(turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
-            image = entry["image"]
-        except (KeyError, StopIteration, TypeError) as error:
-            raise ValueError(f"{path}: entry {number} has no image or no answer of gpt: {entry}") from error
-        if not isinstance(image, str) or not isinstance(caption, str):
-            raise ValueError(f"{path}: entry {number} has an image or a caption that is no text: {entry}")
-        rows[arguments.image_column].append(image)
-        rows[arguments.caption_column].append(caption)
-    rows = datasets.Dataset.from_dict(rows)
+    images, captions = read_annotations(path, arguments.split)
+    text = datasets.Value("string")
+    features = {"image": text, "caption": text if holds_list(path) else datasets.List(text)}
+    names = arguments.image_column, arguments.caption_column
+    features = datasets.Features(dict(zip(names, features.values(), strict=True)))
+    rows = datasets.Dataset.from_dict(dict(zip(names, (images, captions), strict=True)), features)
     return rows.to_iterable_dataset() if arguments.streaming else rows

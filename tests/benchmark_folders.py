@@ -175,7 +175,7 @@ def coco(folder):
         images.append({"id": 100 + number, "file_name": f"{number:012}.jpg"})
         annotations += [{"image_id": 100 + number, "id": 6 * number + i, "caption": f"{number} {i}"} for i in range(6)]
     write(folder / "annotations" / "captions_val2017.json", {"images": images, "annotations": annotations})
-    return [(number, [f"{number} {i}" for i in range(5)]) for number in range(NUMBER)]
+    return [(number, [f"{number} {i}" for i in range(5)]) for number in reversed(range(NUMBER))]
 
 
 def flair(file, images, prefix=""):

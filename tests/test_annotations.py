@@ -7,9 +7,8 @@ import re
 import datasets
 import numpy as np
 import pytest
-from tiny_sources import CAPTIONS, picture, rows, write_pictures
+from tiny_sources import CAPTIONS, picture, rows, sharegpt4v, write_pictures
 
-from data.annotations import read_tables
 from data.identity import identity
 from data.images import decode_image
 from data.pairs import load_pairs
@@ -107,6 +106,7 @@ def test_tables_of_a_pattern_are_one(tmp_path):
 @pytest.mark.parametrize("source", [table, coco, karpathy])
 def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
+    assert count_pairs(arguments, read_json=True) == len(load_pairs(arguments))
     before = identity(arguments)
     (image,) = tmp_path.glob("*/0.png")
     picture(5).save(image)
@@ -114,22 +114,36 @@ def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     assert before != after and before["files"] == after["files"] == {table: 9, coco: 9, karpathy: 6}[source]
 
 
+HEAD = "filepath,title\n"
+QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "names no columns"),
         ("a,a\n", "names no columns, or one twice"),
-        ("filepath,title\n0.png\n", "line 2 has 1 cells for 2 columns"),
-        ("filepath,title\n0.png,a,b\n", "line 2 has 3 cells for 2 columns"),
-        ('filepath,title\n0.png,"a\n', "unexpected end of data"),
+        (HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
+        (HEAD + "0.png,a,b\n", "line 2 has 3 cells for 2 columns"),
         ("image, title\n0.png,a\n", "no column 'filepath', 'title'; its columns are 'image', ' title'"),
-        ("filepath,title\n", "no pairs"),
+        (HEAD, "no pairs"),
+        (QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
+        (QUOTED + "0.png,caf\udce9\n", "line 4 cannot be read: it is no UTF-8"),
+        (QUOTED + '0.png,"cat\n1.png,dog\n2.png,owl\n', "line 4 cannot be read: unexpected end of data"),
+        (QUOTED + '0.png,"a\ncat",b\n', "line 4 has 3 cells"),
     ],
 )
 def test_damaged_tables_are_refused(tmp_path, text, message):
-    (tmp_path / "x.csv").write_text(text)
+    (tmp_path / "x.csv").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=f"x.csv.*{message}"):
         load_pairs(DataArguments(source=str(tmp_path / "x.csv"), image_column="filepath", caption_column="title"))
+
+
+def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
+    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
+        load_pairs(DataArguments(source=str(tmp_path / "pairs.tsv")))
 
 
 IMAGE = {"id": 1, "file_name": "0.png"}
@@ -139,26 +153,24 @@ IMAGE = {"id": 1, "file_name": "0.png"}
     ("content", "message"),
     [
         ({"images": 3}, "neither a list of entries .* nor has a list of images"),
-        ({"images": [{"id": 1}], "annotations": []}, "image 0 has no text file_name"),
-        ({"images": [IMAGE, IMAGE], "annotations": []}, "image 1 has no id, or that of another"),
-        ({"images": [IMAGE], "annotations": [{"image_id": 2, "caption": "a"}]}, "annotation 0 is of no image"),
-        ({"images": [IMAGE], "annotations": [{"image_id": 1}]}, "annotation 0 has no text caption"),
-        ({"images": [IMAGE], "annotations": None}, "annotation 0 has no text caption"),
-        ({"images": [{"filename": "a", "split": "train"}]}, "image 0 has no list of sentences"),
-        ({"images": [{"filename": "a", "split": "train", "sentences": [{}]}]}, "image 0 has no text raw"),
-        ({"images": [{"filename": "a", "sentences": []}]}, "image 0 has no text split"),
+        ({"images": [{"id": 1}], "annotations": []}, r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
+        ({"images": [IMAGE], "annotations": [{"image_id": 1}]}, "annotation 0 is not .*'caption'"),
+        ({"images": [{"filename": "a", "split": "train", "sentences": [{"raw": 3}]}]}, "image 0 .*3 is no text"),
+        ([{"image": "a", "conversations": []}], "image 0 is not .*None is no text"),
     ],
     ids=str,
 )
 def test_damaged_annotations_are_refused(tmp_path, content, message):
+    """Others: test_fuzz_data.py."""
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"x.json.*{message}"):
         load_pairs(DataArguments(source=str(tmp_path / "x.json")))
 
 
-def test_coco_has_one_split(tmp_path):
-    with pytest.raises(ValueError, match="no split 'test', only train"):
-        load_pairs(DataArguments(**coco(tmp_path), split="test"))
+@pytest.mark.parametrize("source", [coco, sharegpt4v])
+def test_other_layouts_have_one_split(tmp_path, source):
+    with pytest.raises(ValueError, match=r"no split 'test', only train: set split \(--split\)"):
+        load_pairs(DataArguments(**source(tmp_path), split="test"))
 
 
 @pytest.mark.parametrize("name", ["nowhere.csv", "nowhere-*.tsv", "nowhere.json"])
@@ -177,36 +189,3 @@ def test_a_mixture_of_sources_is_a_saved_dataset(tmp_path):
     share = sum(caption.startswith("a") for caption in captions) / len(captions)
     assert 0.7 < share < 0.9 and set(captions) == {*first["caption"], "b 0", "b 1"}
     assert np.array_equal(decode_image(mixture[captions.index("b 1")]["image"]), picture(6))
-
-
-def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
-    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
-        read_tables([str(tmp_path / "pairs.tsv")])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'0.png,"Big" dog\n', "line 4 cannot be read: "),
-        (b"0.png,caf\xe9\n", "line 4 cannot be read: it is no UTF-8"),
-        (b'0.png,"cat\n1.png,dog\n2.png,owl\n', "line 4 cannot be read: "),
-        (b'0.png,"a\ncat",b\n', "line 4 has 3 cells"),
-    ],
-)
-def test_lines_that_cannot_be_read_are_named(tmp_path, content, message):
-    (tmp_path / "pairs.csv").write_bytes(b'image,caption\n9.png,"two\nlines"\n' + content)
-    with pytest.raises(ValueError, match=rf"pairs\.csv: {message}"):
-        read_tables([str(tmp_path / "pairs.csv")])
-
-
-@pytest.mark.parametrize("kind", [coco, karpathy])
-def test_pairs_are_counted_before_a_run(tmp_path, kind):
-    arguments = DataArguments(**kind(tmp_path))
-    assert count_pairs(arguments, read_json=True) == len(load_pairs(arguments))
-
-
-def test_an_image_that_is_not_there_says_where_it_was_looked_for(tmp_path):
-    with pytest.raises(OSError, match="'nowhere.png': relative paths start from image_root or else"):
-        decode_image("nowhere.png")

@@ -1,21 +1,26 @@
-"""Benchmarks by name: every one on a tiny data set in each of its layouts."""
+"""Benchmarks by name: every one on a tiny data set in each of its layouts, copies that are not as they should be, class
+names and templates of packages, and the Hub."""
 
+import importlib.util
 import json
 import re
 import runpy
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_evaluation
-from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy
+from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy, png, write_names
+from tiny_sources import write_shard
 
 from data.images import decode_image
 from evaluation import evaluate
-from evaluation.benchmarks.loading import benchmark_task
+from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from evaluation.evaluate import evaluate_model
-from evaluation.tasks import find_tasks
+from evaluation.tasks import find_tasks, problems_of_data
 from training.recipe import load_recipe
 from training.stages.evaluate import EvaluateStage, MeasuringStage
 
@@ -23,43 +28,12 @@ dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
 # LLaVA-1.5's benchmarks are lmms-eval's
 AT_THE_PAPERS_SIZE = sorted(path for path in RECIPES if not re.search("symbol|icons|names|demo|llava", path.stem))
-# Tables of the papers -> what they measure
-ROBUSTNESS = "imagenet_a imagenet_o imagenet_r imagenet_sketch"
-FMOE_11 = "cars country211 fgvc_aircraft food101 sun397 caltech101 eurosat flowers pets imagenet1k imagenetv2"
-TABLES = {
-    "clip_fmoe_table_1": FMOE_11,
-    "clip_fmoe_table_2": "mscoco_captions flickr8k flickr30k",
-    "clip_fmoe_table_3": "mscoco_captions flickr8k flickr30k docci_long iiw_long urban1k dci",
-    "clip_fmoe_table_4": f"cars food101 sun397 eurosat caltech101 {ROBUSTNESS} imagenet1k mscoco_captions urban1k dci",
-    "clip_fmoe_table_6": f"{FMOE_11} {ROBUSTNESS} cifar10 cifar100",
-    "clip_fmoe_table_7": f"{FMOE_11} {ROBUSTNESS} cifar10 cifar100",
-    "clip_fmoe_table_8": "docci iiw urban1k dci",
-    "clip_fmoe_table_17": "mmvp_vlm",
-    "clip_fmoe_table_18": f"cars food101 sun397 eurosat caltech101 {ROBUSTNESS} imagenet1k imagenetv2 flowers",
-    "clip_fmoe_table_19": "mscoco_captions urban1k dci flickr8k flickr30k",
-    "clip_moe_table_1": "mmvp_vlm",
-    "clip_moe_table_2": "mscoco_val2017 flickr30k_all",
-    "clip_moe_table_4": "imagenet1k mscoco_val2017 flickr30k_all",
-    "clip_moe_table_5": "imagenet1k imagenet_o imagenetv2 cifar10 cifar100",
-    "clip_up_table_1": "imagenet1k mscoco_captions flickr30k",
-    "clip_up_table_2": "imagenet1k mscoco_captions flickr30k",
-    "clip_up_table_5": "imagenetv2 imagenet_a imagenet_r",
-    "mode_26": "imagenet1k food101 cifar10 cifar100 cub200 sun397 cars fgvc_aircraft dtd pets caltech101 flowers mnist "
-    "fer2013 stl10 eurosat resisc45 gtsrb kitti_closest_vehicle_distance country211 pcam ucf101 kinetics700 "
-    "clevr_count_all hateful_memes renderedsst2",
-    "mode_table_3": f"{ROBUSTNESS} imagenetv2",
-    "mode_table_4": "mscoco_captions flickr30k",
-    "mode_table_9": "imagenet1k_linear_probe",
-}
 # Groups whose tables have other columns than those of the kind of task -> the titles of the columns
 RECALLS = [f"R@{k} {way}" for k in (1, 5, 10) for way in ("image→text", "text→image")]
 COLUMNS = {
     "clip_up_table_2": ["accuracy", "top-5 accuracy", *RECALLS[:4]],
-    "clip_up_table_5": ["accuracy", "top-5 accuracy"],
     "clip_moe_table_2": RECALLS,
-    "clip_moe_table_4": RECALLS,
     "clip_fmoe_table_2": RECALLS[:4],
-    "mode_table_4": RECALLS,
     "mode_26": ["accuracy", "mean per class", "mean of top-1 and top-5", "ROC AUC"],
 }
 
@@ -68,13 +42,19 @@ def brightness(value):
     return round(np.asarray(decode_image(value)).mean() / STEP)
 
 
-def test_all_have_copies():
-    assert COPIES.keys() == BENCHMARKS.keys()
-    on_hub = {name.removeprefix("clip-benchmark/") for name in (b.hub for b in BENCHMARKS.values()) if name}
-    assert on_hub == set(WEBDATASETS)
+# ---- what a copy gives
+
+
+def test_all_have_copies_and_groups():
+    assert COPIES.keys() == BENCHMARKS.keys() == {name for names in GROUPS.values() for name in names}
+    hubs = {benchmark.hub for benchmark in BENCHMARKS.values() if benchmark.hub}
+    assert hubs == {f"clip-benchmark/{name}" for name in WEBDATASETS}
+    assert hubs == {BENCHMARKS[name].hub for name in GROUPS["clip_benchmark"]}
     for name, copies in COPIES.items():
         assert len(copies) == len(BENCHMARKS[name].layouts)
         assert BENCHMARKS[name].hub in (None, f"clip-benchmark/{copies[0][0]}")
+    sizes = {"mode_26": 26, "clip_fmoe_table_1": 11, "clip_fmoe_table_6": 17, "clip_fmoe_table_4": 13}
+    assert sizes == {group: len(GROUPS[group]) for group in sizes}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +81,6 @@ def test_a_copy_in_each_layout(tmp_path, name, number):
         assert len(task.load_train()[0]) == NUMBER
 
 
-@pytest.mark.parametrize("name", [name for benchmark in BENCHMARKS.values() for name in benchmark.folders])
-def test_other_names_of_its_folder(tmp_path, name):
-    benchmark = next(benchmark for benchmark in BENCHMARKS.values() if name in benchmark.folders)
-    make_copy(benchmark, benchmark.layouts[0], tmp_path / name)
-    assert len(benchmark_task(benchmark, tmp_path).load()[0]) > 0
-
-
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
     root = tmp_path_factory.mktemp("copies")
@@ -115,14 +88,23 @@ def copies(tmp_path_factory):
     return root
 
 
+def test_other_names_of_a_folder(copies, tmp_path):
+    for benchmark in BENCHMARKS.values():
+        for name in benchmark.folders:
+            (tmp_path / name).symlink_to(copies / benchmark.name)
+            assert (
+                benchmark_task(benchmark, tmp_path).data["version"] == benchmark_task(benchmark, copies).data["version"]
+            )
+            (tmp_path / name).unlink()
+
+
 def test_all_are_measured_and_stand_beside_each_other(dense, copies, tmp_path):
     results = evaluate_model(dense, find_tasks(["clip_benchmark", *BENCHMARKS], copies), tmp_path)
     assert [result["task"] for result in results] == list(find_tasks(["clip_benchmark", *BENCHMARKS], copies))
-    assert {result["task"] for result in results} == set(BENCHMARKS)
     of_task = {result["task"]: result for result in results}
+    assert of_task.keys() == BENCHMARKS.keys()
     for name, result in of_task.items():
-        assert set(result["primary"]) <= set(result["metrics"]), name
-        assert set(BENCHMARKS[name].metrics) <= set(result["primary"])
+        assert set(BENCHMARKS[name].metrics) <= set(result["primary"]) <= set(result["metrics"]), name
         assert json.loads((tmp_path / f"{name}--dense.json").read_text()) == result
         assert result["data"]["split"] == BENCHMARKS[name].split
         assert str(copies) not in result["protocol"]  # a copy elsewhere is the same
@@ -135,39 +117,29 @@ def test_all_are_measured_and_stand_beside_each_other(dense, copies, tmp_path):
         assert set(titles) <= {title for name in GROUPS[group] for title in of_task[name]["primary"].values()}, group
 
 
-def test_groups_are_those_of_the_papers():
-    assert {group: set(names) for group, names in GROUPS.items() if group != "clip_benchmark"} == {
-        group: set(names.split()) for group, names in TABLES.items()
-    }
-    assert all(len(names) == len(set(names)) for names in GROUPS.values())
-    assert {BENCHMARKS[name].hub for name in GROUPS["clip_benchmark"]} == {f"clip-benchmark/{n}" for n in WEBDATASETS}
-    assert set(BENCHMARKS) == {name for names in GROUPS.values() for name in names}
-
-
 def test_command(dense, copies, tmp_path, capsys):
-    """Spaces after commas, a group, and a benchmark that is in it."""
-    command = ["--model", str(dense), "--data-root", str(copies), "--output-dir", str(tmp_path)]
-    evaluate.main([*command, "--tasks", "clip_moe_table_2,", "urban1k,flickr30k_all"])
+    """Spaces after commas, a group, and a benchmark that is in it; what is wrong is one line."""
+    command = ["--model", str(dense), "--output-dir", str(tmp_path), "--data-root"]
+    evaluate.main([*command, str(copies), "--tasks", "clip_moe_table_2,", "urban1k,flickr30k_all"])
     assert capsys.readouterr().out.count("samples") == 3
-    assert {file.name for file in tmp_path.glob("*.json")} == {
-        f"{name}--dense.json" for name in ("mscoco_val2017", "flickr30k_all", "urban1k")
-    }
+    tasks = ("mscoco_val2017", "flickr30k_all", "urban1k")
+    assert {file.name for file in tmp_path.glob("*.json")} == {f"{name}--dense.json" for name in tasks}
+    with pytest.raises(SystemExit, match="^error: there is no folder .*nope with copies of benchmarks .--data-root.$"):
+        evaluate.main([*command, str(copies / "nope"), "--tasks", "mode_26"])
+    with pytest.raises(SystemExit, match="^error: unknown task mode_62: did you mean 'mode_26'?"):
+        evaluate.main([*command, str(copies), "--tasks", "mode_62"])
 
 
 @pytest.mark.parametrize("path", AT_THE_PAPERS_SIZE, ids=lambda path: path.stem)
 def test_recipes_at_the_papers_size_end_with_their_benchmarks(path):
-    """Tables of the paper that the recipe is named after, of its own model beside the one that it starts from."""
+    """Tables of the paper that the recipe is named after, of its own model beside the one that it starts from; what the
+    header gives to change the latter changes the row of the baseline, too."""
     paper, stages = re.match("clip_up|clip_moe|clip_fmoe|mode", path.stem)[0], load_recipe(path).stages
     measuring = [stage for stage in stages if isinstance(stage, MeasuringStage)]
     assert measuring and stages[-len(measuring) :] == measuring
     assert all(task.startswith(paper) and task in GROUPS for stage in measuring for task in stage.tasks)
     (evaluation,) = (stage for stage in measuring if isinstance(stage, EvaluateStage))
     assert evaluation.baseline and set(evaluation.models.values()) & {stage.name for stage in stages}
-
-
-@pytest.mark.parametrize("path", AT_THE_PAPERS_SIZE, ids=lambda path: path.stem)
-def test_another_size_is_compared_with_its_own_dense_model(path):
-    """What a header gives to change the model that a recipe starts from changes the row of the baseline, too."""
     header = path.read_text().partition("\noutput_dir")[0].replace("\n#", " ")
     for model in re.findall(r"--(?:base|upcycled|defaults\.train)\.model (\S+/\S+)", header):
         (title,) = re.findall(rf"--evaluation\.models\.(\w+) {model}(?:\s|$)", header)
@@ -183,3 +155,267 @@ def test_the_table_of_benchmarks(capsys):
     assert [row[0].replace("\\", "") for row in rows] == list(BENCHMARKS)
     (kinetics,) = (row for row in rows if row[0] == "kinetics700")
     assert kinetics[2] == "mean of top-1 and top-5" and "val/CLASS/NAME.jpg" in kinetics[5] and not kinetics[4]
+
+
+# ---- copies that are not as they should be (JSON, csv and lists with wrong content: test_fuzz_data.py)
+
+
+def make(root, name, number=0):
+    """A copy in one of a benchmark's layouts, and its folder."""
+    benchmark = BENCHMARKS[name]
+    make_copy(benchmark, benchmark.layouts[number], root / name)
+    return root / name
+
+
+def damage(path, change):
+    """Removes a file or folder (None), writes a file, or replaces or appends a part of it."""
+    path.parent.mkdir(exist_ok=True)
+    if change is None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif isinstance(change, bytes):
+        path.write_bytes(change)
+    elif isinstance(change, tuple):
+        path.write_text(path.read_text().replace(*change) if len(change) == 2 else path.read_text() + change[0])
+    else:
+        path.write_text(change)
+
+
+ANNOTATIONS, QUESTIONS = "annotations/captions_val2017.json", "Questions.csv"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "message"),
+    [
+        ("cars", "test", None, "is no copy of cars: there must be test/0.tar, test/1.tar, .* and a cls each"),
+        ("imagenet1k_linear_probe", "train", None, "must be test/0.tar, .* a cls each.*, and the same for train$"),
+        ("cars", "test/1.tar", None, "nshards.txt says '2.*', but there are 1 shards: copy all"),
+        ("cars", "test/1.tar", b"x", "1.tar is no tar, or is cut"),
+        ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
+        ("cars", CLASSES, ("\n\n",), "classnames.txt has no class in line 8: every line needs one"),
+        ("cars", CLASSES, b"\xff", "classnames.txt is no text in UTF-8"),
+        ("mnist", CLASSES, None, "mnist lacks the names of its classes.*: write them into .*txt, or install"),
+        ("cars", CLASSES, None, "cars lacks the names of its classes .*: write them into .*/classnames.txt$"),
+        ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} .*: write them into .*_templates.txt$"),
+        ("cars", TEMPLATES, "a photo\n", "need one {c} for the class's name, got 'a photo'"),
+        ("food101", "meta", None, "must be images/CLASS/NAME.jpg and meta/test.txt .classes in the order .* or test/0"),
+        ("food101", "meta/test.txt", ("a/b\n",), "1 images of the split test are not in .*; one is a/b"),
+        ("cub200", "images.txt", "1\n", "cub200 is not as it should be"),
+        ("cub200", CLASSES, "one\n", "has 1 classes, but there are 7 folders of classes"),
+        ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
+        ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
+        ("food101", "images/red_food/7.png", b"", "7.jpg and .*7.png have one name: remove one"),
+        ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 0.7'), "label 0.* is none of the numbers of 2 classes"),
+        ("flickr30k_all", "flickr30k-images/3.jpg", None, "1 of 15 pairs of .* cannot be used; the first is .*/3.jpg"),
+        ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
+        ("mmvp_vlm", QUESTIONS, ("odd", "o\ndd"), "pairs of rows, no cell of which is blank or has several lines"),
+        ("mmvp_vlm", QUESTIONS, ("15,Texts, \n16,Texts,b\n",), "pairs of rows, no cell of which is blank"),
+        ("mmvp_vlm", QUESTIONS, ("14,Texts", "15"), r"Questions.csv is not as it should be .*not enough values"),
+        ("mmvp_vlm", "MLLM_VLM Images/Texts", None, "pairs .* cannot be used; the first is pair 4"),
+    ],
+)
+def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
+    damage(make(tmp_path, name) / file, change)
+    with pytest.raises((ValueError, OSError), match=message) as error:
+        benchmark_task(BENCHMARKS[name], tmp_path).load()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("file", "name"), [("image/003.jpg", "003"), ("caption/005.txt", "005")])
+def test_captions_and_images_of_their_own(tmp_path, file, name):
+    (make(tmp_path, "urban1k", 1) / file).unlink()
+    with pytest.raises(ValueError, match=f"1 images in .*urban1k have no caption or captions no image; one is {name}"):
+        benchmark_task(BENCHMARKS["urban1k"], tmp_path).load()
+
+
+def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
+    folder = make(tmp_path, "ucf101") / "test"
+    whole = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
+    for name in (".ipynb_checkpoints/0.jpg", "__MACOSX/0.jpg", "Do0RedThings/.DS_Store", "Do0RedThings/._0.jpg"):
+        damage(folder / name, b"")
+    task = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
+    assert (task.classes, task.data) == (whole.classes, whole.data) and len(task.load()[0]) == 14
+    (image, *_) = (folder / "Do1GreenThings").iterdir()
+    image.rename(image.with_suffix(".avif"))  # whatever it holds
+    assert len(benchmark_task(BENCHMARKS["ucf101"], tmp_path).load()[0]) == 14
+
+
+def test_one_unreadable_image_of_many_is_no_less_an_error(tmp_path, copies):
+    """Elsewhere, 1 % may be."""
+    folder = make(tmp_path, "urban1k", 1)
+    for number in range(14, 200):
+        shutil.copy(folder / "image" / "001.jpg", folder / "image" / f"{number:03}.jpg")
+        shutil.copy(folder / "caption" / "001.txt", folder / "caption" / f"{number:03}.txt")
+    (folder / "image" / "007.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match="1 of 200 pairs of .*urban1k cannot be used; the first is .*7.jpg"):
+        benchmark_task(BENCHMARKS["urban1k"], tmp_path).load()
+
+
+def test_shards_of_something_else(tmp_path):
+    (tmp_path / "cars" / "test").mkdir(parents=True)
+    write_names(tmp_path / "cars", ["one"])
+    write_shard(tmp_path / "cars" / "test" / "0.tar", [("0.png", png(1)), ("0.json", b"{}")])
+    with pytest.raises(ValueError, match="no column 'cls'; its columns are .*'png', 'json'"):
+        benchmark_task(BENCHMARKS["cars"], tmp_path).load()
+
+
+def test_what_the_hub_does_not_have_and_is_not_asked_for(tmp_path):
+    for root in (None, tmp_path):
+        with pytest.raises(ValueError, match="mmvp_vlm is not read from the Hub: put it into .*mmvp_vlm .--data-root."):
+            benchmark_task(BENCHMARKS["mmvp_vlm"], root)
+    folder = make(tmp_path, "cub200")
+    shutil.rmtree(folder / "images")
+    problems = problems_of_data(["clip_benchmark", "cub200", "mmvp_vlm", "symbols_pairs"], tmp_path)
+    assert [problem.split(" is ")[0] for problem in problems] == [str(folder), "mmvp_vlm"]
+
+
+# ---- class names and templates of packages
+
+INSTALLED = importlib.util.find_spec("clip_benchmark")
+
+
+@pytest.fixture(autouse=True)
+def no_packages(monkeypatch):
+    """Whatever is installed here."""
+    for name in ("clip_benchmark", "open_clip"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Installs a package, as far as importing tells."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    def install(name, files):
+        for file, content in ({"__init__.py": ""} | files).items():
+            (tmp_path / "site" / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "site" / name / file).write_text(content if isinstance(content, str) else json.dumps(content))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    yield install
+    for name in ("clip_benchmark", "open_clip"):
+        sys.modules.pop(name, None)
+
+
+def test_names_of_an_installed_clip_benchmark(tmp_path, package):
+    """Files beside the data come first, then the data, then packages. Of Caltech-101, CLIP_benchmark has two lists in
+    different orders; its shards have VTAB's (`build_vtab_dataset`)."""
+    names = {
+        name: list(letters) for name, letters in (("mnist", "0123456"), ("food101", "x"), ("caltech101", "abcdefg"))
+    }
+    templates = {"mnist": ["my {c}."], "food101": ["a dish of {c}."], "caltech101": ["a {c}."]}
+    package("clip_benchmark", {
+        "datasets/en_classnames.json": names | {"caltech101_vtab": list("gfedcba")},
+        "datasets/en_zeroshot_classification_templates.json": templates,
+    })  # fmt: skip
+    folders = [make(tmp_path, name) for name in names]
+    tasks = [benchmark_task(BENCHMARKS[name], tmp_path) for name in names]
+    assert tasks[0].classes[0] == tasks[2].classes[0] == "red"
+    for folder in folders:
+        for file in (CLASSES, TEMPLATES):
+            (folder / file).unlink(missing_ok=True)
+    mnist, food, caltech = (benchmark_task(BENCHMARKS[name], tmp_path) for name in names)
+    assert (mnist.classes, mnist.templates) == (list("0123456"), ["my {}."]) and mnist.load()[0]["caption"][1] == "1"
+    assert food.classes[0] == "blue food" and food.templates == ["a dish of {}."]
+    assert (caltech.classes, caltech.templates) == (list("gfedcba"), ["a {}."])
+
+
+@pytest.mark.skipif(INSTALLED is None, reason="clip-benchmark is not installed")
+def test_the_installed_clip_benchmark_has_what_the_specs_say():
+    folder = Path(INSTALLED.submodule_search_locations[0]) / "datasets"
+    classes = json.loads((folder / "en_classnames.json").read_text())
+    templates = json.loads((folder / "en_zeroshot_classification_templates.json").read_text())
+    for benchmark in BENCHMARKS.values():
+        assert benchmark.classes_of is None or benchmark.classes_of in classes
+        assert benchmark.templates_of is None or benchmark.templates_of in templates
+        if benchmark.kind == "zero_shot":
+            assert benchmark.classes_of or benchmark.name not in classes
+            assert benchmark.templates_of or benchmark.name not in templates
+
+
+def test_names_of_an_installed_open_clip(tmp_path, package):
+    code = "IMAGENET_CLASSNAMES = tuple('abcdefg')\nOPENAI_IMAGENET_TEMPLATES = (lambda c: f'a {c}.',)\n"
+    package("open_clip", {"__init__.py": code})
+    for name in ("imagenetv2", "cars"):
+        folder = make(tmp_path, name)
+        (folder / CLASSES).unlink()
+        (folder / TEMPLATES).unlink()
+    task = benchmark_task(BENCHMARKS["imagenetv2"], tmp_path)
+    assert (task.classes, task.templates) == (list("abcdefg"), ["a {}."])
+    with pytest.raises(ValueError, match="cars lacks the names"):
+        benchmark_task(BENCHMARKS["cars"], tmp_path)
+
+
+def test_classes_of_one_name_keep_their_numbers(tmp_path):
+    """ImageNet has two pairs of such."""
+    (make(tmp_path, "cars") / CLASSES).write_text("crane\ncrane\na\nb\nc\nd\ne\n")
+    task = benchmark_task(BENCHMARKS["cars"], tmp_path)
+    assert list(task.load()[0]["label"]) == [number % 7 for number in range(14)]
+
+
+# ---- what tells copies apart
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change"),
+    [
+        ("cars", TEMPLATES, "a {c}\n"),
+        ("cars", CLASSES, ("red", "rot")),
+        ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 1')),
+        ("cars", "test/0.tar", b"x"),
+        ("ucf101", "test/Do0RedThings/v_Do0RedThings_g00.jpg", None),
+        ("food101", "meta/test.txt", ("red_food/7\n", "")),
+        ("flickr30k_all", "results_20130124.token", ("#0\ta", "#0\tno")),
+        ("flickr30k_all", "results_20130124.token", None),  # Karpathy's file is left
+        ("urban1k", "annotations/annotations.json", ("red", "blue")),
+        ("mscoco_val2017", ANNOTATIONS, ("3 1", "3 8")),
+        ("mmvp_vlm", QUESTIONS, ("odd", "even")),
+        ("imagenet1k_linear_probe", "train/1.tar", b"x"),
+    ],
+)
+def test_another_copy_is_another_task(tmp_path, name, file, change):
+    folder = make(tmp_path / "one", name)
+    shutil.copytree(folder, tmp_path / "two" / name)
+    one = benchmark_task(BENCHMARKS[name], tmp_path / "one").data
+    assert benchmark_task(BENCHMARKS[name], tmp_path / "two").data == one  # wherever it lies
+    damage(tmp_path / "two" / name / file, change)
+    two = benchmark_task(BENCHMARKS[name], tmp_path / "two").data
+    key = {TEMPLATES: "templates", CLASSES: "classes"}.get(file, "version")
+    assert key in {key for key in one if one[key] != two[key]} <= {key, "layout"}
+
+
+def test_the_protocol_says_where_a_copy_departs_from_it(tmp_path):
+    for name, words in (("flickr30k_all", "Karpathy's list alone"), ("docci", "not those of FLAIR's file")):
+        for number in range(2):
+            make(tmp_path / f"{number}", name, number)
+            protocol = benchmark_task(BENCHMARKS[name], tmp_path / f"{number}").protocol
+            assert (words in protocol) == bool(number)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the Hub, with the files of a data set, as `huggingface_hub` leaves it."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def add(name):
+        benchmark = BENCHMARKS[name]
+        folder = cache / f"datasets--{benchmark.hub.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        return make_copy(benchmark, benchmark.layouts[0], folder / "snapshots" / ("0" * 40))
+
+    return add
+
+
+def test_from_the_hub(hub, tmp_path):
+    with pytest.raises(NotDownloaded, match="flickr8k cannot be had from the Hub as clip-benchmark/wds_flickr8k"):
+        find_tasks(["flickr8k"])
+    (tmp_path / "copies").mkdir()
+    for name in ("caltech101", "flickr8k"):
+        expected = hub(name)
+        task = find_tasks([name], tmp_path / "copies")[name]  # where there is none
+        assert list(task.load()[0]["caption"]) == [text for _, text in expected]
+        assert task.data["version"] == f"commit {'0' * 40}"
+        make(tmp_path / "copies", name)
+        copied = find_tasks([name], tmp_path / "copies")[name].data
+        assert {key for key in copied.keys() | task.data.keys() if copied[key] != task.data[key]} == {"version"}

@@ -281,12 +281,6 @@ def test_a_saved_dataset_knows_its_split(tmp_path, sources):
         load_pairs(DataArguments(source=str(tmp_path / "x")))
 
 
-def test_sharegpt4v_is_train(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"has no split 'test', only train: set split \(--split\)"):
-        load_pairs(DataArguments(source=str(tmp_path / "x.json"), split="test"))
-
-
 def test_links_to_folders_are_not_lost_without_a_word(tmp_path, sources):
     os.symlink(sources["parquet"]["source"], tmp_path / "more")
     rows_of([0]).to_parquet(tmp_path / "0.parquet")

@@ -200,9 +200,6 @@ def _count_rows(arguments: DataArguments, read_json: bool) -> int:
     if not is_here(source):
         raise Unknown(f"{source} is not here")
     if source.endswith(".json") and read_json:
-        content = annotations.read_json(Path(source))
-        if isinstance(content, list):
-            return len(content)
         return len(annotations.read_annotations(Path(source), arguments.split)[0])
     if is_saved(source):
         saved = datasets.load_from_disk(source)

@@ -3,7 +3,7 @@
 python -m evaluation.benchmarks
 """
 
-from evaluation.benchmarks.specs import BENCHMARKS, Benchmark
+from evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
 from evaluation.report import markdown_table
 from evaluation.task import METRIC_TITLES, PRIMARY_METRICS
 
@@ -14,7 +14,7 @@ def row(benchmark: Benchmark) -> list[str]:
         benchmark.name,
         benchmark.protocol,
         ", ".join(metrics),
-        " ".join(sorted(benchmark.papers)),
+        " ".join(group for group, names in GROUPS.items() if benchmark.name in names),
         benchmark.hub or "",
         benchmark.shapes,
     ]

@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
+from data.annotations import read_annotations
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.own_data import read_text
@@ -30,33 +31,46 @@ IMAGE_SUFFIXES = (*ImageFolder.EXTENSIONS, ".avif")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")  # suffixes of images in CLIP_benchmark's shards
 
 
+@dataclass(frozen=True, kw_only=True)
 class Layout(ABC):
-    """One way in which a data set lies in a folder."""
+    """One way in which a data set lies in a folder.
 
-    # What lies there, with SPLIT for the name of the split
-    shape: str
-    # What sets it apart from the protocol of its benchmark, in words
+    Args:
+        files: patterns of the files that say what a split holds, with SPLIT for its name.
+        images: the folder of the images.
+        note: what sets it apart from the protocol of its benchmark, in words.
+    """
+
+    files: Sequence[str] = ()
+    images: str = ""
     note: str = ""
+    content: ClassVar[str] = ""  # of the files, in words
 
-    @abstractmethod
+    @property
+    def shape(self) -> str:
+        """What lies there, in words."""
+        return f"{' and '.join(self.files)} with {self.content}, and images in {self.images or 'the same folder'}"
+
+    def annotations(self, folder: Path, split: str) -> list[Path]:
+        """The files that say what a split holds."""
+        patterns = [pattern.replace("SPLIT", split) for pattern in self.files]
+        return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+
     def fits(self, folder: Path, split: str) -> bool:
         """Whether a folder has this layout, as far as its names tell."""
+        return all(any(folder.glob(pattern.replace("SPLIT", split))) for pattern in self.files)
 
-    @abstractmethod
-    def rows(self, folder: Path, split: str) -> Dataset:
-        """Raises a ValueError that names the file for what cannot be read or is missing."""
+    def stamp(self, folder: Path, split: str) -> str:
+        """A hash that tells copies apart, wherever they lie: of what is said about a split. Images are not read."""
+        return content_hash([read_text(file) for file in self.annotations(folder, split)])
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         """The names of classes that the data carry besides those in a file of names, by the number of the class."""
         return None
 
     @abstractmethod
-    def annotations(self, folder: Path, split: str) -> Iterable[Path]:
-        """The files that say what a split holds."""
-
-    def stamp(self, folder: Path, split: str) -> str:
-        """A hash that tells copies apart, wherever they lie: of what is said about a split. Images are not read."""
-        return content_hash([read_text(file) for file in self.annotations(folder, split)])
+    def rows(self, folder: Path, split: str) -> Dataset:
+        """Raises a ValueError that names the file for what is missing; whatever else it raises is the files' fault."""
 
 
 def _by_stem(files: Iterable[Path]) -> dict[str, Path]:
@@ -64,9 +78,8 @@ def _by_stem(files: Iterable[Path]) -> dict[str, Path]:
     images: dict[str, Path] = {}
     for file in sorted(files):
         if not file.name.startswith(".") and file.suffix.lower() in IMAGE_SUFFIXES:
-            if file.stem in images:
+            if images.setdefault(file.stem, file) != file:
                 raise ValueError(f"{images[file.stem]} and {file} have one name: remove one of them")
-            images[file.stem] = file
     return images
 
 
@@ -75,7 +88,13 @@ def _stamp_of_sizes(folder: Path, files: Iterable[Path]) -> str:
     return content_hash(sorted([file.relative_to(folder).as_posix(), file.stat().st_size] for file in files))
 
 
-@dataclass(frozen=True)
+def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
+    """Rows of images in a folder, by their names."""
+    images = [str(folder / name) for name in captions]
+    return Dataset.from_dict({"image": images, "caption": list(captions.values())})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shards(Layout):
     """Webdataset shards, as CLIP_benchmark exports them (clip_benchmark/webdataset_builder.py).
 
@@ -83,6 +102,7 @@ class Shards(Layout):
         captions: whether they have captions, one a line, and not the numbers of classes.
     """
 
+    files: Sequence[str] = ("SPLIT/*.tar",)
     captions: bool = False
 
     @property
@@ -94,203 +114,130 @@ class Shards(Layout):
         names = "" if self.captions else f", {CLASSES} and {TEMPLATES}"
         return f"SPLIT/0.tar, SPLIT/1.tar, ... with a webp, png or jpg and a {self.text} each{names}"
 
-    def fits(self, folder: Path, split: str) -> bool:
-        return any((folder / split).glob("*.tar"))
-
     def rows(self, folder: Path, split: str) -> Dataset:
-        self._require_all(folder / split)
+        count, number = folder / split / "nshards.txt", len(self.annotations(folder, split))
+        if count.is_file() and read_text(count).strip() != f"{number}":
+            raise ValueError(f"{count} says {read_text(count)[:20]!r}, but there are {number} shards: copy all of them")
         arguments = DataArguments(source=f"{glob.escape(str(folder / split))}/*.tar", split=split)
         rows = open_rows(arguments)
-        image = next((name for name in SHARD_IMAGES if name in rows.column_names), None)
-        if image is None or self.text not in rows.column_names:
-            found = ", ".join(name for name in rows.column_names if not name.startswith("__"))
-            raise ValueError(
-                f"the shards in {folder / split} have {found}, but need a webp, png or jpg and a {self.text}"
-            )
+        image = next((name for name in SHARD_IMAGES if name in rows.column_names), "webp, png or jpg")
         if self.captions:
             columns = {"image_column": image, "caption_column": self.text, "captions_per_line": True}
             return select_columns(rows, DataArguments(source=arguments.source, split=split, **columns))
         return rename_columns(rows, {image: "image", self.text: "label"}, arguments)
 
-    def annotations(self, folder: Path, split: str) -> Iterable[Path]:
-        return (folder / split).glob("*.tar")
-
     def stamp(self, folder: Path, split: str) -> str:
         return _stamp_of_sizes(folder, self.annotations(folder, split))
 
-    def _require_all(self, folder: Path) -> None:
-        """Raises a ValueError if there are not as many shards as the file that counts them says; it may be missing."""
-        count, found = folder / "nshards.txt", len(list(folder.glob("*.tar")))
-        wanted = read_text(count).strip() if count.is_file() else f"{found}"
-        if wanted != f"{found}":
-            raise ValueError(f"{count} says {wanted[:20]!r}, but there are {found} shards: copy all of them")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassFolders(Layout):
-    """A folder of images for each class. Classes have the numbers of their folders in order.
+    """A folder of images for each class, all within `images`. Classes have the numbers of their folders in order.
 
-    Args:
-        folder: that holds the folders; None: that of the split.
-        listed: the layout of the list of a split's images; None: all images are of the split.
-            food101: `meta/SPLIT.txt` has CLASS/NAME in each line.
-            cub: `images.txt` has NUMBER CLASS/NAME.jpg in each line, and `train_test_split.txt` has NUMBER 1 for what
-            is trained on, else NUMBER 0.
+    `files` list the images of a split. With none, all are. Of one, each line is CLASS/NAME. CUB's are two: `images.txt`
+    has NUMBER CLASS/NAME.jpg in each line, `train_test_split.txt` NUMBER 1 for what is trained on, else NUMBER 0.
     """
 
-    folder: str | None = None
-    listed: str | None = None
-    LISTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "food101": ("meta/SPLIT.txt",),
-        "cub": ("images.txt", "train_test_split.txt"),
-    }
+    images: str = "SPLIT"
 
     @property
     def shape(self) -> str:
-        lists = "".join(f" and {name}" for name in self.LISTS.get(self.listed, ()))
-        return f"{self.folder or 'SPLIT'}/CLASS/NAME.jpg{lists} (classes in the order of their folders)"
+        lists = "".join(f" and {name}" for name in self.files)
+        return f"{self.images}/CLASS/NAME.jpg{lists} (classes in the order of their folders)"
 
     def fits(self, folder: Path, split: str) -> bool:
-        lists = self.annotations(folder, split)
-        return bool(self._classes(folder, split)) and all(file.is_file() for file in lists)
+        return bool(self._classes(folder, split)) and super().fits(folder, split)
 
     def _classes(self, folder: Path, split: str) -> list[Path]:
-        root = folder / (self.folder or split)
+        root = folder / self.images.replace("SPLIT", split)
         folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        return [path for path in folders if not path.name.startswith(".") and path.name != "__MACOSX"]
+        return [path for path in folders if not path.name.startswith((".", "__MACOSX"))]
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         """Names of folders as words: `001.Black_footed_Albatross` and `ApplyEyeMakeup` have three each."""
         names = (re.sub(r"^\d+\.", "", path.name).replace("_", " ") for path in self._classes(folder, split))
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
-    def annotations(self, folder: Path, split: str) -> list[Path]:
-        return [folder / name.replace("SPLIT", split) for name in self.LISTS.get(self.listed, ())]
-
     def stamp(self, folder: Path, split: str) -> str:
-        images = (image for path in self._classes(folder, split) for image in self._images(path).values())
+        images = [image for path in self._classes(folder, split) for image in _by_stem(path.iterdir()).values()]
         return content_hash([super().stamp(folder, split), _stamp_of_sizes(folder, images)])
 
-    def _images(self, folder: Path) -> dict[str, Path]:
-        """Those of a class, by their names without suffixes. Raises a ValueError for what is none and in no list."""
-        files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        images = _by_stem(files)
-        others = sorted(set(files) - set(images.values()))
-        if self.listed is None and (others or not images):
-            what = f"{others[0]} is no image" if others else f"{folder} has no images"
-            raise ValueError(f"{what}: the folder of a class must hold its images and nothing else")
-        return images
-
     def rows(self, folder: Path, split: str) -> Dataset:
-        found = {}  # CLASS/NAME -> the image and the number of its class
+        there = {}  # CLASS/NAME -> the image and the number of its class
         for label, path in enumerate(self._classes(folder, split)):
-            found |= {f"{path.name}/{name}": (str(image), label) for name, image in self._images(path).items()}
-        chosen = found.keys() if self.listed is None else self._listed(folder, split)
-        missing = sorted(chosen - found.keys())
+            images = _by_stem(path.iterdir())
+            if not images:
+                raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
+            there |= {f"{path.name}/{name}": (str(image), label) for name, image in images.items()}
+        listed = self._listed(folder, split) if self.files else there.keys()
+        missing = sorted(listed - there.keys())
         if missing:
             raise ValueError(f"{len(missing)} images of the split {split} are not in {folder}; one is {missing[0]}")
-        images, labels = zip(*(found[name] for name in found if name in chosen), strict=True) if chosen else ((), ())
-        return Dataset.from_dict({"image": list(images), "label": list(labels)})
+        rows = [there[name] for name in there if name in listed]
+        return Dataset.from_dict({"image": [image for image, _ in rows], "label": [label for _, label in rows]})
 
     def _listed(self, folder: Path, split: str) -> set[str]:
         """CLASS/NAME of the images of a split, without suffixes."""
-        files = self.annotations(folder, split)
-        try:
-            if self.listed == "food101":
-                return set(read_text(files[0]).split())
-            names, flags = (dict(line.split() for line in read_text(file).splitlines()) for file in files)
-            return {
-                str(Path(name).with_suffix(""))
-                for key, name in names.items()
-                if (flags[key] == "1") == (split == "train")
-            }
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{' or '.join(map(str, files))} is not as it should be: {error!r}") from error
+        lists = [read_text(file).split() for file in self.annotations(folder, split)]
+        if len(lists) == 1:
+            return set(lists[0])
+        names, is_train = (dict(zip(words[::2], words[1::2], strict=True)) for words in lists)
+        wanted = "1" if split == "train" else "0"
+        return {str(Path(name).with_suffix("")) for number, name in names.items() if is_train[number] == wanted}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Records(Layout):
-    """Annotations in JSON. Captions of one image may be in several entries.
+    """Annotations in JSON. Captions of one image may be in several entries. A file holds an object, a list of objects
+    or, if its suffix is none of .json, an object a line.
 
     Args:
-        files: patterns of files -> the folder that the names of their images start from. A file holds an object, a list
-            of objects or, if its suffix is none of .json, an object a line.
-        image: keys of which one has the name of the image.
-        texts: keys of captions. `a.b` is the key b of each object in the list a.
+        image: key of the name of the image.
+        texts: keys of captions.
         label: key of the number of the class, in place of captions.
         entries: key of the list within a file.
         split_key: whose value is the split; None: all is.
-        suffix: of images whose names have none.
+        suffix: of images, where their names have none.
         pieces: what becomes of the pieces of an entry's texts, see `cut`. None: texts are not cut. "joined": they are
             one caption, with ". " between them. "apart": each is a caption.
-        note: see `Layout`.
     """
 
-    files: Mapping[str, str]
-    image: Sequence[str]
+    image: str = "image"
     texts: Sequence[str] = ()
     label: str | None = None
     entries: str | None = None
     split_key: str | None = None
     suffix: str = ""
     pieces: Literal["joined", "apart"] | None = None
-    note: str = ""
 
     @property
-    def shape(self) -> str:
-        places = (f"{pattern} with images in {folder or 'the same folder'}" for pattern, folder in self.files.items())
-        keys = [" or ".join(self.image), *self.texts, *filter(None, [self.label, self.split_key])]
-        return f"{', '.join(places)}, and in every entry the keys {', '.join(keys)}"
-
-    def fits(self, folder: Path, split: str) -> bool:
-        return all(any(folder.glob(pattern)) for pattern in self.files)
-
-    def annotations(self, folder: Path, split: str) -> Iterator[Path]:
-        return (file for pattern in self.files for file in sorted(folder.glob(pattern)))
+    def content(self) -> str:
+        return f"the keys {', '.join(filter(None, [self.image, *self.texts, self.label, self.split_key]))} in an entry"
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        found: dict[str, Any] = {}  # image -> its captions, or the number of its class
-        for entry, file, root in self._entries(folder):
-            try:
+        captions, labels = defaultdict(list), {}
+        for file in self.annotations(folder, split):
+            for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
-                    name = next(str(entry[key]) for key in self.image if key in entry)
-                    image = str(root / (name if Path(name).suffix else f"{name}{self.suffix}"))
-                    if self.label is None:
-                        found[image] = found.get(image, []) + self._captions(entry)
-                    elif found.setdefault(image, _whole(entry[self.label])) != _whole(entry[self.label]):
-                        raise ValueError(f"{image} has two labels")
-            except (KeyError, TypeError, ValueError, StopIteration) as error:
-                raise ValueError(
-                    f"an entry of {file} is not as it should be ({error!r}); there must be {self.shape}"
-                ) from error
-        column = "caption" if self.label is None else "label"
-        return Dataset.from_dict({"image": list(found), column: list(found.values())})
+                    name = entry[self.image] + self.suffix
+                    labels[name] = entry[self.label] if self.label else None
+                    captions[name] += [] if self.label else self._captions(entry)
+        rows = _captioned(folder / self.images, captions)
+        return rows.remove_columns("caption").add_column("label", list(labels.values())) if self.label else rows
 
-    def _entries(self, folder: Path) -> Iterator[tuple[dict[str, Any], Path, Path]]:
-        """Objects, with their files and the folders of their images."""
-        for pattern, images in self.files.items():
-            for file in sorted(folder.glob(pattern)):
-                content = read_json(file) if file.suffix == ".json" else _read_json_lines(file)
-                if self.entries is not None:
-                    content = content.get(self.entries) if isinstance(content, dict) else None
-                for entry in content if isinstance(content, list) else [content]:
-                    if not isinstance(entry, dict):
-                        raise ValueError(f"{file} holds no objects; there must be {self.shape}")
-                    yield entry, file, folder / images
+    def _entries(self, file: Path) -> list[dict[str, Any]]:
+        if file.suffix != ".json":
+            return [json.loads(line) for line in read_text(file).split("\n") if line.strip()]
+        content = read_json(file)
+        content = content if self.entries is None else content[self.entries]
+        return content if isinstance(content, list) else [content]
 
     def _captions(self, entry: dict[str, Any]) -> list[str]:
-        texts = [text for key in self.texts for text in _reach(entry, key)]
+        texts = [entry[key] for key in self.texts]
         if self.pieces is None:
             return texts
         pieces = cut("\n".join(texts))
         return pieces if self.pieces == "apart" else [". ".join(pieces)]
-
-
-def _whole(label: Any) -> int:
-    """The number of a class. Raises a ValueError for any other: 0.7 is not 0."""
-    if not isinstance(label, int | str) or isinstance(label, bool):
-        raise ValueError(f"the label {label!r} is no whole number")
-    return int(label)
 
 
 def cut(text: str) -> list[str]:
@@ -299,149 +246,78 @@ def cut(text: str) -> list[str]:
     return [piece.strip() for piece in re.split(r"\n|</s>|[.]", text) if piece.strip()]
 
 
-def _read_json_lines(file: Path) -> list[Any]:
-    entries = []
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        try:
-            entries += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} of {file} is no JSON: {error}") from error
-    return entries
+@dataclass(frozen=True, kw_only=True)
+class Annotations(Layout):
+    """COCO's captions or Karpathy's split (`data.annotations.read_annotations`).
 
+    Args:
+        split: of Karpathy's, by its name; None: all images.
+        captions: how many of each image count, the first ones; None: all.
+    """
 
-def _reach(entry: dict[str, Any], key: str) -> list[str]:
-    """The texts under a key, see `Records.texts`."""
-    name, _, rest = key.partition(".")
-    value = entry[name]
-    found = [item[rest] for item in value] if rest else [value]
-    if not all(isinstance(text, str) for text in found):
-        raise TypeError(f"{key} holds no text")
-    return found
-
-
-@dataclass(frozen=True)
-class CocoCaptions(Layout):
-    """COCO's annotations, of which the first captions of each image count."""
-
-    file: str = "annotations/captions_val2017.json"
-    images: str = "val2017"
-    captions: int = 5
-
-    @property
-    def shape(self) -> str:
-        return f"{self.file} with images and annotations, and {self.images}/FILE_NAME"
-
-    def fits(self, folder: Path, split: str) -> bool:
-        return (folder / self.file).is_file()
-
-    def annotations(self, folder: Path, split: str) -> list[Path]:
-        return [folder / self.file]
+    split: str | None = None
+    captions: int | None = None
+    content: ClassVar[str] = "images and their captions"
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        file, captions = folder / self.file, defaultdict(list)
-        content = read_json(file)
-        try:
-            names = {image["id"]: str(folder / self.images / image["file_name"]) for image in content["images"]}
-            for annotation in content["annotations"]:
-                captions[annotation["image_id"]] += _reach(annotation, "caption")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file} is not as it should be ({error!r}); there must be {self.shape}") from error
-        numbers = sorted(names)
-        first = [captions[number][: self.captions] for number in numbers]
-        return Dataset.from_dict({"image": [names[number] for number in numbers], "caption": first})
+        (file,) = self.annotations(folder, split)
+        names, captions = read_annotations(file, self.split)
+        texts = [texts[: self.captions] for texts in captions]
+        return _captioned(folder / self.images, dict(zip(names, texts, strict=True)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CaptionLines(Layout):
     """A line for each caption: the name of its image, # and a number, a tab, and the caption (Flickr30k)."""
 
-    file: str = "results_20130124.token"
-    images: str = "flickr30k-images"
-
-    @property
-    def shape(self) -> str:
-        return f"{self.file} with NAME.jpg#NUMBER, a tab and a caption in each line, and {self.images}/NAME.jpg"
-
-    def fits(self, folder: Path, split: str) -> bool:
-        return (folder / self.file).is_file()
-
-    def annotations(self, folder: Path, split: str) -> list[Path]:
-        return [folder / self.file]
+    content: ClassVar[str] = "NAME.jpg#NUMBER, a tab and a caption in each line"
 
     def rows(self, folder: Path, split: str) -> Dataset:
+        (file,) = self.annotations(folder, split)
         captions = defaultdict(list)
-        for number, line in enumerate(read_text(folder / self.file).split("\n"), start=1):
-            name, tab, caption = line.partition("\t")
-            image, mark, _ = name.rpartition("#")
-            if line and not (tab and mark):
-                where = f"line {number} of {folder / self.file}"
-                raise ValueError(f"{where} is not as it should be; there must be {self.shape}")
-            if line:
-                captions[str(folder / self.images / image)].append(caption.strip())
-        return Dataset.from_dict({"image": list(captions), "caption": list(captions.values())})
+        for line in filter(None, read_text(file).split("\n")):
+            name, caption = line.split("\t", 1)
+            captions[name[: name.rindex("#")]].append(caption.strip())
+        return _captioned(folder / self.images, captions)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CaptionFiles(Layout):
     """A text file for each image, under the same name in another folder, of which the first line counts (Urban-1k,
     eval/retrieval/Urban1k.py of beichenzbc/Long-CLIP)."""
 
-    images: str = "image"
-    captions: str = "caption"
-
-    @property
-    def shape(self) -> str:
-        return f"{self.images}/NAME.jpg and {self.captions}/NAME.txt"
-
-    def fits(self, folder: Path, split: str) -> bool:
-        return any((folder / self.captions).glob("*.txt")) and (folder / self.images).is_dir()
-
-    def annotations(self, folder: Path, split: str) -> list[Path]:
-        return sorted((folder / self.captions).glob("*.txt"))
+    content: ClassVar[str] = "a caption each"
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        files = self.annotations(folder, split)
+        texts = {file.stem: read_text(file).partition("\n")[0].strip() for file in self.annotations(folder, split)}
         images = _by_stem((folder / self.images).iterdir())
-        alone = sorted(images.keys() ^ {file.stem for file in files})
+        alone = sorted(images.keys() ^ texts.keys())
         if alone:
             raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")
-        captions = [[read_text(file).partition("\n")[0].strip()] for file in files]
-        return Dataset.from_dict({"image": [str(images[file.stem]) for file in files], "caption": captions})
+        return _captioned(folder / self.images, {images[name].name: [text] for name, text in texts.items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImagePairs(Layout):
     """Statements of which two that follow each other are of a pair of images (MMVP-VLM, scripts/evaluate_vlm.py of
-    tsb0601/MMVP).
+    tsb0601/MMVP)."""
 
-    Args:
-        template: makes a caption of a statement.
-    """
-
-    template: str = "a photo of {}"
-    shape: str = "Questions.csv with number, type and statement in each row, and MLLM_VLM Images/TYPE/NUMBER.jpg"
-
-    def fits(self, folder: Path, split: str) -> bool:
-        return (folder / "Questions.csv").is_file()
-
-    def annotations(self, folder: Path, split: str) -> list[Path]:
-        return [folder / "Questions.csv"]
+    files: Sequence[str] = ("Questions.csv",)
+    images: str = "MLLM_VLM Images"
+    content: ClassVar[str] = "number, type and statement in each row"
 
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
-        lines = [line for line in read_text(file).split("\n") if line.strip()] or [""]
+        lines = [line for line in read_text(file).split("\n") if line.strip()]
         _, *statements = rows = list(csv.reader(lines, strict=True))
-        pairs = list(zip(statements[::2], statements[1::2], strict=False))
-        are_whole = all(len(row) == 3 and all(map(str.strip, row)) for row in statements)
-        # A quote that is not closed makes one row of several lines
-        if len(rows) < len(lines) or not are_whole or len(statements) != 2 * len(pairs):
-            raise ValueError(
-                f"{file} must have pairs of rows with three cells each, none blank or of several lines: {self.shape}"
-            )
-        columns: dict[str, list[str]] = {"attribute": [first[1] for first, _ in pairs]}
-        for side in range(2):
-            # The second statement's image is in the folder of the first's type, too
-            images = (folder / "MLLM_VLM Images" / pair[0][1] / f"{pair[side][0]}.jpg" for pair in pairs)
-            columns[f"image_{side}"] = [str(image) for image in images]
-            columns[f"caption_{side}"] = [self.template.format(pair[side][2]) for pair in pairs]
+        if len(rows) < len(lines) or len(statements) % 2 or not all(map(str.strip, sum(statements, []))):
+            # A quote that is not closed makes one row of several lines
+            raise ValueError(f"{file} must have pairs of rows, no cell of which is blank or has several lines")
+        columns = defaultdict(list)
+        for first, second in zip(statements[::2], statements[1::2], strict=True):
+            columns["attribute"].append(first[1])
+            for side, (number, _, statement) in enumerate((first, second)):
+                # The second statement's image is in the folder of the first's type, too
+                columns[f"image_{side}"].append(str(folder / self.images / first[1] / f"{number}.jpg"))
+                columns[f"caption_{side}"].append(f"a photo of {statement}")
         return Dataset.from_dict(columns)

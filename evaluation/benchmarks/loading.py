@@ -184,7 +184,9 @@ def _load(
     """The rows, of which none may be unreadable: nothing is measured in part. So the number of others is 0."""
     try:
         rows = layout.rows(folder, arguments.split)
-    except (TypeError, OverflowError, UnicodeEncodeError, csv.Error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+        if isinstance(error, ValueError) and str(folder) in str(error):
+            raise
         first, *others = layout.annotations(folder, arguments.split)
         file = folder if others else first
         raise ValueError(f"{file} is not as it should be ({error!r}); there must be {layout.shape}") from error
