@@ -208,7 +208,7 @@ def test_what_only_the_hub_knows_passes(path):
         path, {"dense.processor": "symbols", "sparse.model": "gpt2", "tuned.data.source": "user/pairs"}
     )
     outlook = Outlook(recipe.stages, recipe.output_dir)
-    assert list(find_faults(outlook, set(outlook.stages), 1)) == []
+    assert list(find_faults(outlook, set(outlook.stages))) == []
 
 
 def test_a_stage_that_is_neither_done_nor_to_be_run_is_missed(path):
@@ -222,13 +222,14 @@ def test_finished_stages_need_no_data(path):
     run_recipe(recipe, ["dense", "several"])
     (path.parent / "rows" / "train.parquet").unlink()
     outlook = Outlook(recipe.stages, recipe.output_dir)
-    assert list(find_faults(outlook, {"dense", "several"}, 1)) == []
+    assert list(find_faults(outlook, {"dense", "several"})) == []
 
 
 def test_processes_share_a_batch(path):
-    outlook = Outlook((recipe := load_recipe(path)).stages, recipe.output_dir)
-    assert list(find_faults(outlook, set(outlook.stages), 4)) == []
-    shared = list(find_faults(outlook, set(outlook.stages), 3))
+    recipe = load_recipe(path)
+    by_four, by_three = (Outlook(recipe.stages, recipe.output_dir, number) for number in (4, 3))
+    assert list(find_faults(by_four, set(by_four.stages))) == []
+    shared = list(find_faults(by_three, set(by_three.stages)))
     assert shared[-1] == "tuned.global_batch_size: 8 cannot be shared by 3 processes x 1 accumulation steps"
 
 
@@ -244,9 +245,9 @@ def test_forty_stages_are_checked_at_once(path):
     settings["stages"] += [{**train, "name": f"tuned_{number}", "model": "tuned"} for number in range(30)]
     path.write_text(yaml.safe_dump(settings))
     recipe = load_recipe(path)
-    list(find_faults(Outlook(recipe.stages, recipe.output_dir), set(), 1))
+    list(find_faults(Outlook(recipe.stages, recipe.output_dir), set()))
     started = time.process_time()
-    list(find_faults(Outlook(recipe.stages, recipe.output_dir), set(), 1))
+    list(find_faults(Outlook(recipe.stages, recipe.output_dir), set()))
     assert time.process_time() - started < 1
 
 
@@ -296,7 +297,7 @@ def test_a_slip_in_the_name_of_a_run_is_no_model_on_the_hub(tmp_path, monkeypatc
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
     (tmp_path / "runs" / "sparse").mkdir(parents=True)
     loaded = load_recipe(tmp_path / "recipe.yaml")
-    assert not list(find_faults(Outlook(loaded.stages, "out"), {"a"}, 1))
+    assert not list(find_faults(Outlook(loaded.stages, "out"), {"a"}))
     (tmp_path / "runs" / "sparse" / "manifest.json").write_text("{}")
     with pytest.raises(RecipeError, match="a.model: there is no stage or folder 'runs/sparsee': did you mean 'runs/sp"):
         run_recipe(loaded)

@@ -1,6 +1,7 @@
 """K-means by scikit-learn and by faiss: what is found, what is refused, how much is held, and that it is repeatable."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
 from training import kmeans as module
+from training.expected import Expected
 from training.kmeans import MANY, Method, choose_method, kmeans
 from training.stages.features import ClusterStage
 
@@ -148,8 +150,9 @@ def test_faiss_is_told_to_be_installed(monkeypatch):
     with pytest.raises(ValueError, match="default above 100,000 features: faiss is not installed: pip install faiss-c"):
         kmeans(noise(), 2, 0, method=BY_FAISS)
     stage = {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2}
-    assert list(ClusterStage(**stage).data_problems()) == []
-    assert list(ClusterStage(**stage, method="faiss").data_problems()) == [("method", module.INSTALL_FAISS)]
+    inputs = SimpleNamespace(features=Expected(), previous=None)
+    assert not any(problem for _, problem in ClusterStage(**stage).problems(inputs))
+    assert ("method", module.INSTALL_FAISS) in ClusterStage(**stage, method="faiss").problems(inputs)
 
 
 def test_a_sample_smaller_than_the_clusters_is_refused():

@@ -1,13 +1,12 @@
 """A recipe checked whole before its first stage runs: all faults at once, each of which a run would meet later."""
 
 import copy
-import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -23,7 +22,16 @@ from records.provenance import MANIFEST
 from training.expected import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
-from training.stages.base import Reference, Stage, each_value, kinds, map_inputs, references
+from training.stages.base import (
+    Reference,
+    Stage,
+    each_value,
+    expected_output,
+    inherited,
+    kinds,
+    map_inputs,
+    references,
+)
 
 # What a wrong setting makes configurations and libraries raise
 SETTING_ERRORS = (
@@ -68,12 +76,18 @@ class Outlook:
     """What is known of the stages of a recipe before they run.
 
     Args:
+        num_processes: of the run.
         broken: names of further stages, whose settings cannot be read.
         thorough: whether to ask the Hub for configurations, and to read a whole .json to count its pairs.
     """
 
     def __init__(
-        self, stages: list[Stage], output_dir: str | Path, broken: Collection[str] = (), thorough: bool = False
+        self,
+        stages: list[Stage],
+        output_dir: str | Path,
+        num_processes: int = 1,
+        broken: Collection[str] = (),
+        thorough: bool = False,
     ):
         self.stages = {stage.name: stage for stage in stages}
         self.output_dir, self.broken, self.thorough = Path(output_dir), broken, thorough
@@ -83,32 +97,27 @@ class Outlook:
         self.wrong: dict[str, str] = {}
         for stage in stages:
             self.inputs[stage.name] = map_inputs(stage, self._look_up)
+            self.inputs[stage.name].num_processes = num_processes
             self.outputs[stage.name] = self._output(stage)
 
     def finished(self, name: str) -> bool:
         return (self.output_dir / name / MANIFEST).is_file()
 
     def _output(self, stage: Stage) -> Expected:
-        inputs = self.inputs[stage.name]
+        """What is known of what a stage makes; of the model of a finished one, what it is."""
+        inputs, folder = self.inputs[stage.name], self.output_dir / stage.name
+        is_model = stage.makes_model and self.finished(stage.name)
         try:
-            known = stage.known(inputs)
-        except (Unknown, *SETTING_ERRORS):
-            known = {}
-        try:
-            if stage.makes_model and self.finished(stage.name):
-                configs = model_configs(str(self.output_dir / stage.name))
-            else:
-                found = stage.output_config(inputs)
-                configs = found if isinstance(found, tuple) else (found,)
+            output = expected_output(stage, inputs)
+            output = replace(output, configs=model_configs(str(folder))) if is_model else output
         except Unknown as why:
-            configs = str(why)
+            output = replace(inherited(stage, inputs), configs=str(why))
         except SETTING_ERRORS as error:
             self.wrong[stage.name] = str(error)
-            configs = f"{stage.name} has a fault"
-        folder = self.output_dir / stage.name if self.finished(stage.name) else None
-        processor = (stage.makes_model and folder) or _first(inputs, "processor")
-        readable = None if stage.makes_model else _first(inputs, "readable")
-        return Expected(configs, _pairs(inputs), folder, processor, readable, **known)
+            output = replace(inherited(stage, inputs), configs=f"{stage.name} has a fault")
+        if not self.finished(stage.name):
+            return replace(output, folder=None)
+        return replace(output, folder=folder, processor=folder if stage.makes_model else output.processor)
 
     def _look_up(self, value: str | DataArguments, reads: Reads) -> Expected:
         """Each stage gets configurations of its own, as it may change them."""
@@ -120,7 +129,7 @@ class Outlook:
             found = self._stage(value) or Expected(folder=_folder(value))
         else:
             found = self._stage(value) or self._tried(value, lambda: self._model(value))
-        return dataclasses.replace(found, configs=copy.deepcopy(found.configs))
+        return replace(found, configs=copy.deepcopy(found.configs))
 
     def data(self, arguments: DataArguments) -> Expected:
         """What is known of data, which a stage may make."""
@@ -130,10 +139,10 @@ class Outlook:
             counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
             looked_at = self._tried(f"captions of {key}", lambda: Expected(captions=kind_of_captions(arguments)))
             readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
-            return dataclasses.replace(counted, captions=looked_at.captions, data=arguments, readable=readable)
-        readable = made.folder and dataclasses.replace(arguments, source=str(made.folder))
+            return replace(counted, captions=looked_at.captions, data=arguments, readable=readable)
+        readable = made.folder and replace(arguments, source=str(made.folder))
         pairs = type(made.pairs)(arguments.taken(made.pairs)) if isinstance(made.pairs, int) else made.pairs
-        return dataclasses.replace(made, pairs=pairs, data=arguments, readable=readable)
+        return replace(made, pairs=pairs, data=arguments, readable=readable)
 
     def _model(self, source: str) -> Expected:
         configs, folder = model_configs(source, self.thorough), _folder(source)
@@ -161,22 +170,6 @@ class Outlook:
 
 def _folder(name: str | float) -> Path | None:
     return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
-
-
-def _first(inputs: SimpleNamespace, field: str) -> Any:
-    """What the first input that has it says in a field of `Expected`."""
-    read = (one for value in vars(inputs).values() for _, one in each_value("", value) if isinstance(one, Expected))
-    return next((found for one in read if (found := vars(one)[field])), None)
-
-
-def _pairs(inputs: SimpleNamespace) -> int | str:
-    """How many pairs a stage's output is of: those of its data, else of what it reads. A text: why it is unknown."""
-    data = getattr(inputs, "data", None)
-    sources = [data] if data else [one for one in vars(inputs).values() if isinstance(one, Expected)]
-    if hasattr(inputs, "sources"):
-        return "only mixing its sources tells"
-    numbers = [source.pairs for source in sources]
-    return next((number for number in numbers if isinstance(number, int)), next(iter(numbers), "no data"))
 
 
 def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Iterator[str]:
@@ -207,12 +200,11 @@ def _is_misspelt(value: str, names: list[str]) -> bool:
     return plain and not is_cached(value) and bool(difflib.get_close_matches(value, names, n=1, cutoff=0.75))
 
 
-def find_faults(outlook: Outlook, wanted: Collection[str], num_processes: int) -> Iterator[str]:
+def find_faults(outlook: Outlook, wanted: Collection[str]) -> Iterator[str]:
     """What is wrong with the stages that have not finished.
 
     Args:
-        wanted: names of the stages to run. What may be gone, such as data, is looked for of these alone.
-        num_processes: of the run.
+        wanted: names of the stages to run. Of the others, it is looked whether their settings make something.
     """
     for stage in outlook.stages.values():
         if outlook.finished(stage.name):
@@ -221,13 +213,13 @@ def find_faults(outlook: Outlook, wanted: Collection[str], num_processes: int) -
             yield from _faults_of_inputs(stage, outlook, wanted)
         if stage.name in outlook.wrong:
             yield _line(stage, "", outlook.wrong[stage.name])
-        problems = stage.problems(outlook.inputs[stage.name], num_processes)
         try:
+            problems = stage.problems(outlook.inputs[stage.name]) if stage.name in wanted else ()
             yield from (_line(stage, setting, problem) for setting, problem in problems if problem)
         except Unknown:
             pass
         except SETTING_ERRORS as error:
-            if not stage.makes_model or str(error) != outlook.wrong.get(stage.name):
+            if str(error) != outlook.wrong.get(stage.name):
                 yield _line(stage, "", str(error))
 
 
@@ -254,7 +246,6 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
                 uncounted = outlook.wrong.get(json.dumps(dump(arguments)))
                 problems = [*_problems_of_data(stage, arguments, outlook)] or [f": {uncounted}"] * bool(uncounted)
                 yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
-    yield from (_line(stage, *problem) for problem in stage.data_problems())
 
 
 def _problem_of_outside(reference: Reference) -> str:

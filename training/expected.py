@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,15 @@ LOOKED_AT = 256
 
 class Unknown(Exception):
     """Something that cannot be told now: its message says why."""
+
+
+def unknown(why: str) -> Callable[[], int]:
+    """A number of `Stage.cost` that raises `Unknown`."""
+
+    def ask() -> int:
+        raise Unknown(why)
+
+    return ask
 
 
 class AtMost(int):

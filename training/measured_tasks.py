@@ -44,14 +44,11 @@ class MeasuredTasks:
         known = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
         return {name: known.get(name) for name in names} | own
 
-    def wrong_names(self) -> Iterator[tuple[str, str]]:
+    def wrong_tasks(self) -> Iterator[tuple[str, str]]:
         """See `Stage.problems`."""
         names = [task for task in self.tasks if isinstance(task, str)]
-        return (("tasks", problem) for problem in problems_of_tasks(names))
-
-    def wrong_data(self) -> Iterator[tuple[str, str]]:
-        """See `Stage.data_problems`."""
-        return (("tasks", problem) for problem in problems_of_data(self.tasks, self.data_root))
+        for problem in (*problems_of_tasks(names), *problems_of_data(self.tasks, self.data_root)):
+            yield "tasks", problem
 
     def data_fingerprints(self) -> dict[str, str]:
         """See `Stage.fingerprints`: of own data, and of the benchmarks that are in `data_root`."""

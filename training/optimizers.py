@@ -28,11 +28,7 @@ class OptimizerSettings(Protocol):
 
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of what trains in a task.
-
-    Raises:
-        ValueError: torchao is asked for and not installed.
-    """
+    """The optimizer of what trains in a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
     options = {
         "lr": settings.learning_rate,
@@ -40,10 +36,8 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
         "eps": settings.adam_epsilon,
     }
     if settings.optimizer == "adamw_8bit":
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError as error:
-            raise ValueError(f"{settings.name}.optimizer: {INSTALL_TORCHAO} ({error})") from error
+        from torchao.optim import AdamW8bit  # which the stage has asked for before it began
+
         return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
 

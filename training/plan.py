@@ -51,12 +51,12 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
     """
     stages, rows = list(stages), []
     with opened_once():
-        outlook = Outlook(recipe.stages, recipe.output_dir, thorough=True)
-        faults = [*find_faults(outlook, {stage.name for stage in stages}, num_processes)]
+        outlook = Outlook(recipe.stages, recipe.output_dir, num_processes, thorough=True)
+        faults = [*find_faults(outlook, {stage.name for stage in stages})]
         for stage in stages:
             errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
             faults += [f"{stage.name}: {error}" for error in errors]
-            row = _row(stage, outlook, num_processes)
+            row = _row(stage, outlook)
             rows.append(replace(row, state="made otherwise") if errors else row)
     return rows, faults
 
@@ -72,7 +72,7 @@ def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[
             yield error
 
 
-def _row(stage: Stage, outlook: Outlook, num_processes: int) -> Row:
+def _row(stage: Stage, outlook: Outlook) -> Row:
     inputs, output = outlook.inputs[stage.name], outlook.outputs[stage.name]
     reads = [reference.value for reference in references(stage)]
     state = _state(stage, outlook)
@@ -81,10 +81,8 @@ def _row(stage: Stage, outlook: Outlook, num_processes: int) -> Row:
         asked["parameters"] = lambda: parameters(output.known_configs)["total"]
         asked["activated"] = lambda: parameters(output.known_configs)["activated"]
     if state != "done":
-        asked |= stage.amounts(inputs, output)
-        asked["memory"] = lambda: stage.memory(inputs, output, num_processes)
-        asked["disk"] = lambda: stage.disk(inputs, output)[0]
-        asked["disk at most"] = lambda: stage.disk(inputs, output)[1]
+        cost = stage.cost(inputs)
+        asked |= {"disk at most": cost["disk"]} | cost
     numbers = {name: number for name, ask in asked.items() if (number := _number_or_reason(ask)) != 0}
     return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers)
 

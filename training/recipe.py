@@ -150,8 +150,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     recipe = _validate(Recipe, raw | {"stages": stages}, "", problems) if stages else None
     if problems:
         with opened_once():
-            outlook = Outlook(stages, str(raw.get("output_dir")), broken)
-            problems += find_faults(outlook, set(outlook.stages), int(os.environ.get("WORLD_SIZE", 1)))
+            outlook = Outlook(stages, str(raw.get("output_dir")), int(os.environ.get("WORLD_SIZE", 1)), broken)
+            problems += find_faults(outlook, set(outlook.stages))
         raise RecipeError(path, problems)
     recipe.title = str(path)
     return recipe

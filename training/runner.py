@@ -72,11 +72,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
-    with opened_once():
-        outlook = Outlook(recipe.stages, output_dir)
-        faults = list(find_faults(outlook, {stage.name for stage in stages}, accelerator.num_processes))
-    if faults:
-        raise RecipeError(recipe.title, faults)
+    outlook = require_sound(recipe, {stage.name for stage in stages}, accelerator.num_processes)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
             with stage_errors(stage):
@@ -87,6 +83,8 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             local = sorted({*local_paths(output_dir), *paths_here(dump_recipe(recipe))})
             write_text(output_dir / ENVIRONMENT, json.dumps(environment() | {"local": local}, indent=2))
         for stage in stages:
+            if isinstance(outlook.outputs[stage.name].configs, str):  # models that are read now may be known
+                require_sound(recipe, {stage.name}, accelerator.num_processes, thorough=True)
             with stage_errors(stage):
                 runner.run_stage(stage)
         if only is None and experts is None:
@@ -98,6 +96,20 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     gc.collect()
     accelerator.end_training()
     return output_dir
+
+
+def require_sound(recipe: Recipe, wanted: set[str], num_processes: int, thorough: bool = False) -> Outlook:
+    """What is known before these stages run; see `Outlook`.
+
+    Raises:
+        RecipeError: all that can be seen to go wrong.
+    """
+    with opened_once():
+        outlook = Outlook(recipe.stages, recipe.output_dir, num_processes, thorough=thorough)
+        faults = list(find_faults(outlook, wanted))
+    if faults:
+        raise RecipeError(recipe.title, faults)
+    return outlook
 
 
 def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:

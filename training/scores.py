@@ -60,9 +60,9 @@ class Evaluation(MeasuredTasks):
             raise ValueError(f"keep_best {self.keep_best!r}: the metrics of {task} are {', '.join(METRICS[kind])}")
         return self
 
-    def wrong_data(self) -> Iterator[tuple[str, str]]:
+    def wrong_tasks(self) -> Iterator[tuple[str, str]]:
         """Also a `keep_best` that is none of the scores, where the data of what it may name are here."""
-        wrong = list(super().wrong_data())
+        wrong = list(super().wrong_tasks())
         yield from wrong
         if self.keep_best is None or wrong:
             return

@@ -1,6 +1,6 @@
 """The stage that makes one mixture of data experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -56,7 +56,7 @@ class AssembleStage(Stage):
             raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
         return self
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "experts", read_otherwise(inputs.experts)
         if self.clusters is not None:
             yield from self._misfits(inputs.clusters, inputs.captions)
@@ -89,9 +89,11 @@ class AssembleStage(Stage):
         config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
         assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """An expert as it was and as it is in the mixture."""
-        return 2 * max(bytes_in_memory((config,)) for config in output.known_configs)
+        experts = inputs.experts
+        memory = {"memory": lambda: 2 * max(bytes_in_memory(expert.known_configs) for expert in experts)}
+        return super().cost(inputs) | memory
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
         configs = tuple(expert.clip for expert in inputs.experts)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
@@ -54,72 +55,64 @@ class Stage:
         """What it reads that no setting with `Reads` names, with hashes: when they change, the stage is made anew."""
         return {}
 
-    # What follows is asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those of
-    # `run`, each an `Expected` in place of a folder or source; of what is not known, these raise `Unknown`.
-
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        """What is wrong that can be seen before anything runs: settings and messages, which are empty where nothing is.
-        Data, references and what `output_config` raises are looked at in any case."""
-        return iter(())
-
-    def data_problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with data that no setting of type `DataArguments` names: settings and messages. Asked of the
-        stages to run alone, since data may be gone where other stages ran."""
-        return iter(())
-
-    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...]:
-        """The configuration of the model that it makes, or those of the experts of a mixture; of a stage that makes
-        none, that of the model or encoder whose output it holds.
-
-        Raises:
-            Unknown
-            ValueError: the settings make no model of these inputs.
-        """
-        return next((of_one.known_configs for of_one in vars(inputs).values() if isinstance(of_one, Expected)), ())
-
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        """What is known of its output besides its configuration and pairs: fields of `Expected`. Here: a new model, or
-        what the first of its inputs hands on."""
-        data = getattr(inputs, "data", None)
-        read = [one for one in vars(inputs).values() if isinstance(one, Expected)]
-        handed_on = {name: [getattr(one, name) for one in read] for name in ("rows", "weights", "clusters", "encoder")}
-        known = {name: next((value for value in values if value), None) for name, values in handed_on.items()}
-        weights = ((self.name, frozenset()),) if self.makes_model else known["weights"] or ()
-        return known | {"rows": data or known["rows"], "weights": weights}
-
     def open_data(self, arguments: DataArguments) -> Rows:
         """The columns that it needs of its data, of which no row is read."""
         return select_columns(open_rows(arguments), arguments)
 
-    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        """What it computes: functions for columns of --plan, which may raise `Unknown`."""
-        return {"samples": lambda: output.known_pairs} if getattr(self, "data", None) is not None else {}
+    # Three questions are asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those
+    # of `run`, each an `Expected` in place of a folder or source, and `num_processes` is that of the run. Where what is
+    # needed is not known, an answer raises `Unknown`.
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """The most bytes that a process holds beside those that it begins with: here the weights of all models that it
-        reads and makes, in float32, and drawn pictures.
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        """What is wrong: settings and messages, which are empty where nothing is. It is asked of the stages to run;
+        data, references and what `output_config` raises are looked at in any case."""
+        return iter(())
 
-        Raises:
-            Unknown
-        """
-        made = bytes_in_memory(output.known_configs) if self.makes_model else 0
-        rows = 0 if self.makes_model else bytes_of_rows(output)
-        return made + rows + sum(bytes_in_memory(model.known_configs) for model in models_of(self, inputs))
-
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """Bytes of its folder when it is done, and the most that it has while it runs. Small files do not count.
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...] | Expected:
+        """What will come out: the configuration of a model, those of a mixture's experts, or all that is known. Of a
+        stage that makes no model, the configuration is that of the model or encoder whose output it holds.
 
         Raises:
             Unknown
+            ValueError: the settings make nothing of these inputs.
         """
-        size = size_of_weights(output.known_configs) if self.makes_model else 0
-        return size, size
+        return inherited(self, inputs)
+
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """What it takes: functions for columns of --plan, which may raise `Unknown`.
+
+        `memory`: the most bytes that a process holds beside those that it begins with: here the weights of all models
+        that it reads and makes, in float32, and drawn pictures. `disk`: bytes of its folder when it is done, small
+        files not counted; `disk at most`: the most that it has while it runs, if that is more.
+        """
+        models = models_of(self, inputs)
+
+        def memory() -> int:
+            made = expected_output(self, inputs)
+            held = bytes_in_memory(made.known_configs) if self.makes_model else bytes_of_rows(made)
+            return held + sum(bytes_in_memory(model.known_configs) for model in models)
+
+        def disk() -> int:
+            return size_of_weights(expected_output(self, inputs).known_configs) if self.makes_model else 0
+
+        cost = {"memory": memory, "disk": disk}
+        return cost | ({"samples": lambda: inputs.data.known_pairs} if getattr(inputs, "data", None) else {})
 
 
 # An earlier stage, a folder or a hub name
 Model = Annotated[str, Reads("model")]
 # The source may be a stage that makes a dataset
 Data = Annotated[DataArguments, Reads("captions", "mixture", outside=False)]
+
+
+def require_numbered(data: DataArguments) -> DataArguments:
+    if data.streaming:
+        raise ValueError("streaming: a stream has no numbered samples and no length, which are needed: leave it out")
+    return data
+
+
+# Data with a length, whose samples have numbers by which labels or features belong to them
+NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +184,36 @@ def models_of(stage: Stage, inputs: SimpleNamespace) -> list[Any]:
     values = [getattr(inputs, setting) for setting, reads in _reading_settings(type(stage)) if "model" in reads.kinds]
     found = [model for value in values for _, model in each_value("", value)]
     return [model for model in found if model is not None and model != Expected()]
+
+
+def inherited(stage: Stage, inputs: SimpleNamespace) -> Expected:
+    """What is known of a stage's output by its inputs alone: what the first of them that has it hands on."""
+    direct, data = [one for one in vars(inputs).values() if isinstance(one, Expected)], getattr(inputs, "data", None)
+    within = [one for value in vars(inputs).values() for _, one in each_value("", value) if isinstance(one, Expected)]
+
+    def first(name: str, of: list[Expected]) -> Any:
+        return next((fact for one in of if (fact := getattr(one, name))), None)
+
+    pairs = [one.pairs for one in ([data] if data else direct)]
+    known = next((number for number in pairs if isinstance(number, int)), next(iter(pairs), "no data"))
+    return Expected(
+        configs=next((one.configs for one in direct), ()),
+        pairs="only mixing its sources tells" if hasattr(inputs, "sources") else known,
+        processor=first("processor", within),
+        readable=None if stage.makes_model else first("readable", within),
+        rows=data or first("rows", direct),
+        weights=((stage.name, frozenset()),) if stage.makes_model else first("weights", direct) or (),
+        clusters=first("clusters", direct),
+        encoder=first("encoder", direct),
+    )
+
+
+def expected_output(stage: Stage, inputs: SimpleNamespace) -> Expected:
+    """What a stage will make. Raises as `Stage.output_config`."""
+    made = stage.output_config(inputs)
+    if isinstance(made, Expected):
+        return made
+    return dataclasses.replace(inherited(stage, inputs), configs=made if isinstance(made, tuple) else (made,))
 
 
 def kinds(stage: type[Stage]) -> list[str]:

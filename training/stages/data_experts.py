@@ -2,7 +2,8 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,7 +47,7 @@ from training.expected import AtMost, Expected, Unknown, size_of_weights
 from training.fits import other_encoder, too_many
 from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
-from training.stages.base import Data, Stage
+from training.stages.base import NumberedData, Stage, inherited
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
@@ -64,7 +65,7 @@ class EmbedCaptionsStage(Stage):
     # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.
     encoder: Annotated[str, Reads("embed_captions", "model", literals=["tfidf"])]
     # The pairs whose captions are embedded.
-    data: Data
+    data: NumberedData
     # "image" embeds the images in place of the captions, with a CLIP as encoder, such as the seed model (MoDE section
     # 5.3, to compare with). Every test image then routes itself, by all centers.
     modality: Literal["text", "image"] = "text"
@@ -82,8 +83,6 @@ class EmbedCaptionsStage(Stage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
         if self.modality == "image" and self.encoder == "tfidf":
             raise ValueError("modality image needs a CLIP as encoder, not tfidf")
         return self
@@ -109,36 +108,33 @@ class EmbedCaptionsStage(Stage):
             fingerprint = data_fingerprint(rows, self.data.image_root, images)
             save_index(directory, {**index, "dataset_fingerprint": fingerprint})
 
-    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
-        """That of the encoder."""
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        """The configuration of the encoder. Its name, where it is in a folder, tells nothing: a copy may have another
+        one."""
+        known = inherited(self, inputs)
         if self.encoder == "tfidf":
-            return PreTrainedConfig(projection_dim=self.dim)
-        (config,) = inputs.encoder.known_configs
-        return config
+            return replace(known, configs=(PreTrainedConfig(projection_dim=self.dim),), encoder=f"tfidf of {self.name}")
+        name = None if Path(self.encoder).is_dir() else f"{self.encoder} ({self.modality}, {self.pooling})"
+        return replace(known, configs=inputs.encoder.configs, encoder=inputs.encoder.encoder or name)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """Also a part of the embeddings, and what the encoder's layers compute of a batch."""
-        if self.encoder == "tfidf":
-            raise Unknown("tfidf counts all words of the captions")
-        config = getattr(output.known_configs[0], "text_config", output.known_configs[0])
-        tokens = config.max_position_embeddings * (8 * config.hidden_size + 3 * config.intermediate_size)
-        part = BATCHES_PER_PART * self.batch_size * _embedding_size(output) * 4
-        return AtMost(super().memory(inputs, output, num_processes) + part + self.batch_size * 4 * tokens)
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        cost, output = super().cost(inputs), self.output_config(inputs)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """The embeddings, and the encoder where that is not on the Hub."""
-        (config,) = output.known_configs
-        size = _embedding_size(output)
-        kept = size_of_weights((config,)) if Path(self.encoder).is_dir() else 0
-        pairs = inputs.data.known_pairs
-        return (pairs * size * np.dtype(self.dtype).itemsize + kept,) * 2
+        def memory() -> int:
+            """Also a part of the embeddings, and what the encoder's layers compute of a batch."""
+            if self.encoder == "tfidf":
+                raise Unknown("tfidf counts all words of the captions")
+            config = getattr(output.known_configs[0], "text_config", output.known_configs[0])
+            tokens = config.max_position_embeddings * (8 * config.hidden_size + 3 * config.intermediate_size)
+            part = BATCHES_PER_PART * self.batch_size * _embedding_size(output) * 4
+            return AtMost(cost["memory"]() + part + self.batch_size * 4 * tokens)
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        """The name of an encoder in a folder tells nothing: a copy of it may have another one."""
-        other = None if Path(self.encoder).is_dir() else f"{self.encoder} ({self.modality}, {self.pooling})"
-        return super().known(inputs) | {
-            "encoder": f"tfidf of {self.name}" if self.encoder == "tfidf" else inputs.encoder.encoder or other
-        }
+        def disk() -> int:
+            """The embeddings, and the encoder where that is not on the Hub."""
+            kept = size_of_weights(output.known_configs) if Path(self.encoder).is_dir() else 0
+            return inputs.data.known_pairs * _embedding_size(output) * np.dtype(self.dtype).itemsize + kept
+
+        return cost | {"memory": memory, "disk": disk}
 
     def _keep_encoder(self, source: str, rows: datasets.Dataset, seed: int, folder: Path) -> None:
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
@@ -170,13 +166,13 @@ class ClusterFineStage(Stage):
     # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(Unknown):
             captions = min(inputs.captions.known_pairs, self.num_samples or inputs.captions.known_pairs)
             yield "num_centers", too_many(self.num_centers, captions, "captions")
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        return super().known(inputs) | {"clusters": self.num_centers}
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        return replace(inherited(self, inputs), clusters=self.num_centers)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         captions, device = Path(inputs.captions), context.accelerator.device
@@ -192,11 +188,14 @@ class ClusterFineStage(Stage):
             "are nearest to one"
         )
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """The embeddings that the centers are learned from."""
-        pairs = inputs.captions.known_pairs
-        rows = min(pairs, self.num_samples or pairs)
-        return rows * _embedding_size(inputs.captions) * 4
+
+        def memory() -> int:
+            pairs = inputs.captions.known_pairs
+            return min(pairs, self.num_samples or pairs) * _embedding_size(inputs.captions) * 4
+
+        return super().cost(inputs) | {"memory": memory}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -210,17 +209,11 @@ class AssignStage(Stage):
     # A cluster_fine stage of the same encoder.
     centers: Annotated[str, Reads("cluster_fine")]
     # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
-    data: Data | None = None
+    data: NumberedData | None = None
     # Of those: captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.data is not None and self.data.streaming:
-            raise ValueError("data.streaming: a stream has no numbered pairs that clusters could belong to")
-        return self
-
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "centers", other_encoder(self.centers, inputs.centers, self.captions, inputs.captions)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -260,14 +253,12 @@ class AssignStage(Stage):
         save_index(directory, index)
         print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """A part of the embeddings, and drawn pictures."""
-        part = BATCHES_PER_PART * self.batch_size * _embedding_size(inputs.captions) * 4
-        return AtMost(super().memory(inputs, output, num_processes) + part)
-
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """An int32 a pair."""
-        return (4 * output.known_pairs,) * 2
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """A part of the embeddings, and drawn pictures; on disk an int32 a pair."""
+        cost, pairs = super().cost(inputs), inherited(self, inputs)
+        rows = BATCHES_PER_PART * self.batch_size
+        memory = {"memory": lambda: AtMost(cost["memory"]() + rows * _embedding_size(inputs.captions) * 4)}
+        return cost | memory | {"disk": lambda: 4 * pairs.known_pairs}
 
 
 class LabelsStage(Stage):
@@ -275,13 +266,11 @@ class LabelsStage(Stage):
 
     main_process_only: ClassVar[bool] = True
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """Drawn pictures, and the labels, twice when they are put together."""
-        return super().memory(inputs, output, num_processes) + 4 * output.known_pairs
-
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """An int16 a pair."""
-        return (2 * output.known_pairs,) * 2
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """Drawn pictures, and the labels, an int16 a pair, twice when they are put together."""
+        cost, labels = super().cost(inputs), inputs.assignment
+        memory = {"memory": lambda: cost["memory"]() + 4 * labels.known_pairs}
+        return cost | memory | {"disk": lambda: 2 * labels.known_pairs}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -300,11 +289,11 @@ class ClusterCoarseStage(LabelsStage):
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "num_experts", too_many(self.num_experts, inputs.assignment.clusters, "centers")
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        return super().known(inputs) | {"clusters": self.num_experts}
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        return replace(inherited(self, inputs), clusters=self.num_experts)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, _ = load_centers(Path(inputs.assignment))
@@ -329,13 +318,13 @@ class SelectStage(LabelsStage):
     # How many centers each of them selects.
     num_nearest: int = Field(default=1, gt=0)
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "captions", other_encoder(self.assignment, inputs.assignment, self.captions, inputs.captions)
         if self.num_nearest > (inputs.assignment.clusters or self.num_nearest):
             yield "num_nearest", f"{self.num_nearest} of {inputs.assignment.clusters} centers"
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        return super().known(inputs) | {"clusters": 1}
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        return replace(inherited(self, inputs), clusters=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, encoder_name = load_centers(Path(inputs.assignment))

@@ -1,7 +1,7 @@
 """Stages that measure models."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -31,11 +31,8 @@ class MeasuringStage(MeasuredTasks, Stage):
 
     main_process_only: ClassVar[bool] = True
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        return self.wrong_names()
-
-    def data_problems(self) -> Iterator[tuple[str, str]]:
-        return self.wrong_data()
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        return self.wrong_tasks()
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         return self.data_fingerprints()
@@ -74,14 +71,18 @@ class EvaluateStage(MeasuringStage):
             raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         yield from ((f"models.{title}", model.no_clip) for title, model in inputs.models.items())
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """The largest model, or expert of a mixture, and a batch: one after the other."""
-        configs = [config for model in models_of(self, inputs) for config in model.known_configs]
-        return max(_bytes_of_measured(config, self.batch_size) for config in configs)
+
+        def memory() -> int:
+            configs = [config for model in models_of(self, inputs) for config in model.known_configs]
+            return max(_bytes_of_measured(config, self.batch_size) for config in configs)
+
+        return super().cost(inputs) | {"memory": memory}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         results, tasks = [], self.open_tasks()
@@ -114,8 +115,8 @@ class AnalyzeStage(MeasuringStage):
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         with contextlib.suppress(Unknown):
             config = inputs.model.clip
             if not is_sparse(config):
@@ -137,8 +138,8 @@ class AnalyzeStage(MeasuringStage):
             if self.capacity_factors and not config.vision_config.moe_layers:
                 yield "capacity_factors", "the vision tower is dense and drops no patch"
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        return _bytes_of_measured(inputs.model.clip, self.batch_size)
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model.clip, self.batch_size)}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -27,11 +28,11 @@ from training.embedding import embed_pairs, embedded_data, join_parts, load_feat
 from training.expected import (
     AtMost,
     Expected,
-    Unknown,
     bytes_at_a_time,
     bytes_of_images,
     bytes_of_rows,
     text_length,
+    unknown,
 )
 from training.feature_clusters import (
     FeatureClusters,
@@ -56,7 +57,7 @@ from training.hidden_states import (
 from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
 from training.settings import STRICT, Reads
-from training.stages.base import Data, Model, Stage
+from training.stages.base import Model, NumberedData, Stage, inherited
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -72,14 +73,12 @@ class CaptionsStage(Stage):
     # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
     model: Model
     # The images, with a column for each text that captions are made of.
-    data: Data
+    data: NumberedData
     # How the captions of an image are made, one policy after the other.
     captions: list[CaptionPolicy] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: captions are built for a whole dataset")
         if self.data.captions_per_line:
             raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
         return self
@@ -95,24 +94,22 @@ class CaptionsStage(Stage):
             f"{missing.tolist()}"
         )
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         columns = ("caption", "raw_caption")
         for policy in self.captions if self.data.source in WORLDS else ():
             if policy.column not in columns:
                 yield "captions", no_column(self.data.source, [policy.column], columns)
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        return super().known(inputs) | {"captions": sum(policy.count for policy in self.captions)}
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        return replace(inherited(self, inputs), captions=sum(policy.count for policy in self.captions))
 
     def open_data(self, arguments: DataArguments) -> Rows:
         return caption_columns(arguments, {policy.column for policy in self.captions})
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Drawn pictures, once more where they have their captions. Of the model, only the tokenizer is read."""
-        return 2 * bytes_of_rows(inputs.data)
-
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        raise Unknown(f"a copy of {self.data.source} with other captions")
+        size = f"a copy of {self.data.source} with other captions"
+        return super().cost(inputs) | {"memory": lambda: 2 * bytes_of_rows(inputs.data), "disk": unknown(size)}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -124,18 +121,12 @@ class EmbedStage(Stage):
     # An earlier stage, a folder or a hub name.
     model: Model
     # The pairs to embed.
-    data: Data
+    data: NumberedData
     # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
     # Of the L captions of an image, as in the stages that train on them: its text feature is their weighted mean. None:
     # the first caption that is not missing.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: a stream has no numbered samples that labels could belong to")
-        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         processor = load_processor(inputs.model)
@@ -146,17 +137,18 @@ class EmbedStage(Stage):
         if context.accelerator.is_main_process:
             join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        return super().memory(inputs, output, num_processes) + _bytes_of_batch(self, inputs)
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        cost = super().cost(inputs)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """Features of images and texts in float32; their parts are there until they are joined."""
-        pairs = inputs.data.known_pairs
-        size = pairs * 2 * inputs.model.clip.projection_dim * 4
-        return size, 2 * size
+        def disk() -> int:
+            """Features of images and texts in float32; their parts are there until they are joined."""
+            return inputs.data.known_pairs * 2 * inputs.model.clip.projection_dim * 4
+
+        memory = {"memory": lambda: cost["memory"]() + _bytes_of_batch(self, inputs)}
+        return cost | memory | {"disk": disk, "disk at most": lambda: 2 * disk()}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -171,7 +163,7 @@ class HiddenStatesStage(Stage):
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
     # The pairs whose hidden states are kept.
-    data: Data
+    data: NumberedData
     # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
     # The same as in the stages that use them, which need all captions of an image.
@@ -181,8 +173,6 @@ class HiddenStatesStage(Stage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: a stream has no numbered samples that hidden states could belong to")
         if self.data.indexed and self.data.max_unreadable > 0:
             raise ValueError(
                 "data.max_unreadable: no other pair can stand for one whose hidden states are kept. Set it to 0, or "
@@ -209,34 +199,36 @@ class HiddenStatesStage(Stage):
             copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
             write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
         if self.caption_weights is None and inputs.data.captions not in ("text", None):
             yield "caption_weights", SEVERAL
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        return super().known(inputs) | {"captions": len(self.caption_weights or [1])}
-
-    def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
         config = inputs.model.clip
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
             if not getattr(of_tower, "moe_layers", None):
                 raise ValueError(f"{self.name}.model: {no_sparse_layer(tower)}")
-        return config
+        return replace(inherited(self, inputs), captions=len(self.caption_weights or [1]))
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """Also what all layers make of a batch, and a part of what is kept, twice when it is put together."""
-        pairs, config = inputs.data.known_pairs, inputs.model.clip
-        at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
-        layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
-        kept = layers * self._size(config, at_a_time, tokens)
-        kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_PART), tokens)
-        return super().memory(inputs, output, num_processes) + kept + _bytes_of_batch(self, inputs)
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        cost = super().cost(inputs)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """Texts as long as they can be."""
-        (config,) = output.known_configs
-        return (self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings)),) * 2
+        def memory() -> int:
+            """Also what all layers make of a batch, and a part of what is kept, twice when it is put together."""
+            pairs, config = inputs.data.known_pairs, inputs.model.clip
+            at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
+            layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
+            kept = layers * self._size(config, at_a_time, tokens)
+            kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_PART), tokens)
+            return cost["memory"]() + kept + _bytes_of_batch(self, inputs)
+
+        def disk() -> int:
+            """Texts as long as they can be."""
+            config = inputs.model.clip
+            return self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings))
+
+        return cost | {"memory": memory, "disk": disk}
 
     def _size(self, config: CLIPMoEConfig, images: int, tokens: int) -> int:
         """Of the hidden states of so many images and their texts of so many tokens each."""
@@ -316,11 +308,9 @@ class ClusterStage(Stage):
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
 
-    def data_problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         if self.method == "faiss" and not has_faiss():
             yield "method", INSTALL_FAISS
-
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
         previous, pairs = inputs.previous or Expected(), inputs.features.pairs
         yield "previous", other_rows(f"{self.previous}", previous, inputs.features.rows or Expected())
         groups = previous.clusters if self.within and type(previous.clusters) is int else 1
@@ -328,28 +318,29 @@ class ClusterStage(Stage):
         for name in ("num_image_clusters", "num_text_clusters", "num_random_clusters"):
             yield name, too_many(getattr(self, name), of, "samples" if groups == 1 else "samples each")
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
         """Of combined labels, some may have no samples."""
         numbers = (self.num_image_clusters, self.num_text_clusters, self.num_random_clusters)
         alone = sum(number > 1 for number in numbers) == 1
         first = math.prod(numbers) if alone else AtMost(math.prod(numbers))
-        return super().known(inputs) | {"clusters": (inputs.previous and inputs.previous.clusters) or first}
+        return replace(inherited(self, inputs), clusters=(inputs.previous and inputs.previous.clusters) or first)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """Also the features that K-means holds."""
-        rows = super().memory(inputs, output, num_processes)
-        if not self._has_kmeans:
-            return rows
-        size = inputs.features.clip.projection_dim * 4
-        if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
-            most = max(self.num_image_clusters, self.num_text_clusters)
-            return AtMost(rows + Method(num_samples=self.num_samples).samples(most) * size)
-        pairs = inputs.features.known_pairs
-        return rows + 2 * pairs * size  # scikit-learn centers a copy
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """Also the features that K-means holds; on disk an int64 a pair."""
+        cost = super().cost(inputs)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """An int64 a pair."""
-        return (8 * output.known_pairs,) * 2
+        def memory() -> int:
+            rows = cost["memory"]()
+            if not self._has_kmeans:
+                return rows
+            size = inputs.features.clip.projection_dim * 4
+            if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
+                most = max(self.num_image_clusters, self.num_text_clusters)
+                return AtMost(rows + Method(num_samples=self.num_samples).samples(most) * size)
+            pairs = inputs.features.known_pairs
+            return rows + 2 * pairs * size  # scikit-learn centers a copy
+
+        return cost | {"memory": memory, "disk": lambda: 8 * inputs.features.known_pairs}
 
     @property
     def _has_kmeans(self) -> bool:

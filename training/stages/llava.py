@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,17 +16,17 @@ from transformers import CLIPConfig, LlamaConfig, LlavaConfig, LlavaForCondition
 from conversion import llava
 from conversion.checkpoints import load_model
 from conversion.processors import load_processor
-from data.sources import DataArguments, Rows, reading
+from data.sources import reading
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from records.messages import cut, what_is_meant
 from training.context import Context
 from training.conversations import ConversationLoader, Prompt
-from training.expected import Expected, Unknown, described
+from training.expected import Unknown
 from training.freezing import set_trainable
 from training.losses import all_reduce_sum
 from training.settings import STRICT
-from training.stages.base import Data, Model, Stage
+from training.stages.base import Model, NumberedData, Stage
 from training.stages.steps import StepsStage
 
 TOWER = "vision_tower"
@@ -130,7 +130,7 @@ class TrainLlavaStage(StepsStage):
     model: Model
     # Conversations: a .json in LLaVA's layout, whose entries may lack an image, or a built-in world, whose pictures are
     # described and asked about.
-    data: Data
+    data: NumberedData
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen. The tower always is.
     trainable: str = "multi_modal_projector"
     # plain: the image, then its first answer, as in LLaVA's first stage. chat: all turns, by the model's chat template.
@@ -146,9 +146,11 @@ class TrainLlavaStage(StepsStage):
 
     @model_validator(mode="after")
     def _check_conversations(self):
-        unused = [name for name in ("streaming", "in_memory", "captions_per_line") if getattr(self.data, name)]
+        unused = [name for name in ("in_memory", "captions_per_line") if getattr(self.data, name)]
         if unused:
             raise ValueError(f"data.{unused[0]} is not for conversations")
+        if self.data.source not in WORLDS and not self.data.source.endswith(".json"):
+            raise ValueError("data.source: conversations are in a .json of LLaVA's layout or a built-in world")
         return self
 
     def task(self, model: PreTrainedModel) -> LlavaTask:
@@ -157,7 +159,7 @@ class TrainLlavaStage(StepsStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = load_model(LlavaForConditionalGeneration, inputs.model, dtype=torch.float32)
         processor = load_processor(inputs.model)
-        self._set_trainable(model)
+        self.set_trainable(model)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = context.conversations(inputs.data)
@@ -168,19 +170,10 @@ class TrainLlavaStage(StepsStage):
                 loader.report_cut()
         self.train_model(model, processor, loader, accelerator, context, directory)
 
-    def open_data(self, arguments: DataArguments) -> Rows:
-        if arguments.source not in WORLDS and not arguments.source.endswith(".json"):
-            raise ValueError("conversations are in a .json of LLaVA's layout or a built-in world")
-        return super().open_data(arguments)
-
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         with contextlib.suppress(Unknown):
-            config = self.output_config(inputs)
-            try:
-                self._set_trainable(described(config))
-            except ValueError as error:
-                yield "trainable", str(error)
+            config = self.trained_config(inputs)
             positions, image = config.text_config.max_position_embeddings, config.image_seq_length
             words = len(f"{llava.CHAT_BEGIN} USER:".split()) if self.prompt == "chat" else 0  # each a token or more
             if not image + words < self.max_length <= positions:
@@ -191,24 +184,29 @@ class TrainLlavaStage(StepsStage):
                     f"{positions} that the language model reads",
                 )
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        known = super().memory(inputs, output, num_processes)
-        raise Unknown(f"{known / 1e9:,.2f} GB, and activations, which depend on how long the conversations are")
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        cost = super().cost(inputs)
 
-    def output_config(self, inputs: SimpleNamespace) -> LlavaConfig:
+        def memory() -> int:
+            known = f"{cost['memory']() / 1e9:,.2f} GB, and activations"
+            raise Unknown(f"{known}, which depend on how long the conversations are")
+
+        return cost | {"memory": memory}
+
+    def trained_config(self, inputs: SimpleNamespace) -> LlavaConfig:
         config = copy.deepcopy(inputs.model.known_configs[0])
         if not isinstance(config, LlavaConfig):
             raise ValueError(f"{self.name}.model: a LLaVA is needed, not a model of type {config.model_type!r}")
         config.dtype = torch.float32
         return config
 
-    def _set_trainable(self, model: LlavaForConditionalGeneration) -> None:
+    def set_trainable(self, model: LlavaForConditionalGeneration, seed: int = 0) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the
         tower's last layer."""
         trainable, _ = set_trainable(model, self.trainable)
         in_tower = [name for name in trainable if TOWER in name]
         if in_tower:
             raise ValueError(
-                f"trainable {self.trainable!r} is found in {cut(in_tower)}, but LLaVA's tower stays frozen: name the "
+                f"{self.name}.trainable: {self.trainable!r} is found in {cut(in_tower)}, but LLaVA's tower stays frozen: name the "
                 "other parts, as in multi_modal_projector|language_model|lm_head"
             )

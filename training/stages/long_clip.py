@@ -87,8 +87,8 @@ class TrainLongCLIPStage(TrainStage):
             raise ValueError(f"num_components {self.num_components} leave nothing out of a batch of {pairs}")
         return self
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         with contextlib.suppress(Unknown):
             size = inputs.model.clip.projection_dim
             if self.num_components >= size:

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import datasets
 from pydantic import Field, model_validator
@@ -15,9 +16,9 @@ from data.identity import identity
 from data.pairs import load_pairs, with_image_root
 from data.sources import DataArguments
 from training.context import Context
-from training.expected import Expected, Unknown
+from training.expected import Expected, unknown
 from training.settings import STRICT
-from training.stages.base import Data, Stage
+from training.stages.base import NumberedData, Stage, inherited
 
 # Where an epoch takes this many times the pairs, the weights are a mistake
 MOST_DRAWS = 1000
@@ -37,7 +38,7 @@ class MixtureStage(Stage):
     main_process_only: ClassVar[bool] = True
 
     # The datasets, each as `data` of other stages.
-    sources: list[Data] = Field(min_length=2)
+    sources: list[NumberedData] = Field(min_length=2)
     # How often the next pair is one of each of them, relative to each other.
     weights: list[Annotated[float, Field(gt=0)]]
     # When an epoch ends. "all_exhausted": when each pair of all was there, some several times; "first_exhausted": when
@@ -49,9 +50,8 @@ class MixtureStage(Stage):
         if len(self.weights) != len(self.sources):
             raise ValueError(f"weights: {len(self.weights)} weights for {len(self.sources)} sources")
         for number, source in enumerate(self.sources):
-            for name in ("streaming", "in_memory"):
-                if getattr(source, name):
-                    raise ValueError(f"sources.{number}.{name}: a mixture is of numbered pairs, which it does not keep")
+            if source.in_memory:
+                raise ValueError(f"sources.{number}.in_memory: a mixture keeps no pair in memory")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -93,7 +93,7 @@ class MixtureStage(Stage):
             if what is not None
         }
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         for number, source in enumerate(inputs.sources):
             if source.pairs == 0:
                 yield f"sources.{number}", "it has no pairs"
@@ -101,14 +101,14 @@ class MixtureStage(Stage):
         if all(type(size) is int for size in sizes):
             self._require_an_end(sizes)
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
         """Where one source has lists of captions, all have."""
         captions = {source.captions for source in inputs.sources}
         found = None if None in captions else captions.pop() if len(captions) == 1 else "lists"
-        return super().known(inputs) | {"captions": found}
+        return replace(inherited(self, inputs), captions=found)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        raise Unknown("only mixing tells how many pairs there are")
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        return super().cost(inputs) | {"disk": unknown("only mixing tells how many pairs there are")}
 
 
 def _pairs(arguments: DataArguments) -> datasets.Dataset:

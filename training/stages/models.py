@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense, load_model
-from conversion.folders import load_config
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
@@ -31,11 +30,11 @@ from records.local_names import is_hub_name
 from records.messages import cut, what_is_meant
 from records.provenance import PROCESSOR, model_fingerprint
 from training.context import Context
-from training.expected import Expected, Unknown, bytes_in_memory
+from training.expected import Unknown, bytes_in_memory
 from training.fits import read_otherwise, trained_apart
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
-from training.stages.base import Data, Model, Stage
+from training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -147,18 +146,12 @@ class TokenizerStage(Stage):
     main_process_only: ClassVar[bool] = True
 
     # Whose captions it learns from.
-    data: Data
+    data: NumberedData
     # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
     vocab_size: int = Field(default=49408, ge=SMALLEST)
     # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
     # for. None: as many as these.
     max_length: int | None = Field(default=None, ge=3)
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: a tokenizer is learned from a whole dataset; num_samples takes a part")
-        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         rows = context.pairs(inputs.data, images=False)
@@ -269,9 +262,7 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset, config = _preset(self, self.FIXED), load_config(inputs.model)
-        if is_sparse(config):
-            self._require_fit(config)
+        preset = _preset(self, self.FIXED)
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
@@ -292,7 +283,7 @@ class UnifyStage(Stage):
         config.dtype = functools.reduce(torch.promote_types, dtypes)
         return config
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "experts", read_otherwise([inputs.model, *inputs.experts])
         with contextlib.suppress(Unknown):
             parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
@@ -345,12 +336,12 @@ class AverageStage(Stage):
                 raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
         return first
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "models", read_otherwise(inputs.models)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Sums in float64, the first model and another one."""
-        return 4 * bytes_in_memory(output.known_configs)
+        return super().cost(inputs) | {"memory": lambda: 4 * bytes_in_memory(inputs.models[0].known_configs)}
 
 
 @dataclass(config=STRICT, kw_only=True)

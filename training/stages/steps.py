@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from records.files import save
 from records.provenance import LOG
@@ -23,7 +24,6 @@ from training.expected import (
     Expected,
     Unknown,
     described,
-    size_of_weights,
 )
 from training.freezing import set_trainable
 from training.manifests import flatten
@@ -31,7 +31,7 @@ from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao
 from training.samplers import Share
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, dump
-from training.stages.base import Data, Model, Stage
+from training.stages.base import Data, Model, Stage, inherited
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -149,10 +149,34 @@ class StepsStage(Stage):
             if scores is not None and scores.best() is not None:
                 shutil.copytree(scores.best(), directory, dirs_exist_ok=True)
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        batch, accumulation = self.global_batch_size, self.gradient_accumulation_steps
-        if batch % (num_processes * accumulation):
-            yield "global_batch_size", self._not_shared(num_processes)
+    def trained_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
+        """The configuration of the trained model. Raises Unknown, or ValueError where it cannot be trained."""
+        raise NotImplementedError(f"{type(self).__name__} has no trained_config")
+
+    def set_trainable(self, model: PreTrainedModel, seed: int = 0) -> None:
+        """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
+        set_trainable(model, self.trainable)
+
+    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
+        """Without its weights, of which those that train require a gradient. Raises Unknown, ValueError."""
+        model = described(self.trained_config(inputs))
+        self.set_trainable(model)
+        return model
+
+    def trained_names(self, inputs: SimpleNamespace) -> list[str]:
+        """The names of the parameters that differ in the trained model. Raises Unknown, ValueError."""
+        return [name for name, parameter in self.trained_model(inputs).named_parameters() if parameter.requires_grad]
+
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        before, names = inputs.model.weights, frozenset(self.trained_names(inputs))
+        weights = (*before, (self.name, names)) if before else ()
+        return replace(inherited(self, inputs), configs=(self.trained_config(inputs),), weights=weights)
+
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        batch, accumulation, processes = self.global_batch_size, self.gradient_accumulation_steps, inputs.num_processes
+        if batch % (processes * accumulation):
+            shares = f"{processes} processes x {accumulation} accumulation steps"
+            yield "global_batch_size", f"{batch} cannot be shared by {shares}"
         if self.optimizer == "adamw_8bit" and not has_torchao():
             yield "optimizer", INSTALL_TORCHAO
         with contextlib.suppress(Unknown):
@@ -163,72 +187,55 @@ class StepsStage(Stage):
                     f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
                 )
 
-    def known(self, inputs: SimpleNamespace) -> dict[str, Any]:
-        before, names = inputs.model.weights, frozenset(self.trained_names(inputs))
-        return super().known(inputs) | {"weights": (*before, (self.name, names)) if before else ()}
-
-    def trained_names(self, inputs: SimpleNamespace) -> list[str]:
-        """The names of the parameters that differ in the trained model. Raises Unknown."""
-        return set_trainable(described(self.output_config(inputs)), self.trainable)[0]
-
-    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        return {
-            "trainable": lambda: sum(_sizes(self.trained_model(inputs))),
-            "steps": lambda: self.steps(inputs),
-            "samples": lambda: self.steps(inputs) * self.global_batch_size,
-        }
-
     def steps(self, inputs: SimpleNamespace) -> int:
         """Optimizer steps in all. Raises Unknown."""
         if self.max_steps is not None:
             return self.max_steps
         return self.num_epochs * (inputs.data.known_pairs // self.global_batch_size)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """Bytes of the weights, of their gradients, of AdamW's two moments, of averaged weights, and of the three
-        numbers that AdamW computes at a time for each of the largest weight."""
-        model = self.trained_model(inputs)
-        weights, sizes = 4 * model.num_parameters(), _sizes(model)
-        return weights + (4 + self._bytes_of_states()) * sum(sizes) + 12 * max(sizes)
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """Memory for the weights, their gradients, AdamW's two moments, averaged weights, and the three numbers that
+        AdamW computes at a time for each of the largest weight; disk also for checkpoints, one more than
+        `save_total_limit` while the newest is written."""
+        cost = super().cost(inputs)
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """With checkpoints: one more than `save_total_limit` while the newest is written."""
-        weights = size_of_weights(output.known_configs)
-        if self.save_steps is None:
-            return weights, weights
-        sizes = _sizes(self.trained_model(inputs))
-        checkpoint = weights + self._bytes_of_states() * sum(sizes) + 4 * len(sizes)  # AdamW counts its steps of each
-        try:
-            steps = self.steps(inputs)
-        except Unknown:
-            steps = AtMost(self.save_steps * (self.save_total_limit + 2))
-        written = (steps - 1) // self.save_steps
-        kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
-        most = max(weights + kept * checkpoint, at_once * checkpoint)
-        return weights, type(steps)(most)
+        def sizes() -> list[int]:
+            return [weight.numel() for weight in self.trained_model(inputs).parameters() if weight.requires_grad]
+
+        def memory() -> int:
+            weights = 4 * self.trained_model(inputs).num_parameters()
+            return weights + (4 + self._bytes_of_states()) * sum(sizes()) + 12 * max(sizes())
+
+        def most() -> int:
+            weights = cost["disk"]()
+            if self.save_steps is None:
+                return weights
+            try:
+                steps = self.steps(inputs)
+            except Unknown:
+                steps = AtMost(self.save_steps * (self.save_total_limit + 2))
+            # AdamW counts its steps of each weight
+            checkpoint = weights + self._bytes_of_states() * sum(sizes()) + 4 * len(sizes())
+            written = (steps - 1) // self.save_steps
+            kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
+            return type(steps)(max(weights + kept * checkpoint, at_once * checkpoint))
+
+        return cost | {
+            "trainable": lambda: sum(sizes()),
+            "steps": lambda: self.steps(inputs),
+            "samples": lambda: self.steps(inputs) * self.global_batch_size,
+            "memory": memory,
+            "disk at most": most,
+        }
 
     def _bytes_of_states(self) -> int:
         """Of a parameter that trains: two moments, and the average of its values."""
         return (8 if self.optimizer == "adamw" else 2) + (0 if self.ema_decay is None else 4)
 
-    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
-        """Without its weights, of which those that train require a gradient. Raises Unknown."""
-        model = described(self.output_config(inputs))
-        set_trainable(model, self.trainable)
-        return model
-
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
-        batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)
-        if rest:
-            raise ValueError(f"{self.name}.global_batch_size: {self._not_shared(world_size)}")
+        batch_size = self.global_batch_size // (world_size * self.gradient_accumulation_steps)
         return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
-
-    def _not_shared(self, num_processes: int) -> str:
-        return (
-            f"{self.global_batch_size} cannot be shared by {num_processes} processes x "
-            f"{self.gradient_accumulation_steps} accumulation steps"
-        )
 
     def _total_steps(self, loader: Any) -> int:
         if not self.data.streaming and len(loader) == 0:
@@ -240,8 +247,3 @@ class StepsStage(Stage):
                 "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
             )
         return total_steps
-
-
-def _sizes(model: PreTrainedModel) -> list[int]:
-    """Of the weights that train."""
-    return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]

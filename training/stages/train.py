@@ -36,7 +36,6 @@ from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
 from training.expected import (
     AtMost,
-    Expected,
     Unknown,
     bytes_of_images,
     bytes_of_rows,
@@ -54,6 +53,7 @@ from training.router_settings import BalanceMean, RouterSettings
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation
 from training.settings import STRICT, Reads
+from training.stages.base import NumberedData
 from training.stages.steps import StepsStage
 
 
@@ -163,31 +163,35 @@ class TrainStage(RouterSettings, StepsStage):
         weights = torch.tensor(self.caption_weights, device=caption_mask.device)
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, caption_mask, **options)
 
-    def amounts(self, inputs: SimpleNamespace, output: Expected) -> dict[str, Callable[[], int]]:
-        return super().amounts(inputs, output) | {"memory a pair": lambda: self._memory_a_pair(inputs)}
-
-    def _memory_a_pair(self, inputs: SimpleNamespace) -> int:
-        """Bytes of the activations of an image and its texts, and of the gradients of a layer's."""
-        tokens = text_length(inputs.model, inputs.data)
-        of_texts = tokens * len(self.caption_weights or [1])
-        model = self.trained_model(inputs)
-        activations = count_activations(model, self.gradient_checkpointing, of_texts)
-        return 4 * (activations + count_largest_layer(model, of_texts))
-
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Also the activations of the pairs that are computed at a time, the images of a batch or of all pairs, their
-        similarities with their gradients, and drawn pictures."""
-        a_pair, config = self._memory_a_pair(inputs), inputs.model.clip
-        batch = self.global_batch_size // self.gradient_accumulation_steps
-        share = batch // num_processes
-        rows, captions = min(share, self.loss_chunk_size or share), len(self.caption_weights or [1])
-        # Images with texts and texts with images, and as many gradients; embeddings, and as many gradients
-        compared = 16 * captions * (rows * batch + batch * config.projection_dim)
-        images = 0 if self.hidden_states is not None else share
-        if self.data.in_memory and images:
-            images += inputs.data.known_pairs
-        held = super().memory(inputs, output, num_processes) + compared + bytes_of_rows(inputs.data)
-        return held + bytes_of_images(inputs.model, images) + (self.mini_batch_size or share) * a_pair
+        similarities with their gradients, and drawn pictures; on disk the model that is measured, and the best one."""
+        cost, captions = super().cost(inputs), len(self.caption_weights or [1])
+
+        def memory_a_pair() -> int:
+            """Bytes of the activations of an image and its texts, and of the gradients of a layer's."""
+            model, tokens = self.trained_model(inputs), text_length(inputs.model, inputs.data) * captions
+            return 4 * (
+                count_activations(model, self.gradient_checkpointing, tokens) + count_largest_layer(model, tokens)
+            )
+
+        def memory() -> int:
+            batch = self.global_batch_size // self.gradient_accumulation_steps
+            share = batch // inputs.num_processes
+            rows = min(share, self.loss_chunk_size or share)
+            # Images with texts and texts with images, and as many gradients; embeddings, and as many gradients
+            compared = 16 * captions * (rows * batch + batch * inputs.model.clip.projection_dim)
+            images = 0 if self.hidden_states is not None else share
+            if self.data.in_memory and images:
+                images += inputs.data.known_pairs
+            held = cost["memory"]() + compared + bytes_of_rows(inputs.data) + bytes_of_images(inputs.model, images)
+            return held + (self.mini_batch_size or share) * memory_a_pair()
+
+        def most() -> int:
+            models = 0 if self.evaluation is None else 1 if self.evaluation.keep_best is None else 2
+            return cost["disk at most"]() + models * cost["disk"]()
+
+        return cost | {"memory": memory, "memory a pair": memory_a_pair, "disk at most": most}
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -200,9 +204,7 @@ class TrainStage(RouterSettings, StepsStage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
-        trainable = self._set_trainable(model, context.seed)
-        for setting, problem in self.model_problems(model, trainable):
-            raise ValueError(f"{self.name}.{setting}: {problem}")
+        self.set_trainable(model, context.seed)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
@@ -224,50 +226,41 @@ class TrainStage(RouterSettings, StepsStage):
         if accelerator.is_main_process and not self.data.streaming:
             write_text(directory / SAMPLES, json.dumps({"pairs": len(rows)}))
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
-        share = self.global_batch_size // (num_processes * self.gradient_accumulation_steps)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
+        share = self.global_batch_size // (inputs.num_processes * self.gradient_accumulation_steps)
         if self.mini_batch_size is not None and share % self.mini_batch_size:
             yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
-            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_names())
+            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_tasks())
         yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
         if inputs.hidden_states is not None:
             yield "hidden_states", other_rows(f"{self.hidden_states}", inputs.hidden_states, inputs.data)
             yield "hidden_states", self._other_captions(inputs.hidden_states.captions)
             yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
         with contextlib.suppress(Unknown):
-            model = described(inputs.model.clip)
-            try:
-                trainable = self._set_trainable(copy.deepcopy(model) if self.lora else model)
-            except ValueError as error:
-                yield "lora" if self.lora else "trainable", str(error)
-                return
-            yield from self.model_problems(model, trainable)
-            if inputs.hidden_states is not None and is_sparse(model.config):
-                changed = _below_sparse_layers(model, sorted(trained_apart(inputs.hidden_states, inputs.model)))
-                yield "hidden_states", changed and f"{self.hidden_states} is of a model before {cut(changed)} trained"
+            yield from self._problems_of_model(inputs, inputs.model.clip)
 
-    def model_problems(self, model: PreTrainedModel, trainable: list[str]) -> Iterator[tuple[str, str]]:
-        """Settings that do not go with the model, each with what is wrong.
-
-        Args:
-            trainable: the names of the parameters that train.
-        """
-        sparse = is_sparse(model.config)
-        towers = [model.config.text_config, model.config.vision_config] if sparse else []
-        yield from self.router_problems(model.config)
+    def _problems_of_model(
+        self, inputs: SimpleNamespace, config: CLIPConfig | CLIPMoEConfig
+    ) -> Iterator[tuple[str, str]]:
+        sparse = is_sparse(config)
+        towers = [config.text_config, config.vision_config] if sparse else []
+        yield from self.router_problems(config)
         if self.expert_dropout is not None and not sparse:
             yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
         if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
             # Noise in groups has generators of its own, with which the compiler would start anew in every step
             yield "torch_compile", "the model has router_jitter_noise: leave out one of them"
         if self.mini_batch_size is not None and sparse:
-            yield from (("mini_batch_size", problem) for problem in self._other_groups(model.config))
+            yield from (("mini_batch_size", problem) for problem in self._other_groups(config))
         if self.hidden_states is not None and not sparse:
             yield "hidden_states", f"they go with a sparse model, but {self.model} is dense"
-        elif self.hidden_states is not None and (kept := _below_sparse_layers(model, trainable)):
-            yield "hidden_states", f"they go with frozen layers below the first sparse ones, but {cut(kept)} train"
+        elif self.hidden_states is not None:
+            train = _below_sparse_layers(config, self.trained_names(inputs))
+            yield "hidden_states", train and f"frozen layers below the first sparse ones are needed: {cut(train)} train"
+            changed = _below_sparse_layers(config, sorted(trained_apart(inputs.hidden_states, inputs.model)))
+            yield "hidden_states", changed and f"{self.hidden_states} is of a model before {cut(changed)} trained"
 
     def _other_groups(self, config: CLIPMoEConfig) -> Iterator[str]:
         """Why parts of a batch would not have the groups of the whole batch."""
@@ -292,10 +285,6 @@ class TrainStage(RouterSettings, StepsStage):
         ours = len(self.caption_weights or [1])
         return "" if kept in (None, ours) else f"{self.hidden_states} is of {kept} captions of an image, not of {ours}"
 
-    def data_problems(self) -> Iterator[tuple[str, str]]:
-        if self.evaluation is not None:
-            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_data())
-
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
             return {}
@@ -303,34 +292,29 @@ class TrainStage(RouterSettings, StepsStage):
             f"evaluation.{setting}": fingerprint for setting, fingerprint in self.evaluation.data_fingerprints().items()
         }
 
-    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+    def trained_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         config = copy.deepcopy(inputs.model.clip)
         config.dtype = torch.float32
         return config
 
-    def disk(self, inputs: SimpleNamespace, output: Expected) -> tuple[int, int]:
-        """With the model that is measured, and the best one."""
-        weights, most = super().disk(inputs, output)
-        models = 0 if self.evaluation is None else 1 if self.evaluation.keep_best is None else 2
-        return weights, most + models * weights
+    def set_trainable(self, model: PreTrainedModel, seed: int = 0) -> None:
+        try:
+            set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.{'trainable' if self.lora is None else 'lora'}: {error}") from error
 
-    def _set_trainable(self, model: PreTrainedModel, seed: int = 0) -> list[str]:
-        """The names of the parameters that train."""
+    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
-            return set_trainable(model, self.trainable)[0]
-        add_adapters(model, self.lora, seed)
-        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            return super().trained_model(inputs)
+        model = copy.deepcopy(described(self.trained_config(inputs)))
+        self.set_trainable(model)
+        return model
 
     def trained_names(self, inputs: SimpleNamespace) -> list[str]:
         if self.lora is None:
             return super().trained_names(inputs)
-        return adapted_names(described(self.output_config(inputs)), self.lora)
-
-    def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
-        model = described(self.output_config(inputs))
-        model = copy.deepcopy(model) if self.lora else model
-        self._set_trainable(model)
-        return model
+        self.trained_model(inputs)  # raises where there is nothing to adapt
+        return adapted_names(described(self.trained_config(inputs)), self.lora)
 
     def _hidden_states(
         self, model: PreTrainedModel, rows: Rows, inputs: SimpleNamespace, context: Context
@@ -351,6 +335,8 @@ class TrainExpertsStage(TrainStage):
     kind: ClassVar[str] = "train_experts"
 
     trainable: str = r"\.mlp\."
+    # The pairs that it trains on.
+    data: NumberedData
     # The number by which --experts chooses it.
     expert: int = Field(gt=0)
     # A cluster stage.
@@ -364,14 +350,8 @@ class TrainExpertsStage(TrainStage):
     # other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
 
-    @model_validator(mode="after")
-    def _check_data(self):
-        if self.data.streaming:
-            raise ValueError("data.streaming: a stream has no numbered samples that cluster labels could belong to")
-        return self
-
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
         yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
 
@@ -430,11 +410,12 @@ class TrainRouterStage(TrainStage):
     balance_mean: BalanceMean = "layer"
 
 
-def _below_sparse_layers(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+def _below_sparse_layers(config: CLIPMoEConfig, names: Sequence[str]) -> list[str]:
     """The names of parameters below the first sparse layer of a tower of a sparse model."""
     found = []
-    for tower in ("text_model", "vision_model"):
-        below = "|".join(str(layer) for layer in range(min(getattr(model, tower).config.moe_layers, default=0)))
-        pattern = re.compile(rf"{tower}\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
+    for tower in ("text", "vision"):
+        first = min(getattr(config, f"{tower}_config").moe_layers, default=0)
+        below = "|".join(map(str, range(first)))
+        pattern = re.compile(rf"{tower}_model\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
         found += [name for name in names if pattern.match(name)]
     return found

@@ -1,6 +1,6 @@
 """The stage that trains an expert of MoDE."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar
@@ -13,9 +13,10 @@ from data.sources import Rows
 from data.worlds import WORLDS
 from training.caption_clusters import READABLE, load_caption_clusters, load_expert_of_pair
 from training.context import Context
-from training.expected import AtMost, Expected
+from training.expected import AtMost
 from training.fits import no_cluster, other_rows
 from training.settings import STRICT, Reads
+from training.stages.base import NumberedData
 from training.stages.train import TrainStage
 
 
@@ -25,6 +26,8 @@ class TrainDataExpertStage(TrainStage):
 
     kind: ClassVar[str] = "train_data_expert"
 
+    # The pairs that the cluster is a part of.
+    data: NumberedData
     # The number by which --experts chooses it.
     expert: int = Field(gt=0)
     # A cluster_coarse or select stage, and which of its clusters.
@@ -33,9 +36,9 @@ class TrainDataExpertStage(TrainStage):
     cluster: int = Field(ge=0)
 
     @model_validator(mode="after")
-    def _check_data(self):
-        if self.data.streaming or self.hidden_states is not None:
-            raise ValueError("a data expert is trained on some numbered pairs: no data.streaming, no hidden_states")
+    def _check_hidden_states(self):
+        if self.hidden_states is not None:
+            raise ValueError("hidden_states: a data expert is trained on some pairs alone: leave it out")
         return self
 
     def steps(self, inputs: SimpleNamespace) -> int:
@@ -47,13 +50,13 @@ class TrainDataExpertStage(TrainStage):
         known = _of_images(folder) or self.data.source in WORLDS  # of others, images may be found unreadable
         return self.num_epochs * ((pairs if known else AtMost(pairs)) // self.global_batch_size)
 
-    def memory(self, inputs: SimpleNamespace, output: Expected, num_processes: int) -> int:
-        """At most, where images are kept in memory: only those of the cluster are."""
-        held = super().memory(inputs, output, num_processes)
-        return AtMost(held) if self.data.in_memory else held
+    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """Memory at most, where images are kept in it: only those of the cluster are."""
+        cost = super().cost(inputs)
+        return cost | ({"memory": lambda: AtMost(cost["memory"]())} if self.data.in_memory else {})
 
-    def problems(self, inputs: SimpleNamespace, num_processes: int) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs, num_processes)
+    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        yield from super().problems(inputs)
         yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
         yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
 
