@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel, PreTrainedConfig
+from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import check_equal, check_weights, load_model, load_pickle, sample_inputs
 from conversion.folders import loading
 from conversion.processors import copy_processor
-from conversion.rules import Rule, apply_rules
+from conversion.rules import Rule, apply_rules, renaming
 from records.files import new_folder, one_line_errors
 from records.messages import cut
 
@@ -63,38 +63,48 @@ NEEDED = {
 }
 
 
-def layer_rules(original: str, tower: str) -> list[Rule]:
-    """Rules for the residual blocks of one tower; `original` is the regular expression of its prefix."""
-    block, layer = rf"{original}transformer\.resblocks\.(\d+)\.", rf"{tower}.encoder.layers.\1."
-    return [
-        Rule(
-            block + r"attn\.in_proj_(weight|bias)",
-            tuple(layer + rf"self_attn.{name}_proj.\2" for name in "qkv"),
-            lambda packed: packed.chunk(3),
-        ),
-        Rule(block + r"attn\.out_proj\.(weight|bias)", layer + r"self_attn.out_proj.\2"),
-        Rule(block + r"ln_([12])\.(weight|bias)", layer + r"layer_norm\2.\3"),
-        Rule(block + r"mlp\.c_fc\.(weight|bias)", layer + r"mlp.fc1.\2"),
-        Rule(block + r"mlp\.c_proj\.(weight|bias)", layer + r"mlp.fc2.\2"),
-    ]
+# OpenAI's names, and those of transformers
+BLOCKS = {
+    "transformer.resblocks.{layer}": "text_model.encoder.layers.{layer}",
+    "visual.transformer.resblocks.{layer}": "vision_model.encoder.layers.{layer}",
+}
+RENAMED = {
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "ln_final.{kind}": "text_model.final_layer_norm.{kind}",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.ln_pre.{kind}": "vision_model.pre_layrnorm.{kind}",
+    "visual.ln_post.{kind}": "vision_model.post_layernorm.{kind}",
+}
+for theirs, ours in BLOCKS.items():
+    RENAMED |= {
+        f"{theirs}.attn.out_proj.{{kind}}": f"{ours}.self_attn.out_proj.{{kind}}",
+        f"{theirs}.ln_{{norm}}.{{kind}}": f"{ours}.layer_norm{{norm}}.{{kind}}",
+        f"{theirs}.mlp.c_fc.{{kind}}": f"{ours}.mlp.fc1.{{kind}}",
+        f"{theirs}.mlp.c_proj.{{kind}}": f"{ours}.mlp.fc2.{{kind}}",
+    }
+TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
+PACKED = {
+    f"{theirs}.attn.in_proj_{{kind}}": f"{ours}.self_attn.{{part}}_proj.{{kind}}" for theirs, ours in BLOCKS.items()
+}
+POSITIONS = "text_model.embeddings.position_embedding.weight"
 
-
-RULES = [
-    *layer_rules("", "text_model"),
-    *layer_rules(r"visual\.", "vision_model"),
-    Rule(r"token_embedding\.weight", "text_model.embeddings.token_embedding.weight"),
-    Rule("positional_embedding", "text_model.embeddings.position_embedding.weight"),
-    Rule(r"ln_final\.(weight|bias)", r"text_model.final_layer_norm.\1"),
-    Rule("text_projection", "text_projection.weight", lambda projection: projection.T),
-    Rule(r"visual\.class_embedding", "vision_model.embeddings.class_embedding"),
-    Rule(r"visual\.conv1\.weight", "vision_model.embeddings.patch_embedding.weight"),
-    Rule(r"visual\.positional_embedding", "vision_model.embeddings.position_embedding.weight"),
-    Rule(r"visual\.ln_pre\.(weight|bias)", r"vision_model.pre_layrnorm.\1"),
-    Rule(r"visual\.ln_post\.(weight|bias)", r"vision_model.post_layernorm.\1"),
-    Rule(r"visual\.proj", "visual_projection.weight", lambda projection: projection.T),
-    Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),  # open_clip also writes (1,)
+# What a sparse model has alike; the two others differ
+SHARED_RULES = [
+    *(renaming(theirs, ours) for theirs, ours in RENAMED.items()),
+    *(renaming(theirs, ours, torch.t) for theirs, ours in TRANSPOSED.items()),
+    *(
+        renaming(theirs, tuple(ours.replace("{part}", part) for part in "qkv"), lambda packed: packed.chunk(3))
+        for theirs, ours in PACKED.items()
+    ),
     Rule("attn_mask", (), reason="the causal mask, which transformers builds itself"),
     Rule("|".join(SETTINGS), (), reason="follows from the other tensors' shapes"),
+]
+RULES = [
+    *SHARED_RULES,
+    Rule("positional_embedding", POSITIONS),
+    Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),  # open_clip also writes (1,)
 ]
 
 
@@ -103,17 +113,20 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; a damaged file; a file
-            that holds anything but tensors; a weight that is not of floating point or not finite.
+        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, holds
+            anything but tensors, or weights that are not finite.
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
     torchscript = is_torchscript(archive)
-    if torchscript and not trust_archive and sha256(archive) not in SHA256.values():
-        raise ValueError(
-            f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
-            f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
-        )
+    if torchscript and not trust_archive:
+        with archive.open("rb") as file:
+            published = hashlib.file_digest(file, "sha256").hexdigest() in SHA256.values()
+        if not published:
+            raise ValueError(
+                f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
+                f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
+            )
     with loading(archive):
         if ".safetensors" in archive.suffixes:  # more may follow while it is written
             content = load_file(archive)
@@ -142,29 +155,20 @@ def is_torchscript(archive: Path) -> bool:
         return False
 
 
-def sha256(path: Path) -> str:
-    """The hash of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def infer_config(
     state: Mapping[str, Tensor],
     activation: str = "quick_gelu",
     vision_heads: int | None = None,
     text_heads: int | None = None,
 ) -> CLIPConfig:
-    """The config of a model in OpenAI's naming, from its shapes; heads are width / 64 where not given.
-
-    Raises:
-        ValueError: not a CLIP with a vision transformer, or a width that the heads do not divide.
-    """
+    """The config of a model in OpenAI's naming, from its shapes; heads are width / 64 where not given."""
     if any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state):
         raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
     if "logit_bias" in state:
         raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
-    if wrong := [key for key, dims in NEEDED.items() if key in state and _is_not_of(state[key], dims)]:
-        raise ValueError(f"of the wrong shape: {cut(f'{key} {tuple(state[key].shape)}' for key in wrong)}")
+    shapes = {key: tuple(state[key].shape) for key in NEEDED if key in state}
+    if wrong := [f"{key} {shape}" for key, shape in shapes.items() if len(shape) != NEEDED[key] or 0 in shape]:
+        raise ValueError(f"of the wrong shape: {cut(wrong)}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
             f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"
@@ -190,16 +194,8 @@ def infer_config(
     )
 
 
-def _is_not_of(tensor: Tensor, dims: int) -> bool:
-    return tensor.ndim != dims or tensor.numel() == 0
-
-
 def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> dict[str, int]:
-    """The sizes of one tower as transformers' config fields.
-
-    Raises:
-        ValueError: the heads do not divide the width, or a block is missing.
-    """
+    """The sizes of one tower as transformers' config fields."""
     block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
@@ -208,8 +204,6 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> 
     heads = width // HEAD_WIDTH if heads is None else heads
     if heads < 1 or width % heads:
         raise ValueError(f"{heads} heads do not divide a width of {width}")
-    if missing := sorted(set(range(len(layers))) - layers):
-        raise ValueError(f"{prefix}transformer.resblocks.{missing[0]} is missing: there are blocks up to {max(layers)}")
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,
@@ -224,11 +218,7 @@ def convert(
     vision_heads: int | None = None,
     text_heads: int | None = None,
 ) -> CLIPModel:
-    """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming.
-
-    Raises:
-        ValueError: not such a state dict, or tensors are missing, left over or of the wrong shape (named).
-    """
+    """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming."""
     model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))
@@ -310,6 +300,33 @@ def layer_norm(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
 
 
+def write(model: PreTrainedModel, folder: Path, processor: str | None, archive: Path) -> None:
+    """Saves the model of an archive, and the processor of a folder or hub name; warns where there is none."""
+    model.save_pretrained(folder)
+    if processor is None:
+        print("warning: the result has no processor: give one with --processor", file=sys.stderr)
+    else:
+        length = model.config.text_config.max_position_embeddings
+        copy_processor(processor, folder, required=True, length=length, model=archive)
+
+
+@torch.no_grad()
+def verify(
+    state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..., Tensor] = dense_ffn
+) -> dict[str, float]:
+    """Compares an archive with a float32 model; for `ffn` see `original_outputs`."""
+    inputs = sample_inputs(model.config)
+    outputs = model(**inputs)
+    return check_equal(
+        original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs, ffn=ffn),
+        {
+            "logits": outputs.logits_per_image,
+            "image embeddings": outputs.image_embeds,
+            "text embeddings": outputs.text_embeds,
+        },
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m conversion.openai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -337,24 +354,8 @@ def main(argv: list[str] | None = None) -> None:
                 file=sys.stderr,
             )
         model = convert(state, args.activation or "quick_gelu", args.vision_heads, args.text_heads)
-        model.save_pretrained(folder)
-        if args.processor is None:
-            print("warning: the result has no processor: give one with --processor", file=sys.stderr)
-        else:
-            length = model.config.text_config.max_position_embeddings
-            copy_processor(args.processor, folder, required=True, length=length, model=args.archive)
-        model = load_model(CLIPModel, folder)
-        inputs = sample_inputs(model.config)
-        with torch.no_grad():
-            outputs = model(**inputs)
-        check_equal(
-            original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs),
-            {
-                "logits": outputs.logits_per_image,
-                "image embeddings": outputs.image_embeds,
-                "text embeddings": outputs.text_embeds,
-            },
-        )
+        write(model, folder, args.processor, args.archive)
+        verify(state, load_model(CLIPModel, folder))
     print(f"wrote {args.output}")
 
 

@@ -13,7 +13,6 @@ appears, what was written is read again and compared with the source.
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,34 +21,43 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import architecture, check_equal, load_model, sample_inputs
+from conversion.checkpoints import architecture, load_model
 from conversion.long_context import KEPT_POSITIONS
 from conversion.openai import (
+    BLOCKS,
     HEAD_WIDTH,
-    RULES,
+    PACKED,
+    POSITIONS,
+    RENAMED,
+    SHARED_RULES,
+    TRANSPOSED,
     activation,
     dense_ffn,
     infer_config,
     is_torchscript,
     linear,
-    original_outputs,
     read_state_dict,
+    write,
 )
+from conversion.openai import verify as verify_archive
 from conversion.presets import PRESETS
-from conversion.processors import copy_processor
-from conversion.rules import Rule, apply_rules
+from conversion.rules import Rule, apply_rules, renaming
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
 from records.files import locked, new_file, new_folder, one_line_errors, writing
-from records.messages import cut
 
-TOWER_OF_PREFIX = {"": "text_model", "visual.": "vision_model"}
-EXPERT = re.compile(r"((?:visual\.)?transformer\.resblocks\.(\d+)\.)experts\.(\d+)\.(c_fc|c_proj)\.(weight|bias)")
+EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 # The stacked tensors of our experts, and the names of one expert's in a checkpoint
 EXPERTS_TO_RELEASED = {
     "up_proj": "c_fc.weight",
     "up_proj_bias": "c_fc.bias",
     "down_proj": "c_proj.weight",
     "down_proj_bias": "c_proj.bias",
+}
+GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in BLOCKS.items()}
+EXPERTS = {
+    f"{theirs}.experts.{{expert}}.{one}": f"{ours}.mlp.experts.{stacked}"
+    for theirs, ours in BLOCKS.items()
+    for stacked, one in EXPERTS_TO_RELEASED.items()
 }
 
 
@@ -58,231 +66,120 @@ def position_table(first: Tensor, later: Tensor | None = None) -> Tensor:
     return first if later is None else torch.cat([first[:KEPT_POSITIONS], later[KEPT_POSITIONS:]])
 
 
-def loading_rules() -> list[Rule]:
-    """Rules from a checkpoint to `CLIPMoEModel`."""
-    rules = [rule for rule in RULES if rule.source not in ("positional_embedding", "logit_scale")]
-    rules += [
-        Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
-        Rule(
-            "positional_embedding(?:_res)?",
-            "text_model.embeddings.position_embedding.weight",
-            position_table,
-            merges=True,
-        ),
-    ]
-    for prefix, tower in TOWER_OF_PREFIX.items():
-        block = rf"{re.escape(prefix)}transformer\.resblocks\.(\d+)\."
-        ffn = rf"{tower}.encoder.layers.\1.mlp."
-        rules.append(Rule(block + r"gate\.weight", ffn + "router.weight"))
-        for ours, theirs in EXPERTS_TO_RELEASED.items():
-            source = block + r"experts\.\d+\." + re.escape(theirs)
-            rules.append(Rule(source, ffn + f"experts.{ours}", lambda *tensors: torch.stack(tensors), merges=True))
-    return rules
+LOADING_RULES = [
+    *SHARED_RULES,
+    *(renaming(theirs, ours) for theirs, ours in GATES.items()),
+    *(renaming(theirs, ours, lambda *ffns: torch.stack(ffns), merges=True) for theirs, ours in EXPERTS.items()),
+    Rule("positional_embedding(?:_res)?", POSITIONS, position_table, merges=True),
+    Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
+]
 
 
 def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPMoEModel` to a checkpoint. Both position tensors get all rows."""
     rules = [
-        Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),
-        Rule(r"text_model\.embeddings\.token_embedding\.weight", "token_embedding.weight"),
-        Rule(
-            r"text_model\.embeddings\.position_embedding\.weight",
-            ("positional_embedding", "positional_embedding_res"),
-            lambda table: (table, table.clone()),
+        *(renaming(ours, theirs) for theirs, ours in (RENAMED | GATES).items()),
+        *(renaming(ours, theirs, torch.t) for theirs, ours in TRANSPOSED.items()),
+        *(  # the names of q, k and v as they are sorted
+            renaming(ours, theirs, lambda key, query, value: torch.cat([query, key, value]), merges=True)
+            for theirs, ours in PACKED.items()
         ),
-        Rule(r"text_model\.final_layer_norm\.(weight|bias)", r"ln_final.\1"),
-        Rule(r"text_projection\.weight", "text_projection", lambda weight: weight.T),
-        Rule(r"vision_model\.embeddings\.class_embedding", "visual.class_embedding"),
-        Rule(r"vision_model\.embeddings\.patch_embedding\.weight", "visual.conv1.weight"),
-        Rule(r"vision_model\.embeddings\.position_embedding\.weight", "visual.positional_embedding"),
-        Rule(r"vision_model\.pre_layrnorm\.(weight|bias)", r"visual.ln_pre.\1"),
-        Rule(r"vision_model\.post_layernorm\.(weight|bias)", r"visual.ln_post.\1"),
-        Rule(r"visual_projection\.weight", "visual.proj", lambda weight: weight.T),
+        renaming(POSITIONS, ("positional_embedding", "positional_embedding_res"), lambda table: (table, table.clone())),
+        Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),
     ]
-    for prefix, tower in TOWER_OF_PREFIX.items():
-        layer, block = rf"{tower}\.encoder\.layers\.(\d+)\.", rf"{prefix}transformer.resblocks.\1."
-        rules += [
-            Rule(
-                layer + r"self_attn\.[qkv]_proj\.(weight|bias)",
-                block + r"attn.in_proj_\2",
-                lambda key, query, value: torch.cat([query, key, value]),  # which is how their names are sorted
-                merges=True,
-            ),
-            Rule(layer + r"self_attn\.out_proj\.(weight|bias)", block + r"attn.out_proj.\2"),
-            Rule(layer + r"layer_norm([12])\.(weight|bias)", block + r"ln_\2.\3"),
-            Rule(layer + r"mlp\.fc1\.(weight|bias)", block + r"mlp.c_fc.\2"),
-            Rule(layer + r"mlp\.fc2\.(weight|bias)", block + r"mlp.c_proj.\2"),
-            Rule(layer + r"mlp\.router\.weight", block + "gate.weight"),
-        ]
-        num_experts = getattr(config, tower.replace("model", "config")).num_experts
-        for ours, theirs in EXPERTS_TO_RELEASED.items():
-            targets = tuple(block + f"experts.{number}.{theirs}" for number in range(num_experts))
-            rules.append(Rule(layer + rf"mlp\.experts\.{ours}", targets, lambda stack: stack.unbind()))
+    for theirs, ours in EXPERTS.items():
+        tower = config.text_config if ours.startswith("text_model.") else config.vision_config
+        targets = tuple(theirs.replace("{expert}", str(number)) for number in range(tower.num_experts))
+        rules.append(renaming(ours, targets, lambda stack: stack.unbind()))
     return rules
 
 
 def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with experts and gate directly in their block, wherever the checkpoint has them.
-
-    Raises:
-        ValueError: it has some in both places.
-    """
-    renamed = {key: re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key) for key in state}
-    inside = [key for key, new in renamed.items() if key != new]
-    outside = [key for key in state if re.search(r"\.resblocks\.\d+\.(experts|gate)\.", key)]
-    if inside and outside:
-        raise ValueError(f"experts both inside and outside of a module mlp: {cut(inside)}; {cut(outside)}")
-    return {renamed[key]: tensor for key, tensor in state.items()}
+    """The tensors with experts and gate directly in their block, wherever the checkpoint has them."""
+    renamed = {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
+    if len(renamed) < len(state):
+        raise ValueError("the checkpoint has experts or gates both in and outside of a module mlp")
+    return renamed
 
 
 def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEConfig:
-    """The config of a normalized checkpoint, from its tensors.
-
-    Raises:
-        ValueError: no sparse block, experts whose numbers have gaps, blocks of one tower with different numbers of
-            experts, a gate that does not have as many rows or is missing, position tensors of different shapes, or see
-            `conversion.openai.infer_config`.
-    """
-    experts: dict[str, dict[int, set[int]]] = {prefix: {} for prefix in TOWER_OF_PREFIX}
-    for key in state:
-        if match := EXPERT.fullmatch(key):
-            prefix = "visual." if key.startswith("visual.") else ""
-            experts[prefix].setdefault(int(match[2]), set()).add(int(match[3]))
-    if not any(experts.values()):
-        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is conversion.openai")
-    if "positional_embedding_res" in state:
-        shapes = [
-            tuple(state[key].shape) for key in ("positional_embedding", "positional_embedding_res") if key in state
-        ]
-        if len(set(shapes)) != 1 or len(shapes) != 2:
-            raise ValueError(f"positional_embedding and positional_embedding_res need one shape, but have {shapes}")
+    """The config of a normalized checkpoint, from its tensors. Whether all of them fit it, the rules tell."""
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
     dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
-    towers = {}
-    for prefix, config, config_class in (
-        ("", dense.text_config, CLIPMoETextConfig),
-        ("visual.", dense.vision_config, CLIPMoEVisionConfig),
+    found = [match for key in state if (match := EXPERT.fullmatch(key))]
+    if not found:
+        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is conversion.openai")
+    towers = []
+    for config, config_class, prefix in (
+        (dense.text_config, CLIPMoETextConfig, None),
+        (dense.vision_config, CLIPMoEVisionConfig, "visual."),
     ):
-        routing = {}
-        if experts[prefix]:
-            num_experts = _number_of_experts(state, prefix, experts[prefix])
-            routing = {
-                "num_experts": num_experts,
-                "num_experts_per_tok": num_experts_per_tok,
-                "norm_topk_prob": True,
-                "moe_layers": sorted(experts[prefix]),
-            }
-        towers[prefix] = config_class(**architecture(config, config_class) | routing)
+        experts = [(int(layer), int(number)) for tower, layer, number in map(re.Match.groups, found) if tower == prefix]
+        routing = {
+            "num_experts": max(number for _, number in experts) + 1,
+            "num_experts_per_tok": num_experts_per_tok,
+            "norm_topk_prob": True,
+            "moe_layers": sorted({layer for layer, _ in experts}),
+        } if experts else {}  # fmt: skip
+        towers.append(config_class(**architecture(config, config_class) | routing))
     return CLIPMoEConfig(
-        text_config=towers[""],
-        vision_config=towers["visual."],
+        text_config=towers[0],
+        vision_config=towers[1],
         projection_dim=dense.projection_dim,
         router_aux_loss_coef=PRESETS["clip_moe"].router_aux_loss_coef,
     )
 
 
-def _number_of_experts(state: Mapping[str, Tensor], prefix: str, experts: dict[int, set[int]]) -> int:
-    blocks = f"{prefix}transformer.resblocks"
-    gaps = {layer: sorted(numbers) for layer, numbers in experts.items() if numbers != set(range(len(numbers)))}
-    if gaps:
-        layer, numbers = next(iter(sorted(gaps.items())))
-        raise ValueError(f"{blocks}.{layer} has experts {numbers}: their numbers have gaps")
-    counts = {layer: len(numbers) for layer, numbers in sorted(experts.items())}
-    if len(set(counts.values())) != 1:
-        raise ValueError(f"the layers of {blocks} have different numbers of experts: {counts}")
-    number = next(iter(counts.values()))
-    for layer in counts:
-        gate = state.get(f"{blocks}.{layer}.gate.weight")
-        if gate is None:
-            raise ValueError(f"{blocks}.{layer} has {number} experts, but no gate")
-        if gate.ndim != 2:
-            raise ValueError(f"{blocks}.{layer} has {number} experts, but a gate of shape {tuple(gate.shape)}")
-        if len(gate) != number:
-            raise ValueError(f"{blocks}.{layer} has {number} experts, but a gate for {len(gate)} experts")
-    return number
-
-
 def convert(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
-    """Builds the float32 model of a checkpoint in the authors' layout.
-
-    Raises:
-        ValueError: see `normalize` and `infer_sparse_config`; or tensors are missing, left over or of the wrong shape.
-    """
+    """Builds the float32 model of a checkpoint in the authors' layout."""
     state = {key: tensor.float() for key, tensor in normalize(state).items()}
     model = CLIPMoEModel(infer_sparse_config(state, num_experts_per_tok))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    model.load_state_dict(apply_rules(state, shapes, loading_rules()))
+    model.load_state_dict(apply_rules(state, shapes, LOADING_RULES))
     return model.eval()
 
 
 def export(model: CLIPMoEModel) -> dict[str, Tensor]:
-    """The checkpoint of a model in the authors' layout, in the model's dtype.
-
-    Raises:
-        ValueError: the layout cannot express the model: another activation, head width, layer norm, pooling or
-            routing.
-    """
+    """The checkpoint of a model in the authors' layout, in the model's dtype."""
     text, vision = model.config.text_config, model.config.vision_config
-    sparse = [config for config in (text, vision) if config.moe_layers]
-    problems = {
-        "hidden_act must be quick_gelu": any(config.hidden_act != "quick_gelu" for config in (text, vision)),
-        f"heads must be {HEAD_WIDTH} wide": any(
-            config.hidden_size != HEAD_WIDTH * config.num_attention_heads for config in (text, vision)
-        ),
-        "layer_norm_eps must be 1e-05": any(config.layer_norm_eps != 1e-5 for config in (text, vision)),
-        "texts must be pooled at the highest token id": text.eos_token_id not in (2, text.vocab_size - 1),
-        "there must be sparse layers": not sparse,
-        "norm_topk_prob must be True": not all(config.norm_topk_prob for config in sparse),
-        "fusion_gate must be False": any(config.fusion_gate for config in sparse),
-        "eval_capacity_factor must be None": any(config.eval_capacity_factor is not None for config in sparse),
+    towers = (text, vision)
+    sparse = [config for config in towers if config.moe_layers]
+    needed = {
+        "hidden_act must be quick_gelu": all(config.hidden_act == "quick_gelu" for config in towers),
+        f"heads must be {HEAD_WIDTH} wide": all(c.hidden_size == HEAD_WIDTH * c.num_attention_heads for c in towers),
+        "layer_norm_eps must be 1e-05": all(config.layer_norm_eps == 1e-5 for config in towers),
+        "texts must be pooled at the highest token id": text.eos_token_id in (2, text.vocab_size - 1),
+        "there must be sparse layers": sparse,
+        "norm_topk_prob must be True": all(config.norm_topk_prob for config in sparse),
+        "fusion_gate must be False": not any(config.fusion_gate for config in sparse),
+        "eval_capacity_factor must be None": all(config.eval_capacity_factor is None for config in sparse),
     }
-    if any(problems.values()):
-        raise ValueError("the layout cannot express this model: " + "; ".join(p for p, has in problems.items() if has))
+    if not all(needed.values()):
+        raise ValueError(
+            "the layout cannot express this model: " + "; ".join(n for n, holds in needed.items() if not holds)
+        )
     exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 
 
-def released_outputs(
-    state: Mapping[str, Tensor], config: CLIPMoEConfig, pixel_values: Tensor, input_ids: Tensor
-) -> dict[str, Tensor]:
-    """The released architecture in plain functions, on the normalized float32 tensors of a checkpoint.
-
-    Args: see `conversion.openai.original_outputs`.
-    """
-
-    def ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
-        if f"{block}.gate.weight" not in state:
-            return dense_ffn(state, block, config, x)
-        top, chosen = (x @ state[f"{block}.gate.weight"].T).topk(config.num_experts_per_tok)  # (B, T, K)
-        weights = torch.zeros(*x.shape[:2], config.num_experts).scatter(-1, chosen, top.softmax(dim=-1))
-        outputs = []
-        for number in range(config.num_experts):
-            expert = f"{block}.experts.{number}"
-            outputs.append(linear(state, f"{expert}.c_proj", activation(config, linear(state, f"{expert}.c_fc", x))))
-        return torch.einsum("bte,ebtd->btd", weights, torch.stack(outputs))
-
-    table = position_table(state["positional_embedding"], state.get("positional_embedding_res"))
-    return original_outputs({**state, "positional_embedding": table}, config, pixel_values, input_ids, ffn)
+def mixture_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
+    """The FFN of a residual block as it was released, sparse or dense; x is (B, T, D)."""
+    if f"{block}.gate.weight" not in state:
+        return dense_ffn(state, block, config, x)
+    top, chosen = (x @ state[f"{block}.gate.weight"].T).topk(config.num_experts_per_tok)  # (B, T, K)
+    weights = torch.zeros(*x.shape[:2], config.num_experts).scatter(-1, chosen, top.softmax(dim=-1))
+    outputs = []
+    for number in range(config.num_experts):
+        expert = f"{block}.experts.{number}"
+        outputs.append(linear(state, f"{expert}.c_proj", activation(config, linear(state, f"{expert}.c_fc", x))))
+    return torch.einsum("bte,ebtd->btd", weights, torch.stack(outputs))
 
 
 def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]:
-    """Compares a checkpoint with a model, both in float32.
-
-    Raises:
-        ValueError: they do not compute the same.
-    """
-    state = {key: tensor.float() for key, tensor in normalize(state).items()}
-    inputs = sample_inputs(model.config)
-    with torch.no_grad():
-        outputs = model(**inputs)
-    return check_equal(
-        released_outputs(state, model.config, **inputs),
-        {
-            "logits": outputs.logits_per_image,
-            "image embeddings": outputs.image_embeds,
-            "text embeddings": outputs.text_embeds,
-        },
-    )
+    """Compares a checkpoint with a float32 model."""
+    state = normalize(state)
+    table = position_table(state["positional_embedding"], state.get("positional_embedding_res"))
+    return verify_archive(state | {"positional_embedding": table}, model, mixture_ffn)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -312,31 +209,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
-    """Write a released checkpoint as a new folder, and verify it.
-
-    Raises:
-        ValueError: it is another kind of file, its weights do not fit, or the folder is there already.
-    """
+    """Writes a released checkpoint as a new folder, and verifies it."""
     with new_folder(output) as folder:
         if checkpoint.is_file() and is_torchscript(checkpoint):
             raise ValueError(f"{checkpoint} is a TorchScript archive: what was released is a state dict")
         state = read_state_dict(checkpoint)
-        model = convert(state, num_experts_per_tok)
-        model.save_pretrained(folder)
-        if processor is None:
-            print("warning: the result has no processor: give one with --processor", file=sys.stderr)
-        else:
-            length = model.config.text_config.max_position_embeddings
-            copy_processor(processor, folder, required=True, length=length, model=checkpoint)
+        write(convert(state, num_experts_per_tok), folder, processor, checkpoint)
         verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 
 def write_checkpoint(source: str, output: Path) -> None:
-    """Write a model as a new file in the format that was released, and verify it.
-
-    Raises:
-        ValueError: the model has no such format, or the file is there already.
-    """
+    """Writes a model as a new file in the format that was released, and verifies it."""
     if output.exists():
         raise ValueError(f"{output} already exists: remove it or choose another output")
     model = load_model(CLIPMoEModel, source)

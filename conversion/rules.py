@@ -39,10 +39,7 @@ class Rule:
 
     `source` is a regular expression; `target` holds one template or a tuple of them, with `\1` for the groups of
     `source`. With `merges`, all source tensors that lead to the same targets go to `transform` together, numbers in
-    their keys in numerical order.
-
-    Raises:
-        ValueError: a rule without target gives no reason.
+    their keys in numerical order. A rule without target gives the reason.
     """
 
     source: str
@@ -51,9 +48,16 @@ class Rule:
     merges: bool = False
     reason: str = ""
 
-    def __post_init__(self):
-        if self.target == () and not self.reason:
-            raise ValueError(f"the rule for {self.source!r} drops tensors: give the reason")
+
+# What stands for a part of a name that a rule takes over
+PLACEHOLDERS = {"layer": r"\d+", "expert": r"\d+", "norm": "[12]", "kind": "weight|bias", "part": "[qkv]"}
+
+
+def renaming(source: str, target: str | tuple[str, ...], *transform, **options) -> Rule:
+    """A rule between names with `{placeholders}`: where nothing else happens, swapped names lead back."""
+    pattern = re.sub(r"\\{(\w+)\\}", lambda match: f"(?P<{match[1]}>{PLACEHOLDERS[match[1]]})", re.escape(source))
+    targets = (target,) if isinstance(target, str) else target
+    return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", one) for one in targets), *transform, **options)
 
 
 def apply_rules(

@@ -1,9 +1,9 @@
 """All converters, with tiny sources that each of them takes."""
 
 import torch
+from openai_reference import openai_state_dict
 from safetensors.torch import save_file
-from test_openai import openai_state_dict
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from conversion import assemble, average, dense, llava, long_context, openai, released_clip_moe, unify, upcycle

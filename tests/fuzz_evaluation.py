@@ -18,7 +18,7 @@ from converters import run as convert
 from safetensors.numpy import load_file
 from test_fuzz_conversion import SKIP, bytes_of, field
 from test_report import result
-from test_upcycle import WORDS
+from tiny_clip import WORDS
 from transformers import logging
 
 from conversion import publish

@@ -14,7 +14,7 @@ from converters import COMMANDS, make_sources, run
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
-from test_upcycle import WORDS
+from tiny_clip import WORDS
 from transformers import CLIPModel
 
 from conversion.checkpoints import load_clip, load_mixture, load_model

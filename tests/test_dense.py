@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.dense import extract, main, verify

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 
 from records.provenance import weights_fingerprint
 from training.recipe import load_recipe

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import yaml
 from safetensors.torch import load_file
 from test_losses import BATCH, Model, data, gradients
-from test_upcycle import tiny_clip
+from tiny_clip import tiny_clip
 from torch.nn.parallel import DistributedDataParallel
 
 from conversion import publish

@@ -15,7 +15,7 @@ import torch
 from converters import COMMANDS, make_sources, run
 from filelock import FileLock
 from safetensors.torch import save_file
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 
 from conversion.processors import copy_processor
 from conversion.publishing.bundle import write_processor

@@ -16,7 +16,7 @@ from fuzz_evaluation import CUTS, MAINS, arguments, cases, ended, fields, rows, 
 from safetensors.numpy import load_file
 from test_fuzz_conversion import CONFIGURATIONS, HALVES, NO_OBJECT, WEIGHTS, bytes_of, field, text
 from test_report import result
-from test_upcycle import WORDS
+from tiny_clip import WORDS
 
 from records.result_schema import read_result
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, main, stretch_positions

@@ -8,7 +8,7 @@ from pathlib import Path
 import converters
 import pytest
 import yaml
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import CLIPTokenizer
 
 from conversion import assemble, average, publish, unify, upcycle

@@ -1,7 +1,7 @@
 """conversion/processors.py: whether a processor fits the model that it goes with."""
 
 import pytest
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import AutoProcessor, CLIPConfig, CLIPImageProcessorPil, CLIPProcessor
 
 from conversion.processors import copy_processor, require_fit

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from conversion.rules import Rule, apply_rules
+from conversion.rules import Rule, apply_rules, renaming
 
 IDENTITY = [Rule("(.*)", r"\1")]
 
@@ -78,49 +78,42 @@ def test_keeps_each_tensors_dtype():
     assert {key: tensor.dtype for key, tensor in state.items()} == {"half": torch.float16, "number": torch.int64}
 
 
-def test_drop_needs_a_reason_and_logs_it(caplog):
-    with pytest.raises(ValueError, match="give the reason"):
-        Rule("mask", ())
+def test_what_is_dropped_is_logged(caplog):
     with caplog.at_level(logging.INFO):
         assert apply_rules({"mask": torch.ones(1)}, {}, [Rule("mask", (), reason="a constant")]) == {}
     assert "dropped mask: a constant" in caplog.text
 
 
-def test_source_key_without_rule():
-    fails("left over in the source: b", tensors(a=2, b=2), {"a": (2,)}, [Rule("a", "a")])
-    # a rule speaks of a whole key, not of its beginning
-    fails("left over in the source: ab", tensors(ab=2), {}, [Rule("a", "a")])
+TWICE = "converted by two rules or from two tensors: "
+SPLIT = Rule("qkv", ("q", "k", "v"), lambda w: w.chunk(3))
 
 
-def test_source_key_that_leads_nowhere():
-    fails("left over in the source: layers.2", {"layers.2": torch.ones(1)}, {}, [Rule(r"layers\.(\d)", r"blocks.\1")])
+@pytest.mark.parametrize(
+    ("source", "target_shapes", "rules", "message"),
+    [
+        (tensors(a=2, b=2), {"a": (2,)}, [Rule("a", "a")], "left over in the source: b"),
+        (tensors(ab=2), {}, [Rule("a", "a")], "left over in the source: ab"),  # a rule speaks of a whole key
+        (tensors(**{"layers.2": 1}), {}, [Rule(r"layers\.(\d)", r"blocks.\1")], "left over in the source: layers.2"),
+        (tensors(a=2), {"a": (2,), "c": (2,), "d": (3,)}, IDENTITY, "missing from the source: c, d"),
+        (tensors(a=2), {"a": (2,)}, [*IDENTITY, Rule("a", "a")], TWICE + "a"),
+        (tensors(a=2, b=2), {"c": (2,)}, [Rule("[ab]", "c")], TWICE + "a, b"),
+        (tensors(a=2, b=2), {"c": (2,)}, [Rule("a", "c"), Rule("b", "c")], TWICE + "b"),
+        (tensors(a=2), {"a": (3,)}, IDENTITY, "of the wrong shape: a is (2,) and must be (3,)"),
+        (tensors(qkv=2), {"q": (1,), "k": (1,), "v": (1,)}, [SPLIT], "qkv (2,) to q, k, v"),
+        (tensors(**{"experts.0": 2, "experts.2": 2}), {"experts": (3, 2)},
+         [Rule(r"experts\.\d", "experts", lambda *w: torch.stack(w), merges=True)],
+         "experts is (2, 2) and must be (3, 2)"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit(source, target_shapes, rules, message):
+    fails(message, source, target_shapes, rules)
 
 
-def test_target_key_that_nothing_leads_to():
-    fails("missing from the source: c, d", tensors(a=2), {"a": (2,), "c": (2,), "d": (3,)}, IDENTITY)
-
-
-def test_two_rules_for_one_source_key():
-    fails("converted by two rules or from two tensors: a", tensors(a=2), {"a": (2,)}, [*IDENTITY, Rule("a", "a")])
-
-
-def test_two_source_keys_for_one_target_key():
-    message = "converted by two rules or from two tensors: "
-    same_rule = [Rule("[ab]", "c")]
-    fails(message + "a, b", tensors(a=2, b=2), {"c": (2,)}, same_rule)
-    fails(message + "b", tensors(a=2, b=2), {"c": (2,)}, [Rule("a", "c"), Rule("b", "c")])
-
-
-def test_wrong_shape():
-    fails("of the wrong shape: a is (2,) and must be (3,)", tensors(a=2), {"a": (3,)}, IDENTITY)
-    split = [Rule("qkv", ("q", "k", "v"), lambda w: w.chunk(3))]
-    fails("qkv (2,) to q, k, v", tensors(qkv=2), {"q": (1,), "k": (1,), "v": (1,)}, split)
-
-
-def test_a_missing_expert_is_noticed():
-    source = {f"experts.{index}": torch.ones(2) for index in (0, 2)}
-    rules = [Rule(r"experts\.\d", "experts", lambda *w: torch.stack(w), merges=True)]
-    fails("experts is (2, 2) and must be (3, 2)", source, {"experts": (3, 2)}, rules)
+def test_names_with_placeholders_lead_there_and_back():
+    source = {"a.3.weight": torch.ones(1), "a.12.bias": torch.zeros(1)}
+    there = apply_rules(source, None, [renaming("a.{layer}.{kind}", "b.layers.{layer}.{kind}")])
+    assert there.keys() == {"b.layers.3.weight", "b.layers.12.bias"}
+    assert apply_rules(there, None, [renaming("b.layers.{layer}.{kind}", "a.{layer}.{kind}")]) == source
 
 
 def test_all_problems_are_reported_at_once_and_long_lists_cut():

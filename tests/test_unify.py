@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_upcycle import processor, tiny_clip
+from tiny_clip import processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import model_outputs, sample_inputs

@@ -10,59 +10,14 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    AutoProcessor,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTokenizer,
-)
+from tiny_clip import processor, tiny_clip
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, BertConfig, BertModel
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
 from conversion.presets import PRESETS
 from conversion.upcycle import main, upcycle, verify
 from modeling_clip_moe import CLIPMoEModel
 from records.files import new_folder
-
-WORDS = ("a", "red", "round", "cat")
-
-
-def tiny_clip(text_layers=4, vision_layers=4):
-    """A dense CLIP in which every parameter is random, biases and layer norms too."""
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "projection_dim": 16}
-    text = {
-        "vocab_size": 40,
-        "max_position_embeddings": 12,
-        "bos_token_id": 38,
-        "eos_token_id": 39,
-        "pad_token_id": 39,
-    }
-    model = CLIPModel(
-        CLIPConfig(
-            text_config=tower | text | {"num_hidden_layers": text_layers},
-            vision_config=tower | {"num_hidden_layers": vision_layers, "image_size": 16, "patch_size": 8},
-            projection_dim=16,
-        )
-    )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name != "logit_scale":
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5 + (".norm" in name))
-    return model.eval()
-
-
-def processor(image_size=16):
-    letters = sorted(set("".join(WORDS)))
-    tokens = [*letters, *(letter + "</w>" for letter in letters)]
-    vocab = {token: index for index, token in enumerate(tokens)} | {"<|startoftext|>": 38, "<|endoftext|>": 39}
-    tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12, unk_token="<|startoftext|>")
-    return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=image_size), tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The folder that is published of a model: weights, code, processor, card, scores; and the check that it loads alone."""
+"""The folder that is published of a model: weights, code, processor, card, scores; and the check that it loads."""
 
 import json
 import os
