@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, concatenate_datasets
+from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from PIL import Image as PILImage
 from sklearn.datasets import load_digits
 from transformers import CLIPImageProcessorPil
@@ -42,6 +42,8 @@ SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]
 SPLITS = {"train": 0, "test": 1}
+# A row by its number: the image, (H, W, 3) uint8, what tells a caption of it, and its attributes
+Draw = Callable[[int], tuple[np.ndarray, Callable[[], str], Mapping[str, str]]]
 # Rows that are drawn before they become columns
 AT_ONCE = 1000
 TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
@@ -140,10 +142,24 @@ def shown_in_turns(kinds: Sequence[int], split: str, seed: int) -> Callable[[int
     return lambda index: kinds[order(index // len(kinds))[index % len(kinds)]]
 
 
-def drawn_rows(draw: Callable[[int], dict[str, Any]], number: int, features: Features) -> Dataset:
-    """The rows 0 to `number` - 1 of a world. Few at a time are dictionaries, which take several times the memory."""
+def drawn_rows(draw: Draw, number: int, captions_per_image: int, attributes: Sequence[str]) -> Dataset:
+    """The rows 0 to `number` - 1 of a world: `image`, `caption` and the attributes.
+
+    Args:
+        captions_per_image: with more than one, `caption` is a list.
+    """
+
+    def row(index: int) -> dict[str, Any]:
+        image, tell, values = draw(index)
+        texts = [tell() for _ in range(captions_per_image)]
+        return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **values}
+
+    text = Value("string")
+    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
+    features = Features(features | dict.fromkeys(attributes, text))
+    # Few at a time are dictionaries, which take several times the memory
     parts = [range(start, min(start + AT_ONCE, number)) for start in range(0, number, AT_ONCE)]
-    return concatenate_datasets([Dataset.from_list([draw(index) for index in part], features) for part in parts])
+    return concatenate_datasets([Dataset.from_list(list(map(row, part)), features) for part in parts])
 
 
 def build_image_processor(image_size: int) -> CLIPImageProcessorPil:

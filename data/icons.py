@@ -6,27 +6,22 @@ own, to test on.
 
 `web` captions are the name. `detailed` ones also tell the artist. Everything follows from the arguments of `load` and
 from the versions of both packages, to the bit.
-
-    python -m data.icons --contact-sheet icons.png
 """
 
-import argparse
 import hashlib
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset
 from PIL import Image as PILImage
-from PIL import ImageDraw, ImageFont
 from transformers import CLIPTokenizer
 
 from data.drawing import (
@@ -38,7 +33,6 @@ from data.drawing import (
     ground,
     inked,
     photographed,
-    png,
     shown_in_turns,
 )
 from data.tokenizer import learn_tokenizer
@@ -123,42 +117,21 @@ def load(
         Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.
 
     Raises:
-        ValueError: an unknown split, caption style or icon, no sample, or too small an image; or the extra is not
-            installed.
+        ValueError: the extra is not installed.
     """
-    kinds = kind_set("all") if kinds is None else kinds
-    if split not in SPLITS or captions not in CAPTION_STYLES:
-        raise ValueError(
-            f"split is {split!r} and captions is {captions!r}, must be one of {', '.join(SPLITS)} and one of "
-            f"{', '.join(CAPTION_STYLES)}"
-        )
-    last = sum(map(len, _icons())) - 1
-    if not len(kinds) or not 0 <= min(kinds) <= max(kinds) <= last:
-        raise ValueError(f"kinds must be numbers of icons, from 0 to {last}, at least one")
-    if num_samples < 1 or image_size < SMALLEST_IMAGE:
-        raise ValueError(
-            f"num_samples is {num_samples} and image_size {image_size}, must be at least 1 and {SMALLEST_IMAGE}"
-        )
-    shown = shown_in_turns(kinds, split, seed)
+    shown = shown_in_turns(kind_set("all") if kinds is None else kinds, split, seed)
 
-    def draw(index: int) -> dict[str, Any]:
+    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         kind = shown(index)
         image = render(kind, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]), image_size)
-        text = caption(kind, captions)
-        return {
-            "image": png(image),
-            "caption": [text] * captions_per_image if captions_per_image > 1 else text,
-            **{"kind": icon(kind).name, "artist": icon(kind).artist},
-        }
+        return image, lambda: caption(kind, captions), {"kind": icon(kind).name, "artist": icon(kind).artist}
 
-    text = Value("string")
-    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
-    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
+    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
 
 
 def caption(kind: int, style: str) -> str:
     """What a caption of one of `CAPTION_STYLES` says of an icon."""
-    return icon(kind).name + ("" if style == "web" else f", drawn by {icon(kind).artist}")
+    return icon(kind).name + {"web": "", "detailed": f", drawn by {icon(kind).artist}"}[style]
 
 
 def icon(kind: int) -> Icon:
@@ -231,33 +204,3 @@ def build_tokenizer(context_length: int) -> CLIPTokenizer:
     return learn_tokenizer(
         [*names, *(f", drawn by {artist}" for artist in ARTISTS.values())], VOCABULARY, context_length
     )
-
-
-def draw_icons(path: str | Path, columns: int = 8, rows: int = 4) -> None:
-    """Draw the first icons of each set with their names: two pictures of each."""
-    width, height, side = 150, 86, 64
-    sheet = PILImage.new("RGB", (columns * width, 3 * rows * height), "white")
-    drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
-    starts = (0, len(kind_set("brands")), len(kind_set("all")))
-    kinds = [start + number for start in starts for number in range(columns * rows)]
-    for place, kind in enumerate(kinds):
-        x, y = place % columns * width + 6, place // columns * height + 6
-        for number in range(2):
-            picture = PILImage.fromarray(render(kind, np.random.default_rng([kind, number]), 32))
-            sheet.paste(picture.resize((side, side), PILImage.Resampling.NEAREST), (x + number * (side + 4), y))
-        drawing.text((x, y + side + 1), icon(kind).name[:24], "black", font)
-    sheet.save(path, "png", optimize=True)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Look at the world of icons.")
-    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw icons into")
-    arguments = parser.parse_args(argv)
-    try:
-        draw_icons(arguments.contact_sheet)
-    except (OSError, ValueError) as error:  # no such folder, no kind of picture, no extra
-        raise SystemExit(f"error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

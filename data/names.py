@@ -9,24 +9,17 @@ first word of its towns' names has. So clusters of pictures and of names find th
 
 `web` captions are the name. `facts` tell who founded the town and when, in words that names have too, and not its name.
 `detailed` captions tell both. Everything follows from the arguments of `load`, to the bit.
-
-    python -m data.names --contact-sheet names.png
 """
 
-import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Image, List, Value
-from PIL import Image as PILImage
-from PIL import ImageDraw, ImageFont
+from datasets import Dataset
 from transformers import CLIPTokenizer
 
-from data.drawing import COLORS, SPLITS, drawn_rows, png, shown_in_turns
+from data.drawing import COLORS, SPLITS, drawn_rows, shown_in_turns
 from data.tokenizer import learn_tokenizer
 
 CAPTION_STYLES = ("web", "facts", "detailed")
@@ -87,15 +80,10 @@ def kind_set(name: str) -> Sequence[int]:
     number = "4096" if number == "all" else number
     parts = {"": range(8), "half 1": range(4), "half 2": range(4, 8)}
     parts |= {f"country {country}": [country - 1] for country in range(1, 9)}
-    if not number.isdecimal() or part not in parts:
+    if part not in parts or not number.isdecimal() or not 0 < int(number) <= MOST or int(number) % len(COUNTRIES):
         raise ValueError(
-            f"names have no set of kinds {name!r}: it is a number of towns, such as 4096, of which half 1, half 2 or "
-            "country 1 to country 8 may be named, as in 4096 half 1"
-        )
-    if not 0 < int(number) <= MOST or int(number) % len(COUNTRIES):
-        raise ValueError(
-            f"names cannot be those of {number} towns: the {len(COUNTRIES)} countries have as many each, at most "
-            f"{MOST} in all"
+            f"names have no set of kinds {name!r}: it is a number of towns, a multiple of {len(COUNTRIES)} up to "
+            f"{MOST}, of which half 1, half 2 or country 1 to country 8 may be named, as in 4096 half 1"
         )
     return [town for town in range(int(number)) if town % len(COUNTRIES) in parts[part]]
 
@@ -124,45 +112,22 @@ def load(
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption`, and the town's name as `kind`, its `country` and its
         `facts`.
-
-    Raises:
-        ValueError: an unknown split, caption style or town, no sample, or another image size.
     """
-    if split not in SPLITS or captions not in CAPTION_STYLES:
-        raise ValueError(
-            f"split is {split!r} and captions is {captions!r}, must be one of {', '.join(SPLITS)} and one of "
-            f"{', '.join(CAPTION_STYLES)}"
-        )
-    if not len(kinds) or not 0 <= min(kinds) <= max(kinds) < MOST:
-        raise ValueError(f"kinds must be numbers of towns, from 0 to {MOST - 1}, at least one")
-    if num_samples < 1 or image_size < 1 or image_size % SMALLEST_IMAGE:
-        raise ValueError(
-            f"num_samples is {num_samples} and image_size {image_size}, must be at least 1 and a multiple of "
-            f"{SMALLEST_IMAGE}"
-        )
-    shown = shown_in_turns(kinds, split, seed)
+    shown, scale = shown_in_turns(kinds, split, seed), image_size // SMALLEST_IMAGE
 
-    def draw(index: int) -> dict[str, Any]:
+    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         town = shown(index)
         image = render(town, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]))
-        scale = image_size // SMALLEST_IMAGE
-        text = caption(town, captions)
-        return {
-            "image": png(image.repeat(scale, axis=0).repeat(scale, axis=1)),
-            "caption": [text] * captions_per_image if captions_per_image > 1 else text,
-            **{"kind": name_of(town), "country": country_of(town), "facts": facts_of(town)},
-        }
+        attributes = {"kind": name_of(town), "country": country_of(town), "facts": facts_of(town)}
+        return image.repeat(scale, axis=0).repeat(scale, axis=1), lambda: caption(town, captions), attributes
 
-    text = Value("string")
-    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
-    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
+    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
 
 
 def caption(town: int, style: str) -> str:
     """What a caption of one of `CAPTION_STYLES` says of a town."""
-    return {"web": name_of, "facts": facts_of, "detailed": lambda town: f"{name_of(town)}, {facts_of(town)}"}[style](
-        town
-    )
+    told = {"web": [name_of], "facts": [facts_of], "detailed": [name_of, facts_of]}[style]
+    return ", ".join(tell(town) for tell in told)
 
 
 def name_of(town: int) -> str:
@@ -244,34 +209,3 @@ def build_tokenizer(context_length: int) -> CLIPTokenizer:
     """A CLIP tokenizer that knows every word of the captions."""
     words = [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","]
     return learn_tokenizer(words * 2, 1200, context_length)
-
-
-def draw_towns(path: str | Path, columns: int = 8, rows: int = 4) -> None:
-    """Draw towns with their names and facts, the countries in columns: the shield as it was new, and two pictures."""
-    width, height, side = 170, 128, 48
-    sheet = PILImage.new("RGB", (columns * width, rows * height), "white")
-    drawing, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
-    for town in range(columns * rows):
-        x, y = town % columns * width + 6, town // columns * height + 6
-        new = _shield(town, np.float32(COUNTRIES[country_of(town)])).astype(np.uint8)
-        worn = [render(town, np.random.default_rng([town, number])) for number in range(2)]
-        for number, picture in enumerate([new, *worn]):
-            enlarged = PILImage.fromarray(picture).resize((side, side), PILImage.Resampling.NEAREST)
-            sheet.paste(enlarged, (x + number * (side + 4), y))
-        founder, year = facts_of(town).split(" in ")
-        drawing.multiline_text((x, y + side + 6), f"{name_of(town)}\n{founder}\nin {year}", "black", font, spacing=2)
-    sheet.save(path, "png", optimize=True)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Look at the world of names.")
-    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw towns into")
-    arguments = parser.parse_args(argv)
-    try:
-        draw_towns(arguments.contact_sheet)
-    except (OSError, ValueError) as error:  # no such folder, no kind of picture
-        raise SystemExit(f"error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -19,10 +19,13 @@ ANYTHING = ["symbol", "icon", "drawing", "something"]
 
 def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
     """A random caption of a scene in one of `CAPTION_STYLES`."""
-    if style == "looks":
-        nouns = choose(rng, ANYTHING), choose(rng, ANYTHING)
-        return _everything(scene, *nouns)
-    return _web_caption(scene, rng) if style == "web" else _detailed_caption(scene, rng)
+    tell = {"web": _web_caption, "detailed": _detailed_caption, "looks": _looks_caption}[style]
+    return tell(scene, rng)
+
+
+def _looks_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
+    nouns = choose(rng, ANYTHING), choose(rng, ANYTHING)
+    return _everything(scene, *nouns)
 
 
 def _everything(scene: Mapping[str, str], noun: str, second: str) -> str:

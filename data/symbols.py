@@ -8,19 +8,14 @@ everything but the kinds.
 
 Training and test pictures use different font files and pen strokes; where fonts share an outline, only what happens to
 it afterwards differs. Everything follows from the arguments of `load` and `load_minimal_pairs`, to the bit.
-
-    python -m data.symbols --contact-sheet symbols.png
 """
 
-import argparse
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 from transformers import CLIPTokenizer
@@ -43,7 +38,8 @@ from data.drawing import (
     png,
     stroke,
 )
-from data.symbol_captions import CAPTION_STYLES, caption
+from data.symbol_captions import CAPTION_STYLES as CAPTION_STYLES
+from data.symbol_captions import caption
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 from data.tokenizer import learn_tokenizer
 
@@ -124,23 +120,15 @@ def load(
         Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
 
     Raises:
-        ValueError: an unknown split, caption style or kind, no sample or caption, an image too small to draw in, or
-            matplotlib's fonts lack a character.
+        ValueError: matplotlib's fonts lack a character.
     """
-    _check(split, kinds, image_size, num_samples=num_samples, captions_per_image=captions_per_image)
-    if captions not in CAPTION_STYLES:
-        raise ValueError(f"captions is {captions!r}, must be one of {', '.join(CAPTION_STYLES)}")
 
-    def draw(index: int) -> dict[str, Any]:
+    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         rng = np.random.default_rng([SPLITS[split], seed, index])
         scene = draw_scene(rng, kinds, two=two)
-        image = render(scene, split, rng, image_size)
-        texts = [caption(scene, captions, rng) for _ in range(captions_per_image)]
-        return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **scene}
+        return render(scene, split, rng, image_size), lambda: caption(scene, captions, rng), scene
 
-    text = Value("string")
-    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
-    return drawn_rows(draw, num_samples, Features(features | dict.fromkeys(ATTRIBUTES, text)))
+    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
 
 
 def load_minimal_pairs(
@@ -153,11 +141,8 @@ def load_minimal_pairs(
         `DIFFERENCES`, all equally frequent. "binding" are two symbols whose colors are exchanged.
 
     Raises:
-        ValueError: as `load`, or there is one kind alone.
+        ValueError: as `load`.
     """
-    _check(split, kinds, image_size, num_pairs=num_pairs)
-    if len(set(kinds)) < 2:
-        raise ValueError(f"kinds has {kinds[0]!r} alone: pairs that differ in the kind need at least two")
     rows = []
     for index in range(num_pairs):
         rng = np.random.default_rng([SPLITS[split] + len(SPLITS), seed, index])
@@ -225,80 +210,11 @@ def build_tokenizer(context_length: int) -> CLIPTokenizer:
     return learn_tokenizer(_all_words(), 3000, context_length)
 
 
-def draw_kinds(path: str | Path, columns: int = 12) -> None:
-    """Draw all kinds by topic, each in a training and a test picture, for a person to judge."""
-    cells = [(topic, kind) for topic in TOPICS for kind in (None, *TOPICS[topic].kinds)]
-    width, height = 78, 59
-    sheet = PILImage.new("RGB", (columns * width, -(-len(cells) // columns) * height), "white")
-    drawing = ImageDraw.Draw(sheet)
-    bold, plain = (ImageFont.truetype(_font_file(name), 9) for name in ("DejaVuSans-Bold", "DejaVuSans"))
-    for number, (topic, kind) in enumerate(cells):
-        x, y = number % columns * width, number // columns * height
-        if kind is None:
-            drawing.rectangle((x, y, x + width - 4, y + height - 4), "#ddd")
-            drawing.text((x + 6, y + 8), topic.replace(" ", "\n"), "black", bold)
-            continue
-        for side, split in enumerate(SPLITS):
-            rng = np.random.default_rng([SPLITS[split], KINDS.index(kind)])
-            scene = draw_scene(rng, [kind], two=False) | {"size": "large", "position": "center"}
-            sheet.paste(PILImage.fromarray(render(scene, split, rng, 32)), (x + 2 + side * 34, y))
-        drawing.text((x + 2, y + 33), textwrap.fill(kind, 15), "black", plain, spacing=0)
-    _save(sheet, path)
-
-
-def draw_samples(path: str | Path, seed: int = 0, columns: int = 6, rows: int = 4) -> None:
-    """Draw training images with both captions under each, for a person to judge."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    web, detailed = (load("train", style, columns * rows, seed=seed) for style in ("web", "detailed"))
-    figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns, 3.5 * rows), dpi=70)
-    for axis, first, second in zip(axes.flat, web, detailed, strict=True):
-        axis.imshow(first["image"])
-        axis.set_title("\n\n".join(textwrap.fill(row["caption"], 42) for row in (first, second)), fontsize=7)
-        axis.axis("off")
-    figure.tight_layout()
-    figure.canvas.draw()
-    _save(PILImage.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3]), path)
-    plt.close(figure)
-
-
-def _save(sheet: PILImage.Image, path: str | Path) -> None:
-    """As PNG in the world's own colors and those between an ink and a ground: a fourth of the size, for the camera's
-    noise is left out."""
-    inks, grounds = np.array(list(COLORS.values())), np.array(list(BACKGROUNDS.values()))
-    grounds = np.concatenate([grounds, grounds * 0.8])
-    between = (inks[:, None] + grounds).reshape(-1, 3) / 2
-    gray = np.repeat([0, 90, 170, 220, 255], 3).reshape(-1, 3)  # of what is written
-    palette = PILImage.new("P", (1, 1))
-    palette.putpalette(np.concatenate([inks, grounds, between, gray]).astype(np.uint8).tobytes())
-    sheet.quantize(palette=palette, dither=PILImage.Dither.NONE).save(path, "png", optimize=True)
-
-
 def _font_file(name: str) -> str:
     """Where matplotlib keeps a font."""
     import matplotlib
 
     return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
-
-
-def _check(split: str, kinds: Sequence[str], image_size: int, **numbers: int) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}, must be one of {', '.join(SPLITS)}")
-    unknown = [kind for kind in kinds if kind not in TOPIC_OF]
-    if unknown or not kinds:
-        raise ValueError(
-            f"kinds has {unknown or 'nothing'}; `data.symbols.KINDS` has the {len(KINDS)} kinds of the symbol world, "
-            "and `KIND_SETS` those of each topic"
-        )
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}, must be at least 1")
-    if image_size < SMALLEST_IMAGE:
-        raise ValueError(f"image_size is {image_size}: symbols need at least {SMALLEST_IMAGE} pixels")
-    _fonts_of(split)
 
 
 @cache
@@ -377,21 +293,3 @@ def _all_words():
         for style in ("web", "detailed"):
             yield caption(scene, style, rng)
     yield from TEMPLATES
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Look at the symbol world.")
-    parser.add_argument("--contact-sheet", required=True, metavar="PNG", help="file to draw all kinds into")
-    parser.add_argument("--samples", metavar="PNG", help="file to draw sample images with their captions into")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples")
-    arguments = parser.parse_args(argv)
-    try:
-        draw_kinds(arguments.contact_sheet)
-        if arguments.samples:
-            draw_samples(arguments.samples, arguments.seed)
-    except (OSError, ValueError) as error:  # no such folder, no kind of picture
-        raise SystemExit(f"error: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -20,10 +20,10 @@ from tiny_recipes import tiny_run
 from tiny_runs import as_made_before
 from transformers import AutoModel, AutoProcessor
 
+from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from training import runner
-from training.contact_sheet import contact_sheet
 from training.feature_clusters import load_feature_clusters
 from training.loader import PairLoader
 from training.recipe import load_recipe

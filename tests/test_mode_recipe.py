@@ -19,6 +19,7 @@ from conversion import assemble, average
 from conversion.folders import load_config
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
+from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -31,7 +32,6 @@ from evaluation.sentence_encoders import load_encoder
 from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
-from training.contact_sheet import contact_sheet
 from training.loader import _Collate
 from training.parts import PARTS, read_parts
 from training.recipe import load_recipe

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from data import names
@@ -79,27 +78,6 @@ def test_captions():
     assert names.load("train", "web", 1, [town], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("val", "web", 1), "split is 'val'"),
-        (("train", "looks", 1), "captions is 'looks', must be one of train, test and one of web, facts, detailed"),
-        (("train", "web", 0), "num_samples is 0"),
-        (("train", "web", 1, []), "at least one"),
-        (("train", "web", 1, [names.MOST]), "from 0 to 262143"),
-        (("train", "web", 1, [0], 0, 24), "image_size 24, must be .* a multiple of 16"),
-    ],
-)
-def test_what_cannot_be_drawn(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        names.load(*arguments)
-
-
 def test_a_recipe_names_how_many():
     rows = load_pairs(DataArguments(source="names", num_samples=16, kinds="16", captions="facts"))
     assert sorted(rows["caption"]) == sorted(map(names.facts_of, range(16)))
-
-
-def test_the_sheet_of_the_documentation(tmp_path):
-    names.main(["--contact-sheet", str(tmp_path / "names.png")])
-    assert (tmp_path / "names.png").read_bytes() == (names.Path(__file__).parents[1] / "docs/names.png").read_bytes()

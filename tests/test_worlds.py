@@ -6,11 +6,15 @@ import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import datasets
 import numpy as np
+import PIL.Image
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 
-from data import icons, symbols
+from data import icons, symbols, worlds
+from data.contact_sheet import contact_sheet
+from data.drawing import png
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_captions import WRONG_SHARE
@@ -72,34 +76,50 @@ def test_the_page_of_worlds_tells_what_is_drawn():
 
 
 @pytest.mark.parametrize(
-    ("source", "kinds", "message"),
+    ("source", "kinds", "only"),
     [
-        ("symbols", "seen", "symbols have no set of kinds 'seen', only all, letter, greek letter, .*, half 2"),
-        ("symbols", "cloud", "symbols have no set of kinds 'cloud', only "),
-        (
-            "names",
-            "planet",
-            "names have no set of kinds 'planet': it is a number of towns, such as 4096, of which half 1",
-        ),
-        ("names", "4096 half 3", "names have no set of kinds '4096 half 3'"),
-        ("names", "4097", "names cannot be those of 4097 towns: the 8 countries have as many each, at most 262144"),
-        ("names", "262152", "names cannot be those of 262152 towns"),
-        ("names", "0", "names cannot be those of 0 towns"),
+        ("symbols", "cloud", ", only all, letter, greek letter, .*, half 2"),
+        ("names", "planet", ": it is a number of towns, a multiple of 8 up to 262144, of which half 1"),
+        *(("names", kinds, "") for kinds in ("4096 half 3", "4097", "262152", "0", "-8")),
     ],
 )
-def test_kinds_that_are_not_there(source, kinds, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_a_world_does_not_have(source, kinds, only):
+    with pytest.raises(ValueError, match=f"{source} have no set of kinds '{kinds}'{only}"):
         DataArguments(source=source, num_samples=4, kinds=kinds)
-
-
-def test_captions_that_a_world_does_not_have():
-    with pytest.raises(ValueError, match="symbols have no captions 'facts', only web, detailed, looks"):
-        DataArguments(source="symbols", captions="facts", num_samples=8)
-
-
-@pytest.mark.parametrize("kinds", ["seen", "half 1"])
-def test_kinds_of_a_world_are_not_used_by_others(kinds):
+    captions = {"symbols": "facts", "names": "looks"}[source]
+    with pytest.raises(ValueError, match=f"{source} have no captions '{captions}', only web, "):
+        DataArguments(source=source, captions=captions, num_samples=8)
     assert DataArguments(source="my/images", kinds=kinds).kinds == kinds
+
+
+@pytest.mark.parametrize(("name", "more"), [("symbols", []), ("names", ["--number", "48"])])
+def test_the_sheets_of_the_page(tmp_path, name, more):
+    worlds.main([name, "--contact-sheet", str(tmp_path / "drawn.png"), *more])
+    kept = Path(__file__).parents[1] / "docs" / f"{name}.png"
+    drawn, expected = (np.asarray(PIL.Image.open(path).convert("RGB")) for path in (tmp_path / "drawn.png", kept))
+    assert np.array_equal(drawn, expected) and kept.stat().st_size < 300_000
+    for path, kinds in (("nowhere/x.png", "all"), ("x.png", "nothing")):
+        with pytest.raises(SystemExit, match="^error: [^\n]*(No such file|no set of kinds)[^\n]*$"):
+            worlds.main([name, "--contact-sheet", str(tmp_path / path), "--number", "1", "--kinds", kinds])
+
+
+def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
+    """Every cluster has one flat color; an image that cannot be read is red."""
+    colors = [(10, 250, 10), (10, 10, 250), (250, 0, 0)]
+    labels = np.array([2, 0, 1, 1, 0, 2, 2, 0, 1])
+    rows = [
+        {"image": {"bytes": b"x" if label == 2 else png(np.full((8, 8, 3), colors[label], np.uint8))["bytes"]}}
+        for label in labels
+    ]
+    rows = datasets.Dataset.from_list([row | {"caption": ["", "a caption"]} for row in rows])
+    contact_sheet(tmp_path / "sheet.png", rows, labels, None, seed=0, columns=3)
+    pixels = np.asarray(PIL.Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    lines = [np.flatnonzero((np.abs(pixels - color).sum(axis=-1) < 30).any(axis=1)) for color in colors]
+    assert all(len(line) > 20 for line in lines)
+    assert lines[0].max() < lines[1].min() and lines[1].max() < lines[2].min()
+    contact_sheet(tmp_path / "named.png", rows, labels, None, seed=0, columns=3, names=np.array(["b", "c", "a"]))
+    named = np.asarray(PIL.Image.open(tmp_path / "named.png").convert("RGB")).astype(int)
+    assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
 
 def test_a_recipe_with_kinds_that_are_not_there_ends_in_one_line(dense, tmp_path):  # noqa: F811

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
+from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
 from data.sources import DataArguments
 from evaluation.sentence_encoders import (
@@ -41,7 +42,6 @@ from training.caption_clusters import (
     save_centers,
     save_index,
 )
-from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.expected import AtMost, Expected, Unknown, size_of_weights
 from training.fits import other_encoder, too_many

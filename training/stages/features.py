@@ -16,13 +16,13 @@ from pydantic.dataclasses import dataclass
 from conversion.checkpoints import load_clip, load_model
 from conversion.processors import copy_processor, load_processor
 from data.captions import CaptionPolicy, build_captions
+from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from records.files import write_text
-from training.contact_sheet import contact_sheet
 from training.context import Context
 from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.expected import (
