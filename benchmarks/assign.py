@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from sklearn.metrics import pairwise_distances_argmin
 
-from evaluation.report import markdown_table
+from records.markdown import markdown_table
 from training.balanced_kmeans import nearest_centers
 from training.parts import PARTS, read_parts, write_parts
 

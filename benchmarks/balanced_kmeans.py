@@ -15,7 +15,7 @@ import numpy as np
 from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
-from evaluation.report import markdown_table
+from records.markdown import markdown_table
 from training.balanced_kmeans import balanced_kmeans
 
 SIZES = ((2_000, 16), (10_000, 64), (50_000, 256))

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.report import markdown_table
 from records.files import write_text
+from records.markdown import markdown_table
 from training.arrays import join_rows, open_arrays
 from training.feature_clusters import accumulate
 from training.kmeans import Method, import_faiss, kmeans

@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 
 from benchmarks import batches, clustering, experts, loader
 from benchmarks.devices import described
-from evaluation.report import markdown_table
 from records.files import write_text
+from records.markdown import markdown_table
 
 
 @dataclass(frozen=True)

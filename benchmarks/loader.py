@@ -34,8 +34,8 @@ from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
-from evaluation.report import markdown_table
 from records.files import write_text
+from records.markdown import markdown_table
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224

@@ -26,8 +26,8 @@ from safetensors import safe_open
 from benchmarks.devices import described
 from conversion.checkpoints import load_clip
 from evaluation.costs import count_parameters
-from evaluation.report import markdown_table
 from records.files import write_text
+from records.markdown import markdown_table
 from records.yaml_files import read_yaml
 from training.expected import AtMost
 from training.plan import Row, cell, held_before, plan

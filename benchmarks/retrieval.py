@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evaluation.report import markdown_table
 from evaluation.retrieval import retrieval_metrics
 from evaluation.speed import peak_resident
 from records.files import write_text
+from records.markdown import markdown_table
 
 SMALL, LARGE = (5_000, 25_000), (31_014, 155_070)
 SIZE = 768

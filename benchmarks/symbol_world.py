@@ -22,10 +22,10 @@ from data.drawing import COLORS, OPPOSITE
 from data.symbol_kinds import TOPIC_OF, TOPICS
 from evaluation.embedder import Embedder, usable_device
 from evaluation.linear_probe import linear_probe_metrics
-from evaluation.report import markdown_table
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
 from records.files import one_line_errors
+from records.markdown import markdown_table
 from training.balanced_kmeans import balanced_kmeans, nearest_centers
 from training.caption_clusters import group_centers
 from training.feature_clusters import kmeans

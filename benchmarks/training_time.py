@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from evaluation.report import markdown_table
 from records.files import write_text
+from records.markdown import markdown_table
 from training.recipe import load_recipe
 from training.runner import run_recipe
 

@@ -12,15 +12,15 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from evaluation.figures import plt
+from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL
-from evaluation.report import computed_with, markdown_table, plot_text
+from evaluation.page import write_page
+from evaluation.report import computed_with
 from evaluation.verdicts import (
     CANNOT_BE_TOLD,
     DOES_NOT_HOLD,
@@ -39,8 +39,8 @@ from evaluation.verdicts import (
     read_expert_scores,
     verdict_of_all,
 )
-from records.files import new_file, one_line_errors, write_text
-from records.markdown import escape, one_line
+from records.files import one_line_errors
+from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\
 These claims are the results that the papers' abstracts name, whether they hold here or not; where one is a gain over a
@@ -118,13 +118,13 @@ def write_claims(path: Path, output: Path) -> str:
         *sections,
     ]
     headlines = [one for one in all_judged if one.claim.headline]
-    with ExitStack() as files:
-        if headlines:
-            picture = output.with_suffix(".png")
-            draw_headlines(headlines, files.enter_context(new_file(picture)))
-            table = _headline_table(headlines, output.parent)
-            page[1:1] = [HEADLINES.strip(), table, f"![{_alt_text(headlines)}]({picture.name})"]
-        write_text(output, "\n\n".join(page))
+    pictures = {}
+    if headlines:
+        name = output.with_suffix(".png").name
+        pictures[name] = lambda file: draw_headlines(headlines, file)
+        table = _headline_table(headlines, output.parent)
+        page[1:1] = [HEADLINES.strip(), table, f"![{_alt_text(headlines)}]({name})"]
+    write_page(output.with_suffix(""), "\n\n".join(page), pictures)
     return summary
 
 
@@ -195,8 +195,7 @@ def draw_headlines(headlines: Sequence[Judged], path: Path) -> None:
     ]
     legend.append(Line2D([], [], color="black", linestyle=":", linewidth=1, label="points that the claim names"))
     figure.legend(handles=legend, loc="outside upper center", ncol=len(legend), frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def _section(

@@ -27,13 +27,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from conversion.folders import has_file, load_config, loading
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
-from evaluation.page_folder import require_free_page, write_page
-from evaluation.report import markdown_table
+from evaluation.page import require_free_page, write_page
 from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
 from records.files import one_line_errors
-from records.markdown import escape
+from records.markdown import escape, markdown_table
 from records.messages import did_you_mean
 from records.provenance import environment, weights_fingerprint
 
@@ -91,7 +90,7 @@ def compare_models(
         "threads": torch.get_num_threads(),
     }
     if output_dir is not None:
-        require_free_page(output_dir, "efficiency", settings)
+        require_free_page(output_dir / "efficiency", settings)
     with_weights = [name for name in models if paper_config(name) is None and has_file(name, *WEIGHT_FILES)]
     for name in with_weights:  # before all of them are in memory
         costs[name]["measured"] = measure_memory(name, batch_size, device, dtype)
@@ -100,7 +99,7 @@ def compare_models(
     made_with = environment()
     page = _page(costs, baseline, settings | made_with)
     if output_dir is not None:
-        write_page(output_dir, "efficiency", page, {"models": costs, **made_with}, settings)
+        write_page(output_dir / "efficiency", page, data={"models": costs, **made_with}, settings=settings)
     return page
 
 

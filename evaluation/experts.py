@@ -10,18 +10,15 @@ Then every task is measured with all tokens sent through one expert, for every e
 Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
 weight that the experts of a token have together in the routed model.
 
-OUTPUT_DIR gets the tables `experts.md` with the same as `experts.json`, and pictures:
+OUTPUT_DIR gets the page `experts.md`, `experts.html`, the same as `experts.json`, and pictures:
 
     routing.png         the share of the tokens per expert and layer (CLIP-MoE Figure 3, CLIP-UP Figures 9 and 10)
-    coactivation.png    how often two experts compute the same token, where a token has several
     agreement.png       whether experts embed alike: linear CKA of the embeddings of each expert alone
-    gates.png           how much of the base FFN each layer keeps, of a model with fusion gates
+    expert_words.png    which words each expert of one layer computes more often than by chance
     patches.png         the expert of every patch of some images, in one layer
     expert_patches.png  the patches that each expert is surest to get, in that layer (CLIP-UP Figure 11)
     dropped.png         the patches that capacity drops, with each of some capacity factors (CLIP-UP Figure 7)
-    expert_words.png    the words that each expert computes most, in one layer
-    expert_captions.png texts with what each expert computes of them, in that layer (CLIP-UP Figure 11)
-    expert.png          with --expert: one expert's patches and texts, large
+    expert.png          with --expert: all that one expert computes of some images, large (CLIP-UP Figure 11)
 
 Shares, entropies and gates are given over all tokens, and at the tokens that reach the output, which are class tokens
 and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales that `python -m conversion.dense
@@ -29,9 +26,8 @@ and end tokens. Where the weights do not sum to 1, `experts.json` also has the s
 """
 
 import argparse
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +41,9 @@ from data.images import decode_image
 from evaluation.agreement import agreement
 from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import summarize
-from evaluation.experts_page import ByLayer, Findings, Routing, summary_section, write_findings
+from evaluation.experts_page import page_beginning, page_of
 from evaluation.measures import measure
-from evaluation.page_folder import require_free_page
+from evaluation.page import require_free_page, write_page
 from evaluation.preferences import (
     NUM_IMAGES,
     NUM_TEXTS,
@@ -55,23 +51,24 @@ from evaluation.preferences import (
     route_images,
     route_texts,
     top_captions,
-    top_words,
+    word_shares,
+    word_text,
 )
-from evaluation.report import markdown_table
 from evaluation.results import named_folder
-from evaluation.routing import (
-    GateMean,
-    RouterCounts,
-    average_gates,
-    averaged_experts,
-    chosen_experts,
-    count_tokens,
+from evaluation.routing import TOWERS, averaged_experts, chosen_experts, count_tokens
+from evaluation.routing_pictures import (
+    draw_agreement,
+    draw_dropped,
+    draw_expert,
+    draw_expert_patches,
+    draw_patches,
+    draw_shares,
+    draw_words,
 )
 from evaluation.tasks import TASKS_HELP, Task, add_data_options, find_tasks, loaded_once, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoEModel
 from records.files import one_line_errors
 from records.provenance import environment, weights_fingerprint
-from records.result_schema import ExpertSummary
 
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
 EXPERT_PROTOCOL = (
@@ -163,70 +160,76 @@ def analyze_experts(
             folder with a page of other weights, tasks or settings; else as `evaluation.embedder.Embedder`.
     """
     set_seed(0)
-    tasks, output_dir = loaded_once(tasks), Path(output_dir)
+    tasks, path = loaded_once(tasks), Path(output_dir) / "experts"
     embedder = _Witness(model, None, batch_size, usable_device(device))
     num_experts = _num_experts(embedder.model, model)
     _require_texts(tasks, embedder.model)
     layers = _layers_to_draw(embedder.model, layers or {})
     _require_possible(embedder.model, num_experts_per_tok, capacity_factors)
-    _require_expert(expert, num_experts)
-    settings = _identity(model, tasks) | {"layers": layers, "batch_size": batch_size}
-    settings |= {"num_experts_per_tok": list(num_experts_per_tok), "capacity_factors": list(capacity_factors)}
-    settings |= {"drawn_experts": [] if expert is None else [expert]}
-    require_free_page(output_dir, "experts", settings)
-    results, embeds = _measure_alone(tasks, embedder, num_experts)
-    results |= _measure_numbers(tasks, embedder, num_experts_per_tok)
-    with averaged_experts(embedder.model):
-        results[MEAN] = _measure_all(tasks, embedder)
-    results[ROUTED], routing = _measure_routed(tasks, embedder)
-    embeds[ROUTED] = embedder.embeds()
-    agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
-    summary = summarize(tasks, results[ROUTED], results[MEAN], routing.entropy, agreements, num_experts)
-    shown = {column: of for column, of in results.items() if column != MEAN}
-    beginning = [summary_section(summary), "## Every expert alone", _table(shown)]
-    beginning.append(f"{EXPERT_PROTOCOL} {_verdict(results)}")
-    findings = Findings(
-        beginning="\n\n".join(beginning),
-        title=f"% of the tokens computed by each expert: {', '.join(tasks)}",
-        routing=routing,
-        agreement=agreements,
-        layers=layers,
-        num_embeddings={what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
-        **_drawn(embedder, layers, capacity_factors),
-        expert=expert,
-    )
-    write_findings(output_dir, findings, _result(results, summary, findings), settings)
-    return findings.beginning
-
-
-def _identity(model: str | Path, tasks: Mapping[str, Task]) -> dict[str, Any]:
-    """What is measured."""
-    return {
+    if expert is not None and not 0 <= expert < num_experts:
+        raise ValueError(f"expert {expert} cannot be drawn: there are {num_experts}, counted from 0")
+    settings = {
         "source": str(model),
         "weights": weights_fingerprint(str(model)),
         "protocols": {name: task.protocol for name, task in tasks.items()},
+        "layers": layers,
+        "batch_size": batch_size,
+        "num_experts_per_tok": list(num_experts_per_tok),
+        "capacity_factors": list(capacity_factors),
+        "drawn_expert": expert,
     }
-
-
-def _result(results: ByColumn, summary: ExpertSummary, findings: Findings) -> dict[str, Any]:
-    """What `experts.json` holds beside the settings."""
-    return {
-        "summary": summary.model_dump(),
+    require_free_page(path, settings)
+    results, embeds = _measure_alone(tasks, embedder, num_experts)
+    for number in num_experts_per_tok:
+        with chosen_experts(embedder.model, number):
+            results[f"K = {number}"] = _measure_all(tasks, embedder)
+    with averaged_experts(embedder.model):
+        results[MEAN] = _measure_all(tasks, embedder)
+    embedder.forget()
+    with count_tokens(embedder.model) as counts:
+        results[ROUTED] = _measure_all(tasks, embedder)
+    embeds[ROUTED] = embedder.embeds()
+    routing = {
+        tower: {layer: {kind: of.means() for kind, of in of_layer.items()} for layer, of_layer in of_tower.items()}
+        for tower, of_tower in counts.items()
+    }
+    agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
+    found, pictures = _drawn(embedder, layers, capacity_factors, expert)
+    entropy = {tower: {n: of["all"]["entropy"] for n, of in layers.items()} for tower, layers in routing.items()}
+    configs = {tower: getattr(embedder.model.config, f"{tower}_config") for tower in routing}
+    result = {
+        "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
         "metrics": {task: {col: of[task]["metrics"] for col, of in results.items()} for task in results[ROUTED]},
-        **dataclasses.asdict(findings.routing),
-        "agreement": findings.agreement,
-        "words": findings.words,
-        "dropped_patches": {factor: dropped.mean().item() for factor, dropped in findings.dropped.items()},
-        "capacity_groups": findings.capacity_groups,
-        "num_embeddings": findings.num_embeddings,
+        "routing": routing,
+        "scales": {
+            tower: {layer: of["all"]["weight"] for layer, of in layers.items()}
+            for tower, layers in routing.items()
+            if not configs[tower].norm_topk_prob
+        },
+        "agreement": agreements,
+        "num_embeddings": {what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
+        # tower -> how many images or texts share the capacity of training, in batches of this size
+        "capacity_groups": {
+            tower: min(config.capacity_group_size or batch_size, batch_size)
+            for tower, config in configs.items()
+            if config.capacity_factor is not None
+        },
+        **found,
         **environment(),
     }
+    title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
+    pictures = {
+        "routing.png": lambda file: draw_shares(routing, file, title),
+        "agreement.png": lambda file: draw_agreement(agreements, file),
+    } | pictures
+    write_page(path, page_of(settings | result, list(pictures)), pictures, result, settings)
+    return page_beginning(result)
 
 
 def _layers_to_draw(model: CLIPMoEModel, layers: Mapping[str, int]) -> dict[str, int]:
     """tower -> layer, of the sparse towers."""
-    sparse = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in ("text", "vision")}
+    sparse = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in TOWERS}
     for tower, layer in layers.items():
         if layer not in sparse[tower]:
             known = ", ".join(map(str, sparse[tower])) or "none"
@@ -247,40 +250,44 @@ def _require_possible(
             raise ValueError(f"capacity_factors: {factor} must be a number above 0")
 
 
-def _require_expert(expert: int | None, num_experts: int) -> None:
-    if expert is not None and not 0 <= expert < num_experts:
-        raise ValueError(f"expert {expert} cannot be drawn: there are {num_experts}, counted from 0")
-
-
-def _capacity_groups(model: CLIPMoEModel, batch_size: int) -> dict[str, int]:
-    """tower -> how many images or texts share the capacity of training, in batches of this size."""
-    configs = {tower: getattr(model.config, f"{tower}_config") for tower in ("text", "vision")}
-    return {tower: min(config.capacity_group_size or batch_size, batch_size) for tower, config in configs.items()}
-
-
-def _drawn(embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequence[float]) -> dict[str, Any]:
-    """What these layers do with some of the images and texts that were measured."""
+def _drawn(
+    embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequence[float], expert: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What these layers do with some of the images and texts that were measured, for the JSON and as pictures."""
     images, texts = embedder.some_images(), embedder.some_texts()
-    config, groups = embedder.model.config.vision_config, _capacity_groups(embedder.model, embedder.batch_size)
-    routed_images = words = captions = None
-    dropped: dict[float, np.ndarray] = {}
+    config, found, pictures = embedder.model.config.vision_config, {}, {}
+    if "text" in layers and texts:
+        tokenizer, routed = embedder.processor.tokenizer, route_texts(embedder, texts, layers["text"])
+        words = word_shares(routed, tokenizer)
+        names = [word_text(tokenizer, token) for token in words.ids.tolist()]
+        found["words"] = [
+            {
+                "chance": chance,
+                "words": [
+                    (names[row], words.shares[row, of].item(), words.occurrences[row].item())
+                    for row in words.preferred(of)
+                ],
+            }
+            for of, chance in enumerate(words.chance.tolist())
+        ]
+        found["captions"] = top_captions(routed, words, tokenizer) if tokenizer.is_fast else []
+        pictures["expert_words.png"] = lambda file: draw_words(words, names, layers["text"], file)
     if "vision" in layers and images:
-        routed_images = route_images(embedder, images, layers["vision"])
+        of_images = route_images(embedder, images, layers["vision"])
+        pictures["patches.png"] = lambda file: draw_patches(of_images, file)
+        pictures["expert_patches.png"] = lambda file: draw_expert_patches(of_images, file)
         if not capacity_factors and config.capacity_factor is not None:
             capacity_factors = [config.capacity_factor, 2 * config.capacity_factor]
-        for factor in capacity_factors:
-            dropped[factor] = dropped_patches(routed_images, groups["vision"], config.num_experts_per_tok, factor)
-    if "text" in layers and texts:
-        tokenizer, routed_texts = embedder.processor.tokenizer, route_texts(embedder, texts, layers["text"])
-        words = top_words(routed_texts, tokenizer)
-        captions = top_captions(routed_texts, tokenizer) if tokenizer.is_fast else None
-    return {
-        "capacity_groups": groups,
-        "routed_images": routed_images,
-        "dropped": dropped,
-        "words": words,
-        "captions": captions,
-    }
+        group = min(config.capacity_group_size or embedder.batch_size, embedder.batch_size)
+        dropped = {
+            factor: dropped_patches(of_images, group, config.num_experts_per_tok, factor) for factor in capacity_factors
+        }
+        found["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
+        if dropped:
+            pictures["dropped.png"] = lambda file: draw_dropped(of_images, dropped, file)
+        if expert is not None:
+            pictures["expert.png"] = lambda file: draw_expert(expert, of_images, file)
+    return found, pictures
 
 
 def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
@@ -300,50 +307,6 @@ def _measure_alone(
     return results, embeds
 
 
-def _measure_numbers(tasks: Mapping[str, Task], embedder: Embedder, num_experts_per_tok: Sequence[int]) -> ByColumn:
-    """The scores with other numbers of experts a token."""
-    results = {}
-    for number in num_experts_per_tok:
-        with chosen_experts(embedder.model, number):
-            results[f"K = {number}"] = _measure_all(tasks, embedder)
-    return results
-
-
-def _measure_routed(tasks: Mapping[str, Task], embedder: _Witness) -> tuple[ByTask, Routing]:
-    """The scores of the model as it is, and what its routers and fusion gates did meanwhile."""
-    embedder.forget()
-    model = embedder.model
-    with (
-        count_tokens(model) as counts,
-        count_tokens(model, at_output=True) as output_counts,
-        average_gates(model) as gates,
-        average_gates(model, at_output=True) as output_gates,
-    ):
-        results = _measure_all(tasks, embedder)
-    configs = {tower: getattr(model.config, f"{tower}_config") for tower in counts}
-    unnormalized = {tower: layers for tower, layers in counts.items() if not configs[tower].norm_topk_prob}
-    limited = {tower: layers for tower, layers in counts.items() if configs[tower].capacity_factor is not None}
-    routing = Routing(
-        shares=_by_layer(counts, lambda counter: counter.shares().tolist()),
-        output_shares=_by_layer(output_counts, lambda counter: counter.shares().tolist()),
-        share_entropy=_by_layer(counts, RouterCounts.share_entropy),
-        output_share_entropy=_by_layer(output_counts, RouterCounts.share_entropy),
-        entropy=_by_layer(counts, RouterCounts.mean_entropy),
-        output_entropy=_by_layer(output_counts, RouterCounts.mean_entropy),
-        coactivation=_by_layer(counts, lambda counter: counter.coactivation().tolist()),
-        dropped=_by_layer(counts, RouterCounts.dropped),
-        overflowing=_by_layer(limited, RouterCounts.overflowing),
-        gates=_by_layer(gates, GateMean.mean),
-        output_gates=_by_layer(output_gates, GateMean.mean),
-        scales=_by_layer(unnormalized, RouterCounts.mean_weight),
-    )
-    return results, routing
-
-
-def _by_layer(counts: ByLayer, value: Callable[[Any], Any]) -> ByLayer:
-    return {tower: {layer: value(counter) for layer, counter in of.items()} for tower, of in counts.items()}
-
-
 def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
     if not is_sparse(model.config):
         raise ValueError(f"{source} is a dense CLIP: it has no experts")
@@ -360,27 +323,6 @@ def _require_texts(tasks: Mapping[str, Task], model: CLIPMoEModel) -> None:
             f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
             "retrieval"
         )
-
-
-def _table(results: ByColumn) -> str:
-    rows = []
-    for task, of_routed in results[ROUTED].items():
-        for metric in of_routed["metrics"]:
-            values = [by_task[task]["metrics"][metric] for by_task in results.values()]
-            cells = [f"**{value:.1%}**" if value == max(values) else f"{value:.1%}" for value in values]
-            rows.append([f"{task}: {metric}", *cells])
-    return markdown_table(["metric", *results], rows)
-
-
-def _verdict(results: ByColumn) -> str:
-    """Whether routing is worth it."""
-    experts = [by_task for column, by_task in results.items() if column.startswith(EXPERT)]
-    better = [
-        value > max(by_task[task]["metrics"][metric] for by_task in experts)
-        for task, of_routed in results[ROUTED].items()
-        for metric, value in of_routed["metrics"].items()
-    ]
-    return f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
 
 
 def main(argv: list[str] | None = None) -> None:

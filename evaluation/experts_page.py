@@ -1,243 +1,127 @@
-"""The page and the pictures of `evaluation.experts`."""
+"""The page of `evaluation.experts`, from what stands in `experts.json`."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from evaluation.page_folder import write_page
-from evaluation.preferences import Caption, RoutedImages
-from evaluation.report import markdown_table
-from evaluation.routing_pictures import (
-    POOLED_TOKEN,
-    draw_agreement,
-    draw_captions,
-    draw_coactivation,
-    draw_dropped,
-    draw_expert,
-    draw_expert_patches,
-    draw_gates,
-    draw_patches,
-    draw_shares,
-    draw_words,
-)
+from evaluation.routing import POOLED_TOKEN
+from records.markdown import item, markdown_table
 from records.result_schema import ExpertSummary
 
-# tower ("text", "vision") -> layer, from 0 -> ...
-ByLayer = dict[str, dict[int, Any]]
+ALT_TEXTS = {
+    "routing.png": "share of the tokens that each expert computes",
+    "agreement.png": "linear CKA of every two experts",
+    "expert_words.png": "words that each expert computes more often than by chance",
+    "patches.png": "the expert of each patch of some images",
+    "expert_patches.png": "the patches that each expert is surest to get",
+    "dropped.png": "the patches that capacity drops",
+    "expert.png": "what one expert computes of some images",
+}
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What routers and fusion gates did with all tokens of the tasks, and with those that reach the output. All by
-    tower and layer; see `evaluation.routing.RouterCounts`.
-
-    Args:
-        shares, output_shares: the share of the tokens that each expert computed.
-        share_entropy, output_share_entropy: of these, in bits.
-        entropy, output_entropy: the mean entropy of a token's distribution, in bits.
-        coactivation: the share of the tokens that two experts both computed.
-        dropped: the share of the choices that capacity dropped.
-        overflowing: the share that the capacity of training would have dropped, where there is one.
-        gates, output_gates: the mean share of the base FFN, where there are fusion gates.
-        scales: the mean weight of a token's experts together, where that is not always 1.
-    """
-
-    shares: ByLayer
-    output_shares: ByLayer
-    share_entropy: ByLayer
-    output_share_entropy: ByLayer
-    entropy: ByLayer
-    output_entropy: ByLayer
-    coactivation: ByLayer
-    dropped: ByLayer
-    overflowing: ByLayer
-    gates: ByLayer
-    output_gates: ByLayer
-    scales: ByLayer
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All that the page shows.
-
-    Args:
-        beginning: of the page: `summary_section`, and the scores of each expert.
-        title: of the picture of shares.
-        agreement: "images" or "texts" -> column -> column -> linear CKA.
-        layers: tower -> the layer whose patches or words are drawn.
-        capacity_groups: tower -> how many images or texts share the capacity of training.
-        num_embeddings: "images" or "texts" -> how many of them the agreement is of.
-        routed_images: what that layer does with some images, where the vision tower is sparse.
-        dropped: capacity factor -> what `evaluation.preferences.dropped_patches` gives of the first of these images, as
-            many as share a capacity; empty where there is no factor.
-        words, captions: of each expert, what `evaluation.preferences.top_words` and `top_captions` give, where the text
-            tower is sparse; no captions where the tokenizer does not say which characters a token is.
-        expert: the one that has a picture of its own, if one does.
-    """
-
-    beginning: str
-    title: str
-    routing: Routing
-    agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]]
-    layers: Mapping[str, int]
-    capacity_groups: Mapping[str, int]
-    num_embeddings: Mapping[str, int]
-    routed_images: RoutedImages | None
-    dropped: Mapping[float, np.ndarray]
-    words: list[list[tuple[str, float, int]]] | None
-    captions: list[list[Caption]] | None
-    expert: int | None
-
-
-def summary_section(summary: ExpertSummary) -> str:
-    """Whether the experts do anything, with how to read it."""
-    table = markdown_table(["measured", "found"], summary.rows)
-    return "\n\n".join(["## Do the experts do anything?", ExpertSummary.READING, table])
-
-
-def write_findings(
-    output_dir: Path, findings: Findings, result: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    """All files, or none of them. `result`, `settings`: see `evaluation.page_folder.write_page`."""
-    routing, images, words, expert = findings.routing, findings.routed_images, findings.words, findings.expert
-    captions, text_layer = findings.captions, findings.layers.get("text")
-    pictures = {
-        "routing.png": lambda path: draw_shares(routing.shares, routing.output_shares, path, findings.title),
-        "agreement.png": lambda path: draw_agreement(findings.agreement, path),
-        "coactivation.png": lambda path: draw_coactivation(routing.coactivation, path),
-        "gates.png": lambda path: draw_gates(routing.gates, routing.output_gates, path),
-        "patches.png": lambda path: draw_patches(images, path),
-        "expert_patches.png": lambda path: draw_expert_patches(images, path),
-        "dropped.png": lambda path: draw_dropped(images, findings.dropped, path),
-        "expert_words.png": lambda path: draw_words(words, text_layer, path),
-        "expert_captions.png": lambda path: draw_captions(captions, text_layer, path),
-        "expert.png": lambda path: draw_expert(
-            expert, images, None if captions is None else (text_layer, captions[expert]), path
-        ),
-    }
-    lacks = {
-        "coactivation.png": not _has_pairs(routing),
-        "gates.png": not routing.gates,
-        "patches.png": images is None,
-        "expert_patches.png": images is None,
-        "dropped.png": not findings.dropped,
-        "expert_words.png": words is None,
-        "expert_captions.png": captions is None,
-        "expert.png": expert is None,
-    }
-    pictures |= {name: None for name, lacking in lacks.items() if lacking}
-    write_page(output_dir, "experts", _page(findings), result, settings, pictures)
-
-
-def _has_pairs(routing: Routing) -> bool:
-    """Whether some token has two experts."""
-    layers = (matrix for of in routing.coactivation.values() for matrix in of.values())
-    return any(value for matrix in layers for row, line in enumerate(matrix) for value in line[:row])
-
-
-def _page(findings: Findings) -> str:
-    routing = findings.routing
-    sections = ["# Experts", findings.beginning, *_agreement(findings), *_shares(routing), *_capacity(findings)]
-    if _has_pairs(routing):
-        sections += ["Which experts compute the same tokens:", "![co-activation](coactivation.png)"]
-    if routing.scales:
-        rows = [
-            [tower, str(layer), f"{scale:.3f}"] for tower, of in routing.scales.items() for layer, scale in of.items()
-        ]
-        sections += [
-            markdown_table(["tower", "layer", "mean weight of the experts of a token together"], rows),
-            "`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by it.",
-        ]
-    if routing.gates:
-        rows = [
-            [tower, str(layer), f"{gate:.1%}", f"{routing.output_gates[tower][layer]:.1%}"]
-            for tower, of in routing.gates.items()
-            for layer, gate in of.items()
-        ]
-        header = ["tower", "layer", "mean fusion gate: share of the base FFN", "at the class or end token"]
-        sections += [markdown_table(header, rows), "![fusion gates](gates.png)"]
-    if findings.expert is not None:
-        sections += [f"## Expert {findings.expert}", f"![what expert {findings.expert} computes](expert.png)"]
-    if findings.routed_images is not None:
-        sections += ["## Patches", "![patches](patches.png)", "![patches of each expert](expert_patches.png)"]
-        sections += _dropped(findings)
-    if findings.words is not None:
-        rows = [
-            [str(expert), ", ".join(f"{word} ({share:.0%} of {count})" for word, share, count in words)]
-            for expert, words in enumerate(findings.words)
-        ]
-        header = ["expert", f"computes in layer {findings.layers['text']} of the text tower most"]
-        sections += ["## Words", "![words of each expert](expert_words.png)", markdown_table(header, rows)]
-    if findings.captions is not None:
-        sections.append("![captions with what each expert computes](expert_captions.png)")
+def page_beginning(result: Mapping[str, Any]) -> str:
+    """Whether the experts do anything, with how to read it, and the scores of each expert, the best in bold."""
+    summary = ExpertSummary(**result["summary"])
+    rows, better = [], []
+    for task, by_column in result["metrics"].items():
+        columns = [column for column in by_column if column != "mean of experts"]
+        for metric in by_column[columns[0]]:
+            values = {column: by_column[column][metric] for column in columns}
+            highest = max(values.values())
+            cells = [f"**{value:.1%}**" if value == highest else f"{value:.1%}" for value in values.values()]
+            rows.append([f"{task}: {metric}", *cells])
+            better.append(values["routed"] > max(v for column, v in values.items() if column.startswith("expert")))
+    verdict = f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
+    sections = ["## Do the experts do anything?", ExpertSummary.READING]
+    sections += [markdown_table(["measured", "found"], summary.rows), "## Every expert alone"]
+    sections += [markdown_table(["metric", *columns], rows), f"{result['expert_protocol']} {verdict}"]
     return "\n\n".join(sections)
 
 
-def _agreement(findings: Findings) -> list[str]:
-    """Tables of CKA, experts alone with each other and with the routed model."""
-    sections = ["## Agreement", "Linear CKA of what experts alone make of the same images and texts, 1 for alike:"]
-    for what, of in findings.agreement.items():
-        rows = [
-            [column, *("" if value is None else f"{value:.3f}" for value in row.values())] for column, row in of.items()
-        ]
-        sections.append(markdown_table([f"{findings.num_embeddings[what]} {what}", *of], rows))
-    return [*sections, "![agreement](agreement.png)"]
+def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
+    """The whole page.
 
+    Args:
+        result: what `experts.json` holds.
+        pictures: that are drawn.
+    """
 
-def _shares(routing: Routing) -> list[str]:
-    rows = [
-        [
-            *(tower, str(layer), tokens),
-            *(f"{share:.1%}" for share in shares[tower][layer]),
-            *(f"{share_entropy[tower][layer]:.2f}", f"{entropy[tower][layer]:.2f}"),
-        ]
-        for tower, of in routing.shares.items()
-        for layer in of
-        for tokens, shares, share_entropy, entropy in (
-            ("all", routing.shares, routing.share_entropy, routing.entropy),
-            (POOLED_TOKEN[tower], routing.output_shares, routing.output_share_entropy, routing.output_entropy),
+    def shown(*names: str) -> list[str]:
+        return [f"![{ALT_TEXTS[name]}]({name})" for name in names if name in pictures]
+
+    num = result["num_embeddings"]
+    alike = (
+        f"Linear CKA of what experts alone make of the same {' and '.join(f'{n} {what}' for what, n in num.items())}"
+    )
+    sections = ["# Experts", page_beginning(result), "## Agreement", f"{alike}, 1 for alike:", *shown("agreement.png")]
+    sections += ["## Routing", *shown("routing.png"), *_layers(result)]
+    if result["scales"]:
+        sections.append(
+            "`python -m conversion.dense --scale experts.json` multiplies an expert's last layer by its weight."
         )
-    ]
-    num_experts = len(rows[0]) - 5
-    experts = [f"computed by expert {number}" for number in range(num_experts)]
-    header = ["tower", "layer", "tokens", *experts, "entropy of the shares", "entropy of a token's distribution"]
-    note = (
-        f"Entropies are in bits: {math.log2(num_experts):.2f} where all experts have the same share, 0 where one has "
-        "all. That of a token's distribution says how sure the router is of a token."
-    )
-    return ["## Shares", markdown_table(header, rows), note, "![routing](routing.png)"]
-
-
-def _capacity(findings: Findings) -> list[str]:
-    """What was dropped, and what would be in training."""
-    routing, groups = findings.routing, findings.capacity_groups
-    rows = [
-        [tower, str(layer), f"{dropped:.1%}", *(["", ""] if value is None else [f"{value:.1%}", str(groups[tower])])]
-        for tower, of in routing.dropped.items()
-        for layer, dropped in of.items()
-        for value in [routing.overflowing.get(tower, {}).get(layer)]
-    ]
-    if not any(dropped for of in routing.dropped.values() for dropped in of.values()) and not routing.overflowing:
-        return []
-    header = ["tower", "layer", "choices dropped", "with the capacity of training", "images or texts that share it"]
-    return [markdown_table(header, rows)]
-
-
-def _dropped(findings: Findings) -> list[str]:
-    """The patches that capacity drops."""
-    if not findings.dropped:
-        return [
-            "The patches that capacity would drop are not drawn: the vision tower has no capacity factor. "
-            "`python -m evaluation.experts --capacity-factors` takes some."
+    if "words" in result:
+        sections += [f"## Words, layer {result['layers']['text']} of the text tower", *shown("expert_words.png")]
+        rows = [
+            [
+                f"{expert}",
+                f"{of['chance']:.0%}",
+                ", ".join(f"{word} ({share:.0%} of {n})" for word, share, n in of["words"]),
+            ]
+            for expert, of in enumerate(result["words"])
         ]
+        sections.append(markdown_table(["expert", "of all words", "more often than by chance"], rows))
+        for expert, captions in enumerate(result["captions"]):
+            if captions:
+                sections += [f"Expert {expert} computes what stands in ⟦ ⟧:", "\n".join(map(item, captions))]
+    if "patches.png" in pictures:
+        sections += [f"## Patches, layer {result['layers']['vision']} of the vision tower"]
+        sections += shown("patches.png", "expert_patches.png", "expert.png", "dropped.png")
+        sections.append(
+            "Dropped are patches that no expert computes, because all experts that the router chose for them are full. "
+            "Who comes first has room first, so that the last images of a batch lose most. The layers below are as at "
+            "inference."
+            if "dropped.png" in pictures
+            else "The patches that capacity would drop are not drawn: the vision tower has no capacity factor. "
+            "`python -m evaluation.experts --capacity-factors` takes some."
+        )
+    return "\n\n".join(sections)
+
+
+def _layers(result: Mapping[str, Any]) -> list[str]:
+    """A table with a row for all tokens of a layer and one for those at the output. Columns that say nothing are left
+    out."""
+    rows = []
+    for tower, layers in result["routing"].items():
+        for layer, kinds in layers.items():
+            for kind, of in kinds.items():
+                pair, limit = _most_together(of), result["capacity_groups"].get(tower)
+                row = {"tower": tower, "layer": str(layer)}
+                row["tokens"] = "all" if kind == "all" else POOLED_TOKEN[tower]
+                row["entropy of the shares"] = f"{of['share_entropy']:.2f}"
+                row["entropy of a token's distribution"] = f"{of['entropy']:.2f}"
+                row["most often together"] = pair
+                row["choices dropped"] = f"{of['dropped']:.1%}" * (of["dropped"] > 0)
+                training = kind == "all" and limit is not None
+                row["with the capacity of training"] = f"{of['overflowing']:.1%} (shared by {limit})" * training
+                row["weight of a token's experts"] = f"{of['weight']:.3f}" * (tower in result["scales"])
+                row["fusion gate: share of the base FFN"] = "" if of["gate"] is None else f"{of['gate']:.1%}"
+                rows.append(row)
+    columns = [column for column in rows[0] if any(row[column] for row in rows)]
     note = (
-        "Patches that no expert computes, because all experts that the router chose for them are full. Who comes first "
-        "has room first, so that the last images of a batch lose most. The layers below are as at inference."
+        f"Entropies are in bits: {result['summary']['most_entropy']:.2f} where all experts have the same share, 0 "
+        "where one has all. That of a token's distribution says how sure the router is of a token. Together: the two "
+        "experts that compute the same tokens most often, compared with chance."
     )
-    rows = [[f"{factor:g}", f"{dropped.mean():.1%}"] for factor, dropped in findings.dropped.items()]
-    header = ["capacity factor", f"patches dropped in layer {findings.layers['vision']}"]
-    return [note, markdown_table(header, rows), "![dropped patches](dropped.png)"]
+    return [markdown_table(columns, [[row[column] for column in columns] for row in rows]), note]
+
+
+def _most_together(of: Mapping[str, Any]) -> str:
+    """The two experts that compute the same tokens most often, beyond what their shares alone would make."""
+    shares, pairs = np.array(of["shares"]), np.triu(of["coactivation"], 1)
+    chance = np.triu(np.outer(shares, shares), 1)
+    if not pairs.any():
+        return ""
+    chance *= pairs.sum() / chance.sum()
+    one, other = np.unravel_index((pairs - chance).argmax(), pairs.shape)
+    return f"{one} and {other}: {pairs[one, other]:.1%} (chance: {chance[one, other]:.1%})"

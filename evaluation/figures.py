@@ -1,12 +1,21 @@
-"""Matplotlib as all pictures use it: without a screen, and with fonts of other scripts, where they are installed."""
+"""Matplotlib as all pictures use it: without a screen, with fonts of other scripts where they are installed, and the
+grids and heat maps that pictures have in common."""
 
+import math
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from records.markdown import one_line
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402, F401  after the choice of a backend that needs no screen
+from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
 # Matplotlib's own font lacks Chinese, Japanese and Korean
 OTHER_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
@@ -15,3 +24,51 @@ installed = {font.name for font in font_manager.fontManager.ttflist}
 matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(font for font in OTHER_FONTS if font in installed)]
 # A character that no font has is drawn as a box, which says it
 warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+
+LEAST_WIDTH = 8  # inches, for a title
+
+
+def plot_text(text: str, length: int = 40) -> str:
+    """A text of somebody else as one line that matplotlib shows as it is, cut to a length."""
+    text = one_line(text)
+    text = text if len(text) <= length else f"{text[: length - 1]}…"
+    # Between dollars would be mathematics; labels that begin with an underscore are left out of legends.
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+
+
+def grid(number: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """A figure with so many panels of this size in inches, and all its axes (lines, columns); what is left is empty."""
+    columns = min(columns, number)
+    lines = math.ceil(number / columns)
+    size = max(LEAST_WIDTH, width * columns), height * lines + 0.6
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[number:]:
+        axis.set_axis_off()
+    return figure, axes
+
+
+def heat_map(
+    axis: Axes,
+    values: np.ndarray,
+    lines: Sequence[object],
+    columns: Sequence[object],
+    form: str = "{:.0f}",
+    limits: tuple[float, float] = (0, 1),
+    colors: np.ndarray | None = None,
+    cmap: str = "viridis",
+) -> None:
+    """A matrix (lines, columns) with its numbers in it, but NaN. `colors`: what is colored, if not the matrix."""
+    colors = values if colors is None else colors
+    image = axis.imshow(colors, vmin=limits[0], vmax=limits[1], cmap=cmap, aspect="auto")
+    for (line, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            bright = np.mean(image.cmap(image.norm(colors[line, column]))[:3]) > 0.5
+            color = "black" if bright else "white"
+            axis.text(column, line, form.format(value), ha="center", va="center", color=color, fontsize=8)
+    axis.set_xticks(range(len(columns)), columns)
+    axis.set_yticks(range(len(lines)), lines)
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130, format="png")
+    plt.close(figure)

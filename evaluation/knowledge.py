@@ -12,7 +12,6 @@ embeddings and projections have the same number in a dense model and in its spar
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,12 +24,14 @@ from transformers import CLIPConfig
 from conversion.folders import load_config
 from data.names import COUNTRIES
 from evaluation.costs import count_parameters, meta_model
-from evaluation.figures import plt
-from evaluation.report import SAME_FOR_TASK, arrange, differ, markdown_table, plot_text
+from evaluation.figures import plot_text, plt, save
+from evaluation.page import write_page
+from evaluation.report import SAME_FOR_TASK, arrange, differ
 from evaluation.results import named_folder, without_seed
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
-from records.files import new_file, one_line_errors, output_folder, write_text
+from records.files import one_line_errors
+from records.markdown import markdown_table
 from records.provenance import weights_fingerprint
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
@@ -149,10 +150,9 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
         "table, of each size the one that remembers most, however long it trained; in brackets: how many times as many "
         "parameters the sparse model has. A row is the mean of so many runs."
     )
-    with output_folder(output_dir), new_file(output_dir / "knowledge.png") as picture:
-        _draw(knowledge, picture)
-        write_text(output_dir / "knowledge.json", json.dumps([asdict(one) for one in knowledge], indent=1))
-        write_text(output_dir / "knowledge.md", f"{table}\n\n{text}\n\n![bits by parameters](knowledge.png)\n")
+    page = f"{table}\n\n{text}\n\n![bits by parameters](knowledge.png)"
+    pictures = {"knowledge.png": lambda path: _draw(knowledge, path)}
+    write_page(output_dir / "knowledge", page, pictures, [asdict(one) for one in knowledge])
     return table
 
 
@@ -191,8 +191,7 @@ def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.02, 0.93))
     figure.tight_layout()
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,9 @@
 """Which patches of images and which words of texts the experts of one layer take, and which patches none of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -9,12 +11,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from evaluation.embedder import Embedder
-from modeling_clip_moe import CLIPMoEModel, expert_capacity_mask
+from modeling_clip_moe import expert_capacity_mask
 
-# Images and texts that are looked at, and patches and words that are shown of an expert
-NUM_IMAGES, NUM_TEXTS, NUM_SHOWN = 128, 2000, 10
-# A word that occurs less often is not shown: its share would be chance
-LEAST_OCCURRENCES = 5
+# Images and texts that are looked at; patches and words, and texts, that are shown of an expert
+NUM_IMAGES, NUM_TEXTS, NUM_SHOWN, NUM_CAPTIONS = 128, 2000, 10, 4
+# A word counts as preferred if it occurs as often, and its share is so many standard errors above chance
+LEAST_OCCURRENCES, LEAST_ERRORS = 5, 3.0
 # Characters of a caption that are shown
 CAPTION_LENGTH = 240
 
@@ -57,50 +59,69 @@ class RoutedTexts(RoutedTokens):
 
 
 @dataclass(frozen=True)
-class Caption:
-    """A text, or a part of one, and which of its characters (length,) belong to tokens that an expert computed."""
+class WordShares:
+    """How much of each word the experts compute. Tokens that begin and end a text are no words.
 
-    text: str
-    computed: np.ndarray
+    Args:
+        ids, occurrences: (W,).
+        shares: (W, E), of the occurrences that each expert computes.
+        chance: (E,), of all words: what a share would be if the word did not matter.
+    """
+
+    ids: np.ndarray
+    occurrences: np.ndarray
+    shares: np.ndarray
+    chance: np.ndarray
+
+    def preferred(self, expert: int, number: int = NUM_SHOWN) -> list[int]:
+        """The rows of the words that an expert computes more often than by chance, the surest first."""
+        chance = self.chance[expert]
+        if not 0 < chance < 1:
+            return []
+        errors = (self.shares[:, expert] - chance) / np.sqrt(chance * (1 - chance) / self.occurrences)
+        sure = (errors >= LEAST_ERRORS) & (self.occurrences >= LEAST_OCCURRENCES)
+        return [int(row) for row in np.lexsort((-self.occurrences, -errors)) if sure[row]][:number]
 
 
 def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: int) -> RoutedImages:
     """Send images through a sparse layer of the vision tower."""
-    model, process = embedder.model, embedder.processor.image_processor
-    found, pixels = [], []
-    for start in range(0, len(images), embedder.batch_size):
-        batch = list(images[start : start + embedder.batch_size])
-        inputs = process(batch, return_tensors="pt")["pixel_values"].to(embedder.device, embedder.dtype)
-        with torch.no_grad():
-            outputs = model.vision_model(inputs, output_router_logits=True, output_expert_ids=True)
-        found.append(_routed(model, "vision", layer, outputs))
-        shown = process(batch, return_tensors="pt", do_normalize=False)["pixel_values"]
-        pixels.append(shown.permute(0, 2, 3, 1).float().clamp(0, 1).numpy())
-    probabilities, computed = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return RoutedImages(layer, probabilities, computed, np.concatenate(pixels), model.config.vision_config.patch_size)
+    process, pixels = embedder.processor.image_processor, []
+
+    def batches():
+        for start in range(0, len(images), embedder.batch_size):
+            batch = list(images[start : start + embedder.batch_size])
+            shown = process(batch, return_tensors="pt", do_normalize=False)["pixel_values"]
+            pixels.append(shown.permute(0, 2, 3, 1).float().clamp(0, 1).numpy())
+            inputs = process(batch, return_tensors="pt")["pixel_values"]
+            yield {"pixel_values": inputs.to(embedder.device, embedder.dtype)}
+
+    routed = _route(embedder, "vision", layer, batches())
+    return RoutedImages(layer, *routed, np.concatenate(pixels), embedder.model.config.vision_config.patch_size)
 
 
 def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedTexts:
     """Send texts through a sparse layer of the text tower."""
-    model = embedder.model
     batch = embedder.processor.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
-    found = []
-    for start in range(0, len(texts), embedder.batch_size):
-        rows = slice(start, start + embedder.batch_size)
-        inputs = {name: batch[name][rows].to(embedder.device) for name in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            outputs = model.text_model(**inputs, output_router_logits=True, output_expert_ids=True)
-        found.append(_routed(model, "text", layer, outputs))
-    probabilities, computed = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return RoutedTexts(layer, probabilities, computed, batch["input_ids"].numpy(), texts)
+    rows = [slice(start, start + embedder.batch_size) for start in range(0, len(texts), embedder.batch_size)]
+    names = ("input_ids", "attention_mask")
+    batches = ({name: batch[name][of_batch].to(embedder.device) for name in names} for of_batch in rows)
+    return RoutedTexts(layer, *_route(embedder, "text", layer, batches), batch["input_ids"].numpy(), texts)
 
 
-def _routed(model: CLIPMoEModel, tower: str, layer: int, outputs) -> tuple[np.ndarray, np.ndarray]:
-    config = getattr(model.config, f"{tower}_config")
+def _route(
+    embedder: Embedder, tower: str, layer: int, batches: Iterable[dict[str, Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The probabilities of a layer's router, and what was computed: see `RoutedTokens`."""
+    config, model = getattr(embedder.model.config, f"{tower}_config"), getattr(embedder.model, f"{tower}_model")
     number = sorted(config.moe_layers).index(layer)
-    ids = torch.nn.functional.one_hot(outputs.expert_ids[number], config.num_experts + 1)
-    computed = ids[..., : config.num_experts].sum(dim=2).bool()
-    return outputs.router_logits[number].softmax(dim=-1).float().cpu().numpy(), computed.cpu().numpy()
+    probabilities, computed = [], []
+    for batch in batches:
+        with torch.no_grad():
+            outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
+        probabilities.append(outputs.router_logits[number].softmax(dim=-1).float().cpu().numpy())
+        ids = torch.nn.functional.one_hot(outputs.expert_ids[number], config.num_experts + 1)
+        computed.append(ids[..., : config.num_experts].sum(dim=2).bool().cpu().numpy())
+    return np.concatenate(probabilities), np.concatenate(computed)
 
 
 def top_patches(routed: RoutedImages, number: int = NUM_SHOWN) -> list[list[tuple[int, int]]]:
@@ -128,69 +149,48 @@ def dropped_patches(
     return ~kept.any(dim=-1)[:, 1:].numpy()
 
 
-def top_words(
-    routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int = NUM_SHOWN
-) -> list[list[tuple[str, float, int]]]:
-    """Of each expert, the tokens of which it computes the largest share: (word, share, occurrences). Those that begin
-    and end a text do not count, nor those that are rare."""
-    return [
-        [(_word(tokenizer, token), share, occurrences) for token, share, occurrences in tokens]
-        for tokens in _top_tokens(routed, tokenizer, number)
-    ]
+def word_shares(routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase) -> WordShares:
+    """Raises a ValueError if the texts have no word."""
+    is_word = routed.computed.any(axis=-1) & ~np.isin(routed.ids, tokenizer.all_special_ids)
+    if not is_word.any():
+        raise ValueError("no expert computed a word of these texts")
+    ids, places, occurrences = np.unique(routed.ids[is_word], return_inverse=True, return_counts=True)
+    computed = np.zeros((len(ids), routed.computed.shape[-1]))
+    np.add.at(computed, places, routed.computed[is_word])
+    return WordShares(ids, occurrences, computed / occurrences[:, None], computed.sum(axis=0) / occurrences.sum())
 
 
-def top_captions(
-    routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int = NUM_SHOWN
-) -> list[list[Caption]]:
-    """Of each expert and each of its top words, the text in which the router is surest to give it this word, and all
-    that the expert computes of it (CLIP-UP Figure 11). No text twice for an expert. The tokenizer is a fast one."""
+def top_captions(routed: RoutedTexts, words: WordShares, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """Of each expert and each of its preferred words, the text in which the router is surest to give it this word, with
+    ⟦ ⟧ around all that the expert computes of it (CLIP-UP Figure 11). No text twice for an expert. The tokenizer is a
+    fast one."""
     options = {"padding": True, "truncation": True, "return_offsets_mapping": True, "return_tensors": "np"}
     spans = tokenizer(list(routed.texts), **options)["offset_mapping"]  # (n, S, 2)
-    captions = []
-    for expert, tokens in enumerate(_top_tokens(routed, tokenizer, number)):
+    captions: list[list[str]] = []
+    for expert in range(len(words.chance)):
         sure = np.where(routed.computed[..., expert], routed.probabilities[..., expert], 0)
         captions.append([])
-        for token, *_ in tokens:
-            row, place = np.unravel_index(np.where(routed.ids == token, sure, 0).argmax(), sure.shape)
+        for word in words.preferred(expert, NUM_CAPTIONS):
+            row, place = np.unravel_index(np.where(routed.ids == words.ids[word], sure, 0).argmax(), sure.shape)
             if sure[row, place] > 0:
                 computed = np.zeros(len(routed.texts[row]), bool)
                 for start, end in spans[row, routed.computed[row, :, expert]]:
                     computed[start:end] = True
-                captions[-1].append(_cut(routed.texts[row], computed, spans[row, place, 0]))
+                captions[-1].append(_marked(routed.texts[row], computed, spans[row, place, 0]))
                 sure[row] = 0
     return captions
 
 
-def _cut(text: str, computed: np.ndarray, place: int) -> Caption:
-    """What is around a place, on one line."""
-    text = "".join(character if character.isprintable() else " " for character in text)
+def _marked(text: str, computed: np.ndarray, place: int) -> str:
+    """What is around a place of a text, with its computed characters between ⟦ and ⟧."""
     start = int(np.clip(place - CAPTION_LENGTH // 2, 0, max(0, len(text) - CAPTION_LENGTH)))
-    before, after = ("…" if cut else "" for cut in (start > 0, start + CAPTION_LENGTH < len(text)))
-    shown = slice(start, start + CAPTION_LENGTH)
-    return Caption(f"{before}{text[shown]}{after}", np.pad(computed[shown], (len(before), len(after))))
+    shown = range(start, min(start + CAPTION_LENGTH, len(text)))
+    runs = ((is_computed, "".join(text[i] for i in run)) for is_computed, run in groupby(shown, computed.__getitem__))
+    middle = "".join(f"⟦{run}⟧" if is_computed else run for is_computed, run in runs).replace("⟧ ⟦", " ")
+    return f"{'…' * (shown.start > 0)}{middle}{'…' * (shown.stop < len(text))}"
 
 
-def _top_tokens(
-    routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase, number: int
-) -> list[list[tuple[int, float, int]]]:
-    """As `top_words`, with the id of the token."""
-    is_word = routed.computed.any(axis=-1) & ~np.isin(routed.ids, tokenizer.all_special_ids)
-    ids, places, occurrences = np.unique(routed.ids[is_word], return_inverse=True, return_counts=True)
-    computed = np.zeros((len(ids), routed.computed.shape[-1]))
-    np.add.at(computed, places, routed.computed[is_word])
-    shares = computed / occurrences[:, None]
-    often = occurrences >= LEAST_OCCURRENCES
-    top = [
-        [row for row in np.lexsort((-occurrences, -of_expert)) if often[row] and of_expert[row] > 0][:number]
-        for of_expert in shares.T
-    ]
-    return [
-        [(int(ids[row]), float(shares[row, expert]), int(occurrences[row])) for row in rows]
-        for expert, rows in enumerate(top)
-    ]
-
-
-def _word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def word_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as it is read: `bicy-` where the word goes on."""
     piece = tokenizer.convert_ids_to_tokens(token)
     text = tokenizer.decode([token]).strip() or piece

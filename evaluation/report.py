@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.figures import plt
-from evaluation.html_page import html_page
+from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, sampling_error
+from evaluation.page import write_page
 from evaluation.results import named_folder
 from evaluation.task import INFORMATION
-from records.files import new_file, one_line_errors, output_folder, write_text
-from records.markdown import escape, item, one_line
+from records.files import one_line_errors
+from records.markdown import escape, item, markdown_table, one_line
 from records.result_schema import TextCounts, read_result, require_result
 
 Results = Sequence[dict[str, Any] | str | Path]
@@ -29,8 +29,6 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
 NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", *INFORMATION)
-# The only markup in a cell: a score in bold
-BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Inches
 MAX_WIDTH, MAX_HEIGHT = 60, 20
 
@@ -65,20 +63,9 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     sections += ["## How it was measured", _protocols(table)]
     columns = primary_columns(of_tasks(table))
     scores = {model: [_score(row, *column) for column in columns] for model, row in table.items()}
-    output_dir = Path(output_dir)
-    with output_folder(output_dir), new_file(output_dir / "report.png") as picture:
-        draw_scores(list(columns.values()), scores, picture)
-        write_page(output_dir / "report", "\n\n".join(sections), {"report.png": picture})
+    pictures = {"report.png": lambda path: draw_scores(list(columns.values()), scores, path)}
+    write_page(Path(output_dir) / "report", "\n\n".join(sections), pictures)
     return summary
-
-
-def write_page(path: Path, markdown: str, pictures: Mapping[str, Path]) -> None:
-    """Write a text as `path.md`, and with its pictures as `path.html`."""
-    # A stage works in NAME.partial until it has finished
-    title = f"{path.resolve().parent.name.removesuffix('.partial')} {path.name}"
-    with new_file(path.with_suffix(".html")) as page:
-        page.write_text(html_page(markdown, pictures, title), encoding="utf-8")
-        write_text(path.with_suffix(".md"), markdown)
 
 
 def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
@@ -245,23 +232,6 @@ def computed_with(result: dict[str, Any]) -> str:
     return f"commit {result['commit']}, {versions}"
 
 
-def plot_text(text: str, length: int = 40) -> str:
-    """A text of somebody else as one line that matplotlib shows as it is, cut to a length."""
-    text = one_line(text)
-    text = text if len(text) <= length else f"{text[: length - 1]}…"
-    # Between dollars would be mathematics; labels that begin with an underscore are left out of legends.
-    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns also line up as plain text. Cells are shown as they are, but for scores in bold."""
-    lines = [[cell if BOLD.fullmatch(cell) else escape(cell) for cell in line] for line in [header, *rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
-    formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
-    return "\n".join(formatted)
-
-
 def draw_scores(
     columns: Sequence[str],
     scores: Mapping[str, Sequence[float | None]],
@@ -298,8 +268,7 @@ def draw_scores(
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=names_a_line, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

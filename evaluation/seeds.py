@@ -8,27 +8,25 @@ the mean and the sample standard deviation of the main scores and how long each 
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from conversion.publishing.lineage import read_attempts
 from evaluation.intervals import LEVEL, paired_interval
+from evaluation.page import write_page
 from evaluation.report import (
     SAME_FOR_TASK,
     arrange,
     computed_with,
     differ,
     draw_scores,
-    markdown_table,
     primary_columns,
     require_whole,
-    write_page,
 )
 from evaluation.results import named_folder, without_seed
-from records.files import new_file, one_line_errors, output_folder, write_text
-from records.markdown import escape, item
+from records.files import one_line_errors
+from records.markdown import escape, item, markdown_table
 from records.provenance import ATTEMPTS
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
@@ -94,10 +92,8 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
-    with output_folder(output_dir), new_file(output_dir / "seeds.png") as picture:
-        _draw(tables, columns, picture)
-        write_text(output_dir / "seeds.json", json.dumps(scores, indent=1))
-        write_page(output_dir / "seeds", "\n\n".join(filter(None, sections)), {"seeds.png": picture})
+    pictures = {"seeds.png": lambda path: _draw(tables, columns, path)}
+    write_page(output_dir / "seeds", "\n\n".join(filter(None, sections)), pictures, scores)
     return table
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.figures import plt
+from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, paired_interval
-from evaluation.report import markdown_table, plot_text
+from evaluation.page import write_page
 from evaluation.task import PRIMARY_METRICS
-from records.files import new_file, one_line_errors, output_folder, read_json, write_text
+from records.files import one_line_errors, read_json
+from records.markdown import markdown_table
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
 Point = tuple[float, float]  # what a model kept, and what it learned, in percent
@@ -84,13 +85,9 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
         f"Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
         f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds."
     )
-    with output_folder(folder), new_file(folder / "tradeoff.png") as picture:
-        _draw(
-            {model: points[model] for model in shown},
-            {n: [points[m] for m in line] for n, line in lines.items()},
-            picture,
-        )
-        write_text(folder / "tradeoff.md", f"{table}\n\n{text}\n\n![learned against kept](tradeoff.png)\n")
+    lines = {name: [points[model] for model in line] for name, line in lines.items()}
+    pictures = {"tradeoff.png": lambda path: _draw({model: points[model] for model in shown}, lines, path)}
+    write_page(folder / "tradeoff", f"{table}\n\n{text}\n\n![learned against kept](tradeoff.png)", pictures)
     return table
 
 
@@ -137,8 +134,7 @@ def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Se
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,6 +4,8 @@ import re
 
 # What would be more than text
 MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)")
+# The only markup in a cell of a table: a score in bold
+BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # What would make a line a heading, a quotation, a list or a rule
 BLOCK = re.compile(r"^(\d*)([-+#.)](?=[-+#\s]|$)|>)")
 
@@ -26,3 +28,12 @@ def item(text: object) -> str:
 def code(text: object) -> str:
     """As code, which cannot hold what it ends with."""
     return f"`{one_line(text).replace('`', chr(39))}`"
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A table whose columns also line up as plain text. Cells are shown as they are, but for scores in bold."""
+    lines = [[cell if BOLD.fullmatch(cell) else escape(cell) for cell in line] for line in [header, *rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    formatted = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines]
+    formatted.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(formatted)

@@ -16,7 +16,7 @@ from conversion.upcycle import upcycle
 from data import symbols
 from data.worlds import build_processor
 from evaluation import evaluate
-from evaluation.report import plt
+from evaluation.figures import plt
 from evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
 

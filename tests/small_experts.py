@@ -9,49 +9,40 @@ from conversion.upcycle import upcycle
 from data.worlds import build_processor
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    """The symbol CLIP with four different experts."""
-    folder = tmp_path_factory.mktemp("sparse")
-    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_moe"])
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() / 3)
-            elif ".router." in name:
-                parameter.mul_(10)
+def save(model, folder):
     model.save_pretrained(folder)
     build_processor("symbols", 64, 32).save_pretrained(folder)
     return model.eval(), folder
+
+
+def _upcycled(tmp_path_factory, preset, change):
+    """A model and its folder, with changed experts, routers and gates."""
+    torch.manual_seed(0)
+    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS[preset])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for part, changed in change.items():
+                if f".{part}." in name:
+                    changed(parameter, torch.randn(parameter.shape, generator=generator))
+    return save(model, tmp_path_factory.mktemp(preset))
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """Four different experts."""
+    change = {"experts": lambda p, noise: p.add_(noise * p.std() / 3), "router": lambda p, _: p.mul_(10)}
+    return _upcycled(tmp_path_factory, "clip_moe", change)
 
 
 @pytest.fixture(scope="module")
 def unnormalized(tmp_path_factory):
-    """A CLIP-UP of the symbol CLIP with sharp routers, whose experts are all equal."""
-    folder = tmp_path_factory.mktemp("unnormalized")
-    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".router." in name:
-                parameter.mul_(3)
-    model.save_pretrained(folder)
-    build_processor("symbols", 64, 32).save_pretrained(folder)
-    return model.eval(), folder
+    """A CLIP-UP with sharp routers, whose experts are all equal."""
+    return _upcycled(tmp_path_factory, "clip_up", {"router": lambda p, _: p.mul_(3)})
 
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory):
-    """The symbol CLIP with fusion gates of any opening."""
-    folder = tmp_path_factory.mktemp("gated")
-    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_fmoe"])
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".fusion_gate." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            elif ".experts." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std())
-    model.save_pretrained(folder)
-    build_processor("symbols", 64, 32).save_pretrained(folder)
-    return model.eval(), folder
+    """Fusion gates of any opening."""
+    change = {"experts": lambda p, noise: p.add_(noise * p.std()), "fusion_gate": lambda p, noise: p.copy_(noise)}
+    return _upcycled(tmp_path_factory, "clip_fmoe", change)

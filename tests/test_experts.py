@@ -1,6 +1,7 @@
-"""What experts know and which tokens they get: by hand, and on a small model."""
+"""What experts know and which tokens they get: by hand, and on small models, each of which is analyzed once."""
 
 import json
+import math
 import re
 import shutil
 
@@ -15,302 +16,343 @@ from conversion.dense import main as dense_main
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
-from data.worlds import build_processor
 from evaluation import experts
-from evaluation.agreement import linear_cka
+from evaluation.agreement import agreement, linear_cka
 from evaluation.embedder import Embedder
+from evaluation.expert_summary import summarize
 from evaluation.experts import analyze_experts, main
 from evaluation.measures import measure
-from evaluation.page_folder import write_page
-from evaluation.preferences import dropped_patches, route_images, route_texts, top_words
-from evaluation.routing_pictures import draw_gates, draw_shares
+from evaluation.page import write_page
+from evaluation.preferences import dropped_patches, route_images, route_texts, word_shares, word_text
+from evaluation.routing import count_tokens
 from evaluation.tasks import Task
 from records.files import locked
+from records.result_schema import require_summary
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 TASKS = {
     "pairs": Task("pairs", "pairs", "60 pairs", lambda: (symbols.load_minimal_pairs("test", 60), 0)),
     "retrieval": Task("retrieval", "retrieval", "40", lambda: (symbols.load("test", "detailed", 40), 0)),
 }
-sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
+sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 
 
-def columns_of(beginning):
-    """Of the table of scores."""
-    (header,) = (line for line in beginning.splitlines() if line.startswith("| metric"))
-    return [cell.strip() for cell in header.split("|")[1:-1]]
+def embedder_of(folder, batch_size=64):
+    return Embedder(folder, None, batch_size, torch.device("cpu"))
 
 
-def test_every_expert_scores_as_its_dense_model(sparse, tmp_path):
+def scores_of(folder, task):
+    return measure(TASKS[task], embedder_of(folder))["metrics"]
+
+
+@pytest.fixture(scope="module")
+def analyses(sparse, unnormalized, gated, tmp_path_factory):
+    """Folder, page and JSON of each model's analysis."""
+    found, options = {}, {"layers": {"vision": 1, "text": 2}, "capacity_factors": [0.5, 4], "expert": 0}
+    for name, (_, folder), tasks, kwargs in (
+        ("sparse", sparse, TASKS, options | {"batch_size": 16}),
+        ("unnormalized", unnormalized, RETRIEVAL, {}),
+        ("gated", gated, RETRIEVAL, {"num_experts_per_tok": [1, 4]}),
+    ):
+        out = tmp_path_factory.mktemp("out") / name
+        beginning = analyze_experts(folder, tasks, out, **kwargs)
+        page = (out / "experts.md").read_text()
+        assert page.startswith(f"# Experts\n\n{beginning}\n")
+        found[name] = out, page, json.loads((out / "experts.json").read_text())
+    return found
+
+
+def cells(page):
+    return {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines() if line[:1] == "|"}
+
+
+@slow
+def test_every_expert_scores_as_its_dense_model(sparse, analyses, tmp_path):
     model, folder = sparse
-    table = analyze_experts(folder, TASKS, tmp_path / "out")
-    result = json.loads((tmp_path / "out" / "experts.json").read_text())
+    _, page, result = analyses["sparse"]
+    embeds = []
     for expert in range(4):
-        extract(model, expert).save_pretrained(tmp_path / str(expert))
-        build_processor("symbols", 64, 32).save_pretrained(tmp_path / str(expert))
-        for name, task in TASKS.items():
-            expected = measure(task, Embedder(tmp_path / str(expert), None, 64, torch.device("cpu")))["metrics"]
-            assert result["metrics"][name][f"expert {expert}"] == pytest.approx(expected)
-    expected = measure(TASKS["pairs"], Embedder(folder, None, 64, torch.device("cpu")))["metrics"]
-    assert result["metrics"]["pairs"]["routed"] == pytest.approx(expected)
+        small_experts.save(extract(model, expert), tmp_path / str(expert))
+        for task in TASKS:
+            expected = pytest.approx(scores_of(tmp_path / str(expert), task))
+            assert result["metrics"][task][f"expert {expert}"] == expected
+    assert result["metrics"]["pairs"]["routed"] == pytest.approx(scores_of(folder, "pairs"))
     averaged = AutoModel.from_pretrained(folder)
     with torch.no_grad():
         for name, parameter in averaged.named_parameters():
             if ".experts." in name:
                 for expert in range(4):
                     parameter[expert] = torch.stack(list(model.get_parameter(name))).mean(dim=0)
-    averaged.save_pretrained(tmp_path / "averaged")
-    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "averaged")
-    expected = measure(TASKS["pairs"], Embedder(tmp_path / "averaged", None, 64, torch.device("cpu")))["metrics"]
+    expected = scores_of(small_experts.save(averaged, tmp_path / "averaged")[1], "pairs")
     assert result["metrics"]["pairs"]["mean of experts"] == pytest.approx(expected)
     of_pairs = result["summary"]["collapse"][0]
     assert of_pairs["title"] == "pairs: group score" and of_pairs["mean"] == pytest.approx(expected["group"])
     assert of_pairs["routed"] == result["metrics"]["pairs"]["routed"]["group"] != of_pairs["mean"]
-    assert result["summary"]["agreement"]["highest"] < 0.999
-    scores = [result["metrics"]["pairs"][column]["image"] for column in ("expert 0", "expert 1", "routed")]
-    assert len(set(scores)) > 1
-    assert columns_of(table) == ["metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed"]
-    lines = table[table.index("| metric") :].splitlines()
-    assert all("**" in line for line in lines[2:] if line.startswith("|"))
-    assert any("group/texture" in line for line in lines)
-    assert f"# Experts\n\n{table}\n" in (tmp_path / "out" / "experts.md").read_text()
-    title = "% of the tokens computed by each expert: pairs, retrieval"
-    draw_shares(result["shares"], result["output_shares"], tmp_path / "expected.png", title)
-    assert (tmp_path / "out" / "routing.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
-    for layers in (*result["shares"].values(), *result["output_shares"].values()):
-        assert all(sum(shares) == pytest.approx(2) for shares in layers.values())
-    assert result["shares"] != result["output_shares"]
-    page = (tmp_path / "out" / "experts.md").read_text()
-    cells = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines()}
-    for tokens, of in (("all", ""), ("end token", "output_")):
-        shares, *entropies = (result[f"{of}{what}"]["text"]["1"] for what in ("shares", "share_entropy", "entropy"))
-        row = [*(f"{share:.1%}" for share in shares), *(f"{entropy:.2f}" for entropy in entropies)]
-        assert ("text", "1", tokens, *row) in cells
-    assert result["scales"] == {} and "conversion.dense" not in (tmp_path / "out" / "experts.md").read_text()
-    rows = [
-        row for task in result["metrics"].values() for row in zip(*(of.values() for of in task.values()), strict=True)
-    ]
-    columns = list(result["metrics"]["pairs"])
-    better = sum(
-        row[columns.index("routed")] > max(v for v, c in zip(row, columns, strict=True) if c.startswith("expert"))
-        for row in rows
-    )
-    assert f"better than every expert alone in {better} of {len(rows)} metrics" in table
+    assert ("metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed") in cells(page)
+    # Agreement: of all images, those of both tasks
+    alike, rows = result["agreement"], [task.load()[0] for task in TASKS.values()]
+    for expert in (0, 1):
+        alone = embedder_of(tmp_path / str(expert))
+        columns = ((rows[0], "image_0"), (rows[0], "image_1"), (rows[1], "image"))
+        embeds.append(np.concatenate([alone.images(of, column) for of, column in columns]))
+    assert alike["images"]["expert 0"]["expert 1"] == pytest.approx(linear_cka(*embeds), abs=1e-4)
+    assert 0 < alike["images"]["expert 0"]["expert 1"] < 0.999 > result["summary"]["agreement"]["highest"]
+    assert list(alike["texts"]) == ["expert 0", "expert 1", "expert 2", "expert 3", "routed"]
 
 
-def test_equal_experts_score_as_the_routed_model(unnormalized, tmp_path):
+@slow
+def test_the_routing_that_the_page_shows_is_what_was_counted(sparse, gated, analyses):
+    for name, (_, folder), tasks, batch_size in (("sparse", sparse, TASKS, 16), ("gated", gated, RETRIEVAL, 64)):
+        embedder, (_, page, result) = embedder_of(folder, batch_size), analyses[name]
+        with count_tokens(embedder.model) as counts:
+            for task in tasks.values():
+                measure(task, embedder)
+        for tower, layers in counts.items():
+            for layer, kinds in layers.items():
+                for kind, of in kinds.items():
+                    expected, shown = of.means(), result["routing"][tower][str(layer)][kind]
+                    assert shown.keys() == expected.keys()
+                    for quantity, value in expected.items():
+                        assert (value is None) == (shown[quantity] is None) == (quantity == "gate" and name == "sparse")
+                        if value is not None:
+                            np.testing.assert_allclose(shown[quantity], value, rtol=1e-4, atol=1e-6)
+        rows = [row for row in cells(page) if row[:2] == ("text", "7")]
+        shown = {"all": result["routing"]["text"]["7"]["all"], "end token": result["routing"]["text"]["7"]["output"]}
+        assert sorted(row[2] for row in rows) == ["all", "end token"]
+        for _, _, tokens, share_entropy, entropy, together, *gate in rows:
+            of = shown[tokens]
+            assert (share_entropy, entropy) == (f"{of['share_entropy']:.2f}", f"{of['entropy']:.2f}")
+            one, other, share = re.match(r"(\d) and (\d): ([\d.]+)%", together).groups()
+            assert float(share) == pytest.approx(100 * of["coactivation"][int(one)][int(other)], abs=0.051)
+            assert gate == ([] if of["gate"] is None else [f"{of['gate']:.1%}"])
+        assert result["scales"] == {} and "conversion.dense" not in page
+
+
+@slow
+def test_equal_experts_score_as_the_routed_model(unnormalized, analyses):
     """An expert alone has the weight that a token's experts have together, where that is not 1."""
-    model, folder = unnormalized
-    table = analyze_experts(folder, RETRIEVAL, tmp_path)
-    result = json.loads((tmp_path / "experts.json").read_text())
-    scores = result["metrics"]["retrieval"]
+    (_, folder), (_, page, result) = unnormalized, analyses["unnormalized"]
+    scores, summary = result["metrics"]["retrieval"], result["summary"]
     for expert in range(8):
         assert scores[f"expert {expert}"] == pytest.approx(scores["routed"])
-    with model.force_expert(0, 1.0):  # which is not what weight 1 gives
-        other = Embedder(folder, None, 64, torch.device("cpu"))
-        other.model = model
-        assert measure(TASKS["retrieval"], other)["metrics"] != pytest.approx(scores["routed"])
-    assert "better than every expert alone in 0 of" in table
-    summary = result["summary"]
-    for score in summary["collapse"]:
-        assert score["mean"] == score["routed"]
+    other, rows = embedder_of(folder), TASKS["retrieval"].load()[0]
+    routed = other.images(rows)
+    for weights, equal in (((), True), ((1.0,), False)):  # weight 1 gives something else
+        with other.model.force_expert(0, *weights):
+            assert np.allclose(other.images(rows), routed, atol=1e-5) == equal
+    assert "better than every expert alone in 0 of" in page and "CKA 1.000 (pairs: 1.000 to 1.000)" in page
+    assert all(score["mean"] == score["routed"] for score in summary["collapse"])
     assert list(summary["agreement"].values()) == pytest.approx([1, 1, 1], abs=1e-6) and summary["most_entropy"] == 3
-    assert f"{scores['routed']['image_to_text_recall@1']:.1%} with the mean of the experts: +0.0 ±" in table
-    assert "CKA 1.000 (pairs: 1.000 to 1.000)" in table
 
 
-def test_scales_are_what_dense_takes(unnormalized, tmp_path):
-    """The mean over tokens of the sum of a token's weights, in every layer."""
-    model, folder = unnormalized
-    analyze_experts(folder, RETRIEVAL, tmp_path)
-    result = json.loads((tmp_path / "experts.json").read_text())
-    assert list(result["dropped_patches"]) == ["2.0", "4.0"] and (tmp_path / "dropped.png").exists()
-    scales, sums, hooks = result["scales"], {}, []
+@slow
+def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
+    (_, folder), (out, page, result) = unnormalized, analyses["unnormalized"]
+    assert list(result["dropped_patches"]) == ["2.0", "4.0"] and (out / "dropped.png").exists()
+    scales = result["scales"]
+    assert {tower: set(layers) for tower, layers in scales.items()} == {
+        tower: {"1", "3", "5", "7"} for tower in ("text", "vision")
+    }
     for tower, layers in scales.items():
-        for layer in layers:
-            router = model.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp.router")
-
-            def collect(router, inputs, outputs, key=(tower, layer)):
-                total = outputs[0].softmax(dim=-1).topk(2).values.sum(dim=-1)
-                sums.setdefault(key, []).append(total.flatten() if inputs[1] is None else total[inputs[1].bool()])
-
-            hooks.append(router.register_forward_hook(collect))
-    embedder = Embedder(folder, None, 64, torch.device("cpu"))
-    embedder.model = model
-    measure(TASKS["retrieval"], embedder)
-    for hook in hooks:
-        hook.remove()
-    assert {tower: set(layers) for tower, layers in scales.items()} == {"text": {"1", "3"}, "vision": {"1", "3"}}
-    for (tower, layer), totals in sums.items():
-        assert scales[tower][layer] == pytest.approx(torch.cat(totals).mean().item(), rel=1e-5)
-        assert 0.26 < scales[tower][layer] < 0.9
-    assert f"{scales['text']['1']:.3f}" in (tmp_path / "experts.md").read_text()
-    dense_main([str(folder), str(tmp_path / "dense"), "--expert", "3", "--scale", str(tmp_path / "experts.json")])
+        for layer, scale in layers.items():
+            assert scale == result["routing"][tower][layer]["all"]["weight"] and 0.26 < scale < 0.9
+    assert f"{scales['text']['1']:.3f}" in page
+    dense_main([str(folder), str(tmp_path / "dense"), "--expert", "3", "--scale", str(out / "experts.json")])
     with pytest.raises(SystemExit, match="give --scale experts.json"):
         dense_main([str(folder), str(tmp_path / "none"), "--expert", "3"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "training/symbol_clip", "--tasks", "symbols_pairs"], "is a dense CLIP: it has no experts"),
-        (["--model", "training/symbol_clip", "--tasks", "nope"], "unknown task nope"),
-        (["--model", "nowhere/", "--tasks", "symbols_pairs"], "nowhere"),
-    ],
-)
-def test_mistakes_end_in_one_line(arguments, message, tmp_path):
-    with pytest.raises(SystemExit) as exit:
-        main([*arguments, "--output-dir", str(tmp_path)])
-    assert exit.value.code.startswith("error: ") and message in exit.value.code
+@slow
+def test_other_numbers_of_experts(gated, analyses, tmp_path):
+    _, page, result = analyses["gated"]
+    assert ("metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed") in cells(page)
+    four = AutoModel.from_pretrained(gated[1])
+    four.config.text_config.num_experts_per_tok = four.config.vision_config.num_experts_per_tok = 4
+    scores = result["metrics"]["retrieval"]
+    expected = pytest.approx(scores_of(small_experts.save(four, tmp_path)[1], "retrieval"))
+    assert scores["K = 4"] == expected and scores["K = 1"] != scores["K = 4"]
+    assert "the vision tower has no capacity factor" in page and "dropped.png" not in page
 
 
-def test_analysis_of_gates_and_of_other_numbers_of_experts(gated, tmp_path):
-    model, folder = gated
-    table = analyze_experts(folder, RETRIEVAL, tmp_path, num_experts_per_tok=[1, 4])
-    assert columns_of(table) == ["metric", *(f"expert {number}" for number in range(4)), "K = 1", "K = 4", "routed"]
-    result = json.loads((tmp_path / "experts.json").read_text())
-    for gates in (result["gates"], result["output_gates"]):
-        assert set(gates["vision"]) == {"3"} and 0 < gates["vision"]["3"] < 1
-    assert f"{result['output_gates']['vision']['3']:.1%}" in (tmp_path / "experts.md").read_text()
-    assert result["gates"] != result["output_gates"]
-    draw_gates(result["gates"], result["output_gates"], tmp_path / "expected.png")
-    assert (tmp_path / "gates.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
-    assert "gates.png" in (tmp_path / "experts.md").read_text()
-    model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 4
-    model.save_pretrained(tmp_path / "four")
-    model.config.text_config.num_experts_per_tok = model.config.vision_config.num_experts_per_tok = 2
-    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "four")
-    expected = measure(TASKS["retrieval"], Embedder(tmp_path / "four", None, 64, torch.device("cpu")))["metrics"]
-    assert result["metrics"]["retrieval"]["K = 4"] == pytest.approx(expected)
-    assert result["metrics"]["retrieval"]["K = 1"] != result["metrics"]["retrieval"]["K = 4"]
-    page = (tmp_path / "experts.md").read_text()
-    assert "share of the base FFN" in page and "the vision tower has no capacity factor" in page
+@slow
+def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, analyses):
+    out, page, result = analyses["sparse"]
+    pictures = {"routing", "agreement", "patches", "expert_patches", "expert_words", "dropped", "expert"}
+    kinds = {f"experts.{kind}" for kind in ("md", "json", "html")}
+    assert {path.name for path in out.iterdir()} == kinds | {f"{name}.png" for name in pictures}
+    assert set(re.findall(r"\]\((\w+)\.png\)", page)) == pictures
+    assert "layer 2 of the text tower" in page and "layer 1 of the vision tower" in page
+    embedder, rows = embedder_of(sparse[1], 16), [task.load()[0] for task in TASKS.values()]
+    captions = [*rows[0]["caption_0"], *rows[0]["caption_1"], *rows[1]["caption"]]
+    words = word_shares(route_texts(embedder, list(dict.fromkeys(captions)), 2), embedder.processor.tokenizer)
+    assert [of["chance"] for of in result["words"]] == pytest.approx(words.chance.tolist())
+    for expert, of in enumerate(result["words"]):
+        names = [word_text(embedder.processor.tokenizer, int(words.ids[row])) for row in words.preferred(expert)]
+        assert [name for name, *_ in of["words"]] == names
+    images = [image for column in ("image_0", "image_1") for image in rows[0][column]] + list(rows[1]["image"])
+    chosen = [images[index] for index in np.linspace(0, len(images) - 1, experts.NUM_IMAGES).astype(int)]
+    routed = route_images(embedder, chosen, 1)
+    dropped = {str(factor): dropped_patches(routed, 16, 2, factor).mean() for factor in (0.5, 4)}
+    assert result["dropped_patches"] == pytest.approx(dropped) and dropped["0.5"] > dropped["4"] == 0
 
 
-def test_tasks_without_texts_are_refused_before_the_work(sparse, tmp_path):
-    task = Task("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
-        analyze_experts(sparse[1], {"probe": task}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_agreement_is_that_of_the_experts_taken_out(sparse, tmp_path):
-    model, folder = sparse
-    analyze_experts(folder, RETRIEVAL, tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "experts.json").read_text())["agreement"]
-    rows, embeds = RETRIEVAL["retrieval"].load()[0], {"images": [], "texts": []}
-    for expert in (0, 1):
-        extract(model, expert).save_pretrained(tmp_path / str(expert))
-        build_processor("symbols", 64, 32).save_pretrained(tmp_path / str(expert))
-        alone = Embedder(tmp_path / str(expert), None, 64, torch.device("cpu"))
-        embeds["images"].append(alone.images(rows))
-        embeds["texts"].append(alone.texts(rows["caption"]))
-    for what, of_experts in embeds.items():
-        assert found[what]["expert 0"]["expert 1"] == pytest.approx(linear_cka(*of_experts), abs=1e-4)
-        assert 0 < found[what]["expert 0"]["expert 1"] < 0.999
-        assert list(found[what]) == ["expert 0", "expert 1", "expert 2", "expert 3", "routed"]
-
-
-def test_agreement_of_many_is_that_of_some_from_all_parts(sparse, tmp_path, monkeypatch):
+@slow
+def test_agreement_of_many_is_that_of_some_from_all_parts(gated, tmp_path, monkeypatch):
     monkeypatch.setattr(experts, "MOST_EMBEDDINGS", 4)
-    analyze_experts(sparse[1], RETRIEVAL, tmp_path)
-    result, page = json.loads((tmp_path / "experts.json").read_text()), (tmp_path / "experts.md").read_text()
-    embedder, rows = Embedder(sparse[1], None, 64, torch.device("cpu")), RETRIEVAL["retrieval"].load()[0]
-    embeds = []
+    analyze_experts(gated[1], RETRIEVAL, tmp_path)
+    result = json.loads((tmp_path / "experts.json").read_text())
+    embedder, rows, embeds = embedder_of(gated[1]), RETRIEVAL["retrieval"].load()[0], []
     for expert in (0, 1):
         with embedder.model.force_expert(expert):
             embeds.append(embedder.images(rows)[[0, 13, 26, 39]])
     assert result["agreement"]["images"]["expert 0"]["expert 1"] == pytest.approx(linear_cka(*embeds), abs=1e-4)
-    assert result["num_embeddings"] == {"images": 4, "texts": 4} and "| 4 images" in page
+    assert "4 images and 4 texts" in (tmp_path / "experts.md").read_text()
 
 
-PICTURES = {
-    *("routing", "agreement", "coactivation", "patches", "expert_patches", "expert_words", "expert_captions"),
-    *("dropped", "expert"),
-}
-
-
-def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, tmp_path):
-    (tmp_path / "gates.png").write_text("of another model")
-    options = {"capacity_factors": [0.5, 4], "expert": 0, "batch_size": 16}
-    analyze_experts(sparse[1], RETRIEVAL, tmp_path, layers={"vision": 1, "text": 2}, **options)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"experts.md", "experts.json", *(f"{name}.png" for name in PICTURES)}
-    page, result = (tmp_path / "experts.md").read_text(), json.loads((tmp_path / "experts.json").read_text())
-    assert set(re.findall(r"\]\((\w+)\.png\)", page)) == PICTURES
-    assert result["layers"] == {"vision": 1, "text": 2} and "in layer 2 of the text tower" in page
-    captions = RETRIEVAL["retrieval"].load()[0]["caption"]
-    embedder = Embedder(sparse[1], None, 64, torch.device("cpu"))
-    words = top_words(route_texts(embedder, list(dict.fromkeys(captions)), 2), embedder.processor.tokenizer)
-    assert result["words"] == [[list(word) for word in of_expert] for of_expert in words]
-    pairs = np.array(result["coactivation"]["vision"]["3"])
-    assert np.array_equal(pairs, pairs.T) and pairs.diagonal().tolist() == result["shares"]["vision"]["3"]
-    assert f"{result['entropy']['vision']['3']:.2f}" in page
-    routed = route_images(embedder, list(RETRIEVAL["retrieval"].load()[0]["image"]), 1)
-    dropped = {factor: dropped_patches(routed, 16, 2, factor).mean() for factor in (0.5, 4)}
-    assert result["dropped_patches"] == {"0.5": pytest.approx(dropped[0.5]), "4": dropped[4]}
-    assert f"| {dropped[0.5]:.1%} " in page and dropped[0.5] > dropped[4] == 0
-    assert 1 < result["output_share_entropy"]["text"]["0"] <= 2
-
-
+@slow
 def test_what_a_model_lacks_is_not_drawn(tmp_path):
     """A sparse text tower alone, with one expert a token, which drops some choices in training, in groups of 32."""
     model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
     model.config.text_config.num_experts_per_tok, model.config.text_config.capacity_group_size = 1, 32
-    model.save_pretrained(tmp_path / "model")
-    build_processor("symbols", 64, 32).save_pretrained(tmp_path / "model")
+    small_experts.save(model, tmp_path / "model")
     with pytest.raises(ValueError, match="the vision tower is dense and drops no patch"):
         analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", capacity_factors=[2])
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
-    pictures = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert pictures == {"routing", "agreement", "expert_words", "expert_captions"}
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing", "agreement", "expert_words"}
     page, result = ((tmp_path / "out" / f"experts.{kind}").read_text() for kind in ("md", "json"))
-    dropped = json.loads(result)["overflowing"]["text"]["1"]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
-    assert ["text", "1", "0.0%", f"{dropped:.1%}", "32"] in lines and dropped > 0
+    dropped = json.loads(result)["routing"]["text"]["1"]["all"]["overflowing"]
+    assert f"| {dropped:.1%} (shared by 32) " in page and dropped > 0
 
 
+@slow
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--vision-layer", "2"], "layer 2 of the vision tower cannot be drawn: its sparse layers are 3"),
+        (["--vision-layer", "2"], "layer 2 of the vision tower cannot be drawn: its sparse layers are 5, 7"),
         (["--expert", "4"], "expert 4 cannot be drawn: there are 4, counted from 0"),
         (["--capacity-factors", "2", "0"], "capacity_factors: 0.0 must be a number above 0"),
+        (["--num-experts-per-tok", "5"], "num_experts_per_tok=5 must be between 1 and num_experts=4"),
+        (["--model", "training/symbol_clip"], "training/symbol_clip is a dense CLIP: it has no experts"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_the_work(option, message, gated, tmp_path):
+def test_what_cannot_be_done_is_refused_before_the_work(option, message, gated, tmp_path):
     command = ["--model", str(gated[1]), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as exit:
         main([*command, *option])
-    assert exit.value.code == f"error: {message}"
-    assert not (tmp_path / "out").exists()
+    assert exit.value.code == f"error: {message}" and not (tmp_path / "out").exists()
 
 
-def test_another_page_is_not_overwritten(sparse, gated, tmp_path, monkeypatch):
-    model, out = shutil.copytree(sparse[1], tmp_path / "model"), tmp_path / "out"
-    analyze_experts(model, RETRIEVAL, out)
+@slow
+def test_tasks_without_texts_are_refused_before_the_work(gated, tmp_path):
+    task = Task("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
+        analyze_experts(gated[1], {"probe": task}, tmp_path / "out")
+
+
+@slow
+def test_another_page_is_not_overwritten(gated, analyses, tmp_path, monkeypatch):
+    out = shutil.copytree(analyses["gated"][0], tmp_path / "out")
     before = {path: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(experts, "_measure_alone", lambda *_: pytest.fail("work"))
-    shutil.copytree(gated[1], tmp_path / "other")
-    for source, tasks, options, message in (
-        (tmp_path / "other", RETRIEVAL, {}, f"source is '{model}' and not '{tmp_path / 'other'}'"),
-        (model, {"pairs": TASKS["pairs"]}, {}, "protocols is {'retrieval': '40'} and not {'pairs': '60 pairs'}"),
-        (model, RETRIEVAL, {"num_experts_per_tok": [1]}, "num_experts_per_tok is None and not [1]"),
-        (model, RETRIEVAL, {"layers": {"text": 0}}, "layers is {'text': 3} and not {'text': 0}"),
-        (model, RETRIEVAL, {"batch_size": 8}, "batch_size is 64 and not 8"),
-        (model, RETRIEVAL, {"capacity_factors": [1.5]}, "capacity_factors is None and not [1.5]"),
-        (model, RETRIEVAL, {"expert": 0}, "drawn_experts is None and not [0]"),
+    numbers = {"num_experts_per_tok": [1, 4]}
+    for tasks, options, message in (
+        ({"pairs": TASKS["pairs"]}, numbers, "protocols is {'retrieval': '40'} and not {'pairs': '60 pairs'}"),
+        (RETRIEVAL, {}, "num_experts_per_tok is [1, 4] and not []"),
+        (RETRIEVAL, numbers | {"layers": {"text": 5}}, "layers is {'text': 7} and not {'text': 5}"),
+        (RETRIEVAL, numbers | {"expert": 0}, "drawn_expert is None and not 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"{out}/experts.json holds another result, whose {message}: ")):
-            analyze_experts(source, tasks, out, **options)
-    (tmp_path / "model" / "config.json").write_bytes((sparse[1] / "config.json").read_bytes() + b"\n")
-    with pytest.raises(ValueError, match="holds another result, whose weights is"):
-        analyze_experts(model, RETRIEVAL, out)
+            analyze_experts(gated[1], tasks, out, **options)
+    with locked(out), pytest.raises(ValueError, match="is in use"):
+        write_page(out / "experts", "")
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_page_has_one_writer(tmp_path):
-    with locked(tmp_path / "out"), pytest.raises(ValueError, match="is in use"):
-        write_page(tmp_path / "out", "experts", "", {}, {})
-    assert not (tmp_path / "out").exists()
+NONE = {"load": lambda: None}
+SUMMARIZED = {
+    "photos": Task("retrieval", "photos", "40 photos", **NONE),
+    "animals": Task("zero_shot", "animals", "10 photos", **NONE, metrics=["mean_per_class_recall"]),
+}
+ROUTED = {
+    "photos": {
+        "metrics": {"image_to_text_recall@1": 0.5, "text_to_image_recall@1": 0.4, "text_to_image_recall@5": 0.9},
+        "num_samples": 40,
+        "num_captions": 160,
+    },
+    "animals": {"metrics": {"mean_per_class_recall": 0.75}, "num_samples": 10},
+}
+MEAN = {
+    "photos": {"metrics": {"image_to_text_recall@1": 0.2, "text_to_image_recall@1": 0.4}, "num_samples": 40},
+    "animals": {"metrics": {"mean_per_class_recall": 0.8}, "num_samples": 10},
+}
+
+
+def cka(*pairs):
+    """A matrix of three experts and of the routed model, which is like all, from the pairs 01, 02 and 12."""
+    values = dict(zip([(0, 1), (0, 2), (1, 2)], pairs, strict=True))
+    title = {0: "expert 0", 1: "expert 1", 2: "expert 2", 3: "routed"}
+    return {
+        title[one]: {title[other]: values.get((min(one, other), max(one, other)), 1.0) for other in title}
+        for one in title
+    }
+
+
+def test_summary_by_hand():
+    entropy = {"text": {1: 0.5, 3: 1.5}, "vision": {3: 0.25}}
+    found = summarize(
+        SUMMARIZED, ROUTED, MEAN, entropy, {"images": cka(0.9, 0.6, 0.3), "texts": cka(0.6, 0.6, None)}, 3
+    )
+    assert [(score.routed, score.mean) for score in found.collapse] == [(0.5, 0.2), (0.4, 0.4), (0.75, 0.8)]
+    expected = [
+        1.959964 * math.sqrt((one * (1 - one) + other * (1 - other)) / number)
+        for one, other, number in ((0.5, 0.2, 40), (0.4, 0.4, 160))
+    ]
+    assert [score.error for score in found.collapse[:2]] == pytest.approx(expected, rel=1e-6)
+    assert found.collapse[2].error is None  # a mean of means
+    assert found.most_entropy == math.log2(3)
+    assert [text for _, text in found.rows] == [
+        "50.0% routed, 20.0% with the mean of the experts: -30.0 ± 19.8 points",
+        "40.0% routed, 40.0% with the mean of the experts: +0.0 ± 10.7 points",
+        "75.0% routed, 80.0% with the mean of the experts: +5.0 points",
+        "0.75 of at most 1.58 bits (layers: 0.25 to 1.50)",
+        "CKA 0.600 (pairs: 0.300 to 0.900)",
+    ]
+    assert found.rows[0][0] == "collapse test, photos: R@1 image→text"
+    # A dense tower says nothing of experts, and one expert is alike to none
+    agreements = {"images": cka(1.0, 1.0, 1.0), "texts": cka(0.2, 0.3, 0.4)}
+    dense = summarize(SUMMARIZED, ROUTED, MEAN, {"text": {1: 0.5}}, agreements, 3)
+    assert dense.agreement.model_dump() == pytest.approx({"mean": 0.3, "lowest": 0.2, "highest": 0.4})
+    assert summarize(SUMMARIZED, ROUTED, MEAN, {"text": {1: 0.0}}, agreements, 1).agreement is None
+
+
+def test_what_is_no_summary_is_refused():
+    good = summarize(SUMMARIZED, ROUTED, MEAN, {"vision": {0: 1}}, {"images": cka(0.2, 0.3, 0.4)}, 3).model_dump()
+    assert require_summary(good, "experts.json").model_dump() == good
+    for changes, message in (
+        ({"entropy": {"mean": 1.0}}, "it lacks entropy.lowest, entropy.highest"),
+        ({"collapse": []}, "collapse is .*at least 1 item"),
+        ({"most_entropy": math.nan}, "most_entropy is nan"),
+    ):
+        with pytest.raises(ValueError, match=f"the summary in experts.json is none of experts: {message}"):
+            require_summary(good | changes, "experts.json")
+
+
+def test_cka_is_that_of_the_gram_matrices():
+    """Kornblith et al., equations 1 and 2: HSIC of linear kernels; and by hand."""
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(30, 5)), rng.normal(size=(30, 3)) ** 3
+    center = np.eye(30) - 1 / 30
+
+    def hsic(x, y):
+        return np.trace(center @ x @ x.T @ center @ y @ y.T)
+
+    expected = hsic(first, second) / np.sqrt(hsic(first, first) * hsic(second, second))
+    assert linear_cka(first, second) == pytest.approx(expected)
+    rotation = np.linalg.qr(rng.normal(size=(5, 5)))[0]
+    assert linear_cka(first, -7 * first @ rotation + 2) == pytest.approx(1, abs=1e-6)
+    by_hand = np.array([[1.0, 0], [-1, 0], [0, 2], [0, -2]]) + 5  # centered: X'X = diag(2, 8)
+    other = np.array([[1.0], [-1], [1], [-1]]) - 3  # Y'Y = 4, X'Y = (2, 4)'
+    assert linear_cka(by_hand, other) == pytest.approx((2**2 + 4**2) / (np.sqrt(2**2 + 8**2) * 4))
+    found = agreement({"a": first, "b": second, "constant": np.ones((30, 2))})
+    assert found["a"]["b"] == found["b"]["a"] < 1 and [row["constant"] for row in found.values()] == [None] * 3

@@ -1,110 +1,99 @@
-"""What routers and fusion gates do: by hand, and as a small model records it."""
+"""What routers and fusion gates do, and which patches and words experts take: by hand, and as a small model records
+it; and the pictures of it, which show their numbers."""
+
+import math
 
 import numpy as np
 import pytest
+import small_evaluation
 import small_experts
 import torch
+from matplotlib import cbook
+from matplotlib.colors import to_hex
+from tiny_clip_moe import tiny_model
 from transformers import CLIPModel
 
-from evaluation.routing import RouterCounts, average_gates, chosen_experts, count_tokens
+from data import symbols
+from data.worlds import build_processor
+from evaluation import preferences
+from evaluation.embedder import Embedder
+from evaluation.preferences import (
+    RoutedImages,
+    RoutedTexts,
+    WordShares,
+    dropped_patches,
+    route_images,
+    route_texts,
+    top_captions,
+    top_patches,
+    word_shares,
+)
+from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
+from evaluation.routing_pictures import (
+    draw_agreement,
+    draw_dropped,
+    draw_expert,
+    draw_expert_patches,
+    draw_patches,
+    draw_shares,
+    draw_words,
+)
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
+figures = small_evaluation.figures
+
+
+@pytest.fixture(scope="module")
+def embedder(sparse):
+    return Embedder(sparse[1], None, 4, torch.device("cpu"))
+
+
+def some_inputs(batch_size=3, lengths=(9, 4, 6)):
+    return {
+        "pixel_values": torch.randn(batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        "input_ids": torch.randint(100, (batch_size, 9), generator=torch.Generator().manual_seed(0)),
+        "attention_mask": (torch.arange(9) < torch.tensor(lengths)[:, None]).long(),
+    }
 
 
 def test_counts_by_hand():
-    counts = RouterCounts(3)
+    counts = LayerCounts(3)
     # Two captions of two tokens, two choices each; the last token is padding, and one choice found no room.
     sure, half, even, padding = [0.5, 0.25, 0.25], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3], [1, 0, 0]
     logits = torch.tensor([[sure, half], [even, padding]]).log()
     weights = torch.tensor([[[0.5, 0.25], [0.5, 0.0]], [[0.5, 0.125], [0.0, 0.0]]])
-    counts.add(logits, weights, torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]]))
+    gate = torch.tensor([[[0.5, 0.75], [1, 0.5]], [[0.25, 0.25], [9, 9]]])
+    counts.add(
+        logits, weights, torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]]), gate
+    )
     assert counts.pairs.tolist() == [[3, 1, 1], [1, 1, 0], [1, 0, 1]]
-    assert (counts.num_tokens, counts.dropped()) == (3, pytest.approx(1 / 6))
-    assert counts.mean_entropy() == pytest.approx((1.5 + 1 + np.log2(3)) / 3)
-    assert counts.share_entropy() == pytest.approx(-(0.6 * np.log2(0.6) + 0.4 * np.log2(0.2)))
+    means = counts.means()
+    assert means["dropped"] == pytest.approx(1 / 6) and means["gate"] == pytest.approx(3.25 / 6)
+    assert means["entropy"] == pytest.approx((1.5 + 1 + np.log2(3)) / 3)
+    assert means["share_entropy"] == pytest.approx(-(0.6 * np.log2(0.6) + 0.4 * np.log2(0.2)))
     counts.add(torch.tensor([[half]]).log(), torch.tensor([[[0.5, 0.125]]]), torch.tensor([[[1, 2]]]), None)
-    np.testing.assert_allclose(counts.shares(), [3 / 4, 2 / 4, 2 / 4])
-    np.testing.assert_allclose(counts.coactivation(), np.array([[3, 1, 1], [1, 2, 1], [1, 1, 2]]) / 4)
-    assert counts.mean_weight() == (0.75 + 0.5 + 0.625 + 0.625) / 4
-    assert counts.dropped() == pytest.approx(1 / 8)
-    for value in ("shares", "mean_weight", "mean_entropy", "share_entropy", "dropped", "overflowing"):
-        with pytest.raises(ValueError, match="has seen no token"):
-            getattr(RouterCounts(3), value)()
-
-
-def test_an_expert_that_computes_all_leaves_no_entropy():
-    counts = RouterCounts(2)
-    counts.add(torch.tensor([[[50.0, -50.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
-    assert counts.share_entropy() == 0 == pytest.approx(counts.mean_entropy(), abs=1e-12)
-
-
-@pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_what_would_be_dropped_is_what_that_capacity_drops(unnormalized, group_size, monkeypatch):
-    """In the first sparse layer: later ones see what was dropped. Without a capacity in training, nothing would be. The
-    last of three is a group of its own where groups are of two."""
-    model, _ = unnormalized
-    inputs = {
-        "pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
-        "input_ids": torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(0)),
-        "attention_mask": (torch.arange(9) < torch.tensor([9, 4, 6])[:, None]).long(),
-    }
-
-    def counted(batch_size=3, **fields):
-        for config in (model.text_model.config, model.vision_model.config):
-            for name, value in fields.items():
-                monkeypatch.setattr(config, name, value)
-        with torch.no_grad(), count_tokens(model) as counts:
-            for start in range(0, 3, batch_size):
-                model(**{name: tensor[start : start + batch_size] for name, tensor in inputs.items()})
-        return {tower: layers[1] for tower, layers in counts.items()}
-
-    free = counted(capacity_factor=1.0, capacity_group_size=group_size)
-    limited = counted(group_size or 3, eval_capacity_factor=1.0, capacity_group_size=None)
-    for tower in ("text", "vision"):
-        assert 0.1 < free[tower].overflowing() < 0.9
-        assert free[tower].overflowing() == pytest.approx(limited[tower].dropped())
-        assert free[tower].dropped() == 0 and limited[tower].overflowing() == free[tower].overflowing()
-    assert counted(capacity_factor=None, eval_capacity_factor=None)["text"].overflowing() == 0
-
-
-def test_counts_are_those_the_model_records(sparse):
-    model, _ = sparse
-    inputs = {
-        "pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
-        "input_ids": torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(0)),
-        "attention_mask": (torch.arange(9) < torch.tensor([9, 4, 6])[:, None]).long(),
-    }
-    with torch.no_grad(), count_tokens(model) as counts:
-        outputs = model(**inputs, output_expert_ids=True)
-    assert {tower: sorted(layers) for tower, layers in counts.items()} == dict.fromkeys(counts, list(range(8)))
-    for tower, recorded, tokens in (
-        ("text", outputs.text_model_output.expert_ids, 19),
-        ("vision", outputs.vision_model_output.expert_ids, 3 * 17),
-    ):
-        for layer, ids in enumerate(recorded):
-            shares = [(ids == expert).sum().item() / tokens for expert in range(4)]
-            np.testing.assert_allclose(counts[tower][layer].shares(), shares)
-            assert sum(shares) == pytest.approx(2)
-    with torch.no_grad():
-        model(**inputs)
-    assert counts["text"][0].num_tokens == 19  # outside of the block nothing counts
+    means = counts.means()
+    assert means["shares"] == [3 / 4, 2 / 4, 2 / 4] and means["weight"] == (0.75 + 0.5 + 0.625 + 0.625) / 4
+    np.testing.assert_allclose(means["coactivation"], np.array([[3, 1, 1], [1, 2, 1], [1, 1, 2]]) / 4)
+    with pytest.raises(ValueError, match="has seen no token"):
+        LayerCounts(3).means()
+    one = LayerCounts(2)
+    one.add(torch.tensor([[[50.0, -50.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
+    assert one.means()["share_entropy"] == 0 == pytest.approx(one.means()["entropy"], abs=1e-12)
+    assert one.means()["gate"] is None
 
 
 @pytest.mark.parametrize("eos_token_id", [90, 2])
-def test_counts_at_the_tokens_that_reach_the_output(sparse, eos_token_id, monkeypatch):
-    """The class token, and the token that the text tower pools at: by both of CLIP's rules."""
+def test_counts_are_those_the_model_records(sparse, eos_token_id, monkeypatch):
+    """Of all tokens that are no padding, and of those that are pooled: the class token, and the end token by both of
+    CLIP's rules."""
     model, _ = sparse
     monkeypatch.setattr(model.text_model.config, "eos_token_id", eos_token_id)
-    input_ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))
-    input_ids[:, -1] = 89
-    input_ids[[0, 1], [4, 6]] = 90
-    ends = [4, 6, 0] if eos_token_id == 90 else [4, 6, input_ids[2].argmax().item()]
-    inputs = {
-        "pixel_values": torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
-        "input_ids": input_ids,
-        "attention_mask": (torch.arange(9) <= torch.tensor([4, 6, 8])[:, None]).long(),
-    }
-    with torch.no_grad(), count_tokens(model, at_output=True) as counts:
+    inputs = some_inputs(lengths=(5, 7, 9))
+    inputs["input_ids"].clamp_(3, 89)[:, -1] = 89
+    inputs["input_ids"][[0, 1], [4, 6]] = 90
+    ends = [4, 6, 0] if eos_token_id == 90 else [4, 6, inputs["input_ids"][2].argmax().item()]
+    with torch.no_grad(), count_tokens(model) as counts:
         outputs = model(**inputs, output_expert_ids=True)
         texts = model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     pooled = outputs.text_model_output.last_hidden_state[range(3), ends]
@@ -113,57 +102,293 @@ def test_counts_at_the_tokens_that_reach_the_output(sparse, eos_token_id, monkey
         ("text", outputs.text_model_output.expert_ids, ends, 2),
         ("vision", outputs.vision_model_output.expert_ids, [0, 0, 0], 1),
     ):
+        assert list(counts[tower]) == list(range(8))
         for layer, ids in enumerate(recorded):
-            ids = ids[range(3), positions]
-            assert counts[tower][layer].num_tokens == 3 * calls
-            assert counts[tower][layer].pairs.diagonal().tolist() == [calls * (ids == e).sum().item() for e in range(4)]
-            assert counts[tower][layer].mean_weight() == pytest.approx(1)
+            at_tokens = {"all": ids.flatten(0, 1), "output": ids[range(3), positions]}
+            for kind, of_tokens in at_tokens.items():
+                of = counts[tower][layer][kind]
+                # Padding has the id of no expert
+                computed = [(of_tokens == expert).any(dim=-1) for expert in range(4)]
+                pairs = [[calls * int((one & other).sum()) for other in computed] for one in computed]
+                assert of.pairs.tolist() == pairs
+                assert of.num_tokens == calls * int((of_tokens < 4).any(dim=-1).sum())
+                assert of.means()["weight"] == pytest.approx(1)
     with torch.no_grad():
-        model(**inputs)
-    assert counts["text"][0].num_tokens == 6 and not model.text_model._forward_pre_hooks
-
-
-def test_a_dense_model_has_no_routing():
-    with (
-        pytest.raises(ValueError, match="no sparse layer"),
-        count_tokens(CLIPModel.from_pretrained("training/symbol_clip")),
-    ):
+        model(**inputs)  # outside of the block nothing counts
+    assert counts["text"][0]["output"].num_tokens == 6 and not model.text_model._forward_pre_hooks
+    dense = CLIPModel.from_pretrained("training/symbol_clip")
+    with pytest.raises(ValueError, match="no sparse layer"), count_tokens(dense):
         pass
 
 
-def test_gates_by_hand(gated):
+@pytest.mark.parametrize("group_size", [None, 1, 2])
+def test_what_would_be_dropped_is_what_that_capacity_drops(unnormalized, group_size, monkeypatch):
+    """In the first sparse layer: later ones see what was dropped. Without a capacity in training, nothing would be. The
+    last of three is a group of its own where groups are of two."""
+    model, inputs = unnormalized[0], some_inputs()
+
+    def counted(batch_size=3, **fields):
+        for config in (model.text_model.config, model.vision_model.config):
+            for name, value in fields.items():
+                monkeypatch.setattr(config, name, value)
+        with torch.no_grad(), count_tokens(model) as counts:
+            for start in range(0, 3, batch_size):
+                model(**{name: tensor[start : start + batch_size] for name, tensor in inputs.items()})
+        return {tower: layers[1]["all"].means() for tower, layers in counts.items()}
+
+    free = counted(capacity_factor=1.0, capacity_group_size=group_size)
+    limited = counted(group_size or 3, eval_capacity_factor=1.0, capacity_group_size=None)
+    for tower in ("text", "vision"):
+        assert 0.1 < free[tower]["overflowing"] < 0.9
+        assert free[tower]["overflowing"] == pytest.approx(limited[tower]["dropped"])
+        assert free[tower]["dropped"] == 0 and limited[tower]["overflowing"] == free[tower]["overflowing"]
+    assert counted(capacity_factor=None, eval_capacity_factor=None)["text"]["overflowing"] == 0
+
+
+def test_gates_are_those_of_the_tokens(gated):
     """Means over the tokens that are no padding, of what the last layer's gate makes of its input."""
-    model, _ = gated
-    inputs = {
-        "pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
-        "input_ids": torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0)),
-        "attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
-    }
-    seen = {}
+    model, inputs, seen = gated[0], some_inputs(2, (9, 4)), {}
     layers = {"text": model.text_model.encoder.layers[7], "vision": model.vision_model.encoder.layers[7]}
     for tower, layer in layers.items():
-        layer.mlp.router.register_forward_pre_hook(lambda _, args, tower=tower: seen.update({tower: args[0]}))
-    with torch.no_grad(), average_gates(model) as gates, average_gates(model, at_output=True) as output_gates:
+        layer.mlp.register_forward_pre_hook(lambda _, args, tower=tower: seen.update({tower: args[0]}))
+    with torch.no_grad(), count_tokens(model) as counts:
         model(**inputs)
         model(**inputs)
-    tokens = {"text": seen["text"][inputs["attention_mask"].bool()], "vision": seen["vision"].flatten(0, 1)}
     ends = model.text_model.pooled_positions(inputs["input_ids"])
-    pooled = {"text": seen["text"][[0, 1], ends], "vision": seen["vision"][:, 0]}
-    for found, of_tokens in ((gates, tokens), (output_gates, pooled)):
-        assert {tower: list(layers) for tower, layers in found.items()} == {"text": [5, 7], "vision": [5, 7]}
-        for tower, layer in layers.items():
-            expected = layer.mlp.fusion_gate.proj(of_tokens[tower]).sigmoid().mean().item()
-            assert found[tower][7].mean() == pytest.approx(expected, abs=1e-6)
-            assert 0 < expected < 1 and abs(expected - 0.5) > 1e-3  # which it is without a gate
-    assert abs(gates["vision"][7].mean() - output_gates["vision"][7].mean()) > 1e-3
+    tokens = {
+        ("text", "all"): seen["text"][inputs["attention_mask"].bool()],
+        ("text", "output"): seen["text"][[0, 1], ends],
+        ("vision", "all"): seen["vision"].flatten(0, 1),
+        ("vision", "output"): seen["vision"][:, 0],
+    }
+    for (tower, kind), of_tokens in tokens.items():
+        expected = layers[tower].mlp.fusion_gate.proj(of_tokens).sigmoid().mean().item()
+        assert list(counts[tower]) == [5, 7] and abs(expected - 0.5) > 1e-3  # which it is without a gate
+        assert counts[tower][7][kind].means()["gate"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_more_experts_than_there_are(gated):
+def test_changes_of_the_model_end_with_the_block(gated):
     model, _ = gated
     for number in (0, 5):
         with pytest.raises(ValueError, match=f"num_experts_per_tok={number} must be between 1 and num_experts=4"):
             with chosen_experts(model, number):
                 pass
-    with pytest.raises(KeyError), chosen_experts(model, 3):
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(KeyError), chosen_experts(model, 3), averaged_experts(model):
+        for name, parameter in model.named_parameters():
+            assert (parameter == parameter[0]).all() or ".experts." not in name
         raise KeyError
     assert model.config.vision_config.num_experts_per_tok == 2
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
+    model, _ = sparse
+    images = list(symbols.load("test", "web", 6)["image"])
+    texts = ["a seven", "a small red star on a gray background", "a heart", "a zero", "a purple disc"]
+    of_images, of_texts = route_images(embedder, images, layer=2), route_texts(embedder, texts, layer=2)
+    batch = embedder.processor.tokenizer(texts, padding=True, return_tensors="pt")
+    options = {"output_expert_ids": True, "output_router_logits": True}
+    with torch.no_grad():
+        pictured = model.vision_model(**embedder.processor.image_processor(images, return_tensors="pt"), **options)
+        written = model.text_model(**batch, **options)
+    for routed, outputs, shown in (
+        (of_images, pictured, slice(None)),
+        (of_texts, written, batch["attention_mask"] == 1),
+    ):
+        for expert in range(4):
+            assert np.array_equal(routed.computed[..., expert], (outputs.expert_ids[2] == expert).any(dim=-1))
+        probabilities = outputs.router_logits[2].softmax(dim=-1).numpy()
+        np.testing.assert_allclose(routed.probabilities[shown], probabilities[shown], atol=1e-5)
+    assert (of_images.layer, of_images.grid, of_images.computed.shape) == (2, (4, 4), (6, 17, 4))
+    for image, pixels in zip(images, of_images.pixels, strict=True):
+        np.testing.assert_allclose(pixels, np.asarray(image) / 255, atol=1e-6)
+    assert np.array_equal(of_texts.ids, batch["input_ids"])
+    assert np.array_equal(of_texts.computed.sum(axis=-1), 2 * batch["attention_mask"])
+
+
+@pytest.mark.parametrize(("side", "patch", "patches"), [(19, 4, 4), (31, 14, 2)])
+def test_what_is_left_beside_the_patches_is_not_drawn(side, patch, patches, tmp_path, figures):
+    processor = build_processor("symbols", 12, side)
+    processor.save_pretrained(tmp_path)
+    text = {"vocab_size": len(processor.tokenizer), "eos_token_id": processor.tokenizer.eos_token_id}
+    tiny_model(text=text, vision={"image_size": side, "patch_size": patch}).save_pretrained(tmp_path)
+    embedder = Embedder(tmp_path, None, 4, torch.device("cpu"))
+    routed = route_images(embedder, list(symbols.load("test", "web", 1)["image"]), layer=1)
+    assert (routed.grid, routed.pixels.shape) == ((patches, patches), (1, side, side, 3))
+    draw_patches(routed, tmp_path / "patches.png")
+    draw_expert_patches(routed, tmp_path / "expert_patches.png")
+    places = [number * patch - 0.5 for number in range(patches)]
+    assert [part.get_xy() for part in figures[0].axes[1].patches] == [(left, top) for top in places for left in places]
+    framed = [part for axis in figures[1].axes for part in axis.patches]
+    assert framed and all(set(part.get_xy()) <= set(places) and part.get_width() == patch for part in framed)
+
+
+def test_top_patches_by_hand():
+    """Two images of a class token and two patches, three experts; the last computes nothing."""
+    probabilities = np.array(
+        [
+            [[0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.3, 0.7, 0.0]],
+            [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.7, 0.3, 0.0]],
+        ]
+    )
+    routed = RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
+    assert routed.grid == (1, 2)
+    assert top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
+    assert top_patches(routed, 1) == [[(1, 0)], [(0, 1)], []]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 4.0])
+def test_dropped_patches_are_those_of_a_plain_loop(factor):
+    """Seats are taken by the first choices of all tokens, image after image, then by the second choices."""
+    num_images, num_tokens, num_experts = 5, 10, 4
+    logits = np.random.default_rng(0).normal(size=(7, num_tokens, num_experts)) + [1, 0.5, 0, 0]
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    routed = RoutedImages(0, probabilities, probabilities > 2, np.zeros((7, 3, 3, 3)), 1)
+    room = [math.ceil(num_images * num_tokens * factor / num_experts)] * num_experts
+    computed = np.zeros((num_images, num_tokens), bool)
+    for choice in range(2):
+        for image, token in np.ndindex(num_images, num_tokens):
+            expert = np.argsort(-probabilities[image, token])[choice]
+            if room[expert] > 0:
+                room[expert] -= 1
+                computed[image, token] = True
+    dropped = dropped_patches(routed, num_images, 2, factor)
+    assert np.array_equal(dropped, ~computed[:, 1:])  # without the class token
+    assert dropped.any() == (factor < 4)
+
+
+def test_the_dropped_patches_are_those_that_the_model_drops(embedder, monkeypatch):
+    """In the first sparse layer, into which the same goes with and without capacity."""
+    images = list(symbols.load("test", "web", 4)["image"])
+    dropped = dropped_patches(route_images(embedder, images, layer=0), 4, 2, 0.75)
+    monkeypatch.setattr(embedder.model.config.vision_config, "eval_capacity_factor", 0.75)
+    computed = route_images(embedder, images, layer=0).computed
+    assert np.array_equal(dropped, ~computed.any(axis=-1)[:, 1:]) and dropped.any() and not dropped.all()
+
+
+def test_words_against_chance_by_hand(embedder):
+    """Of 40 words, expert 0 computes half: all of red, none of blue, half of star; of heart all, which is too rare."""
+    tokenizer = embedder.processor.tokenizer
+    texts = ["red star"] * 9 + ["blue star"] * 9 + ["heart"] * 4
+    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
+    red, blue, star, heart = (tokenizer(word)["input_ids"][1] for word in ("red", "blue", "star", "heart"))
+    computed = np.zeros((*ids.shape, 2), bool)
+    computed[ids == red, 0] = computed[ids == blue, 1] = computed[ids == heart, 0] = True
+    stars = np.argwhere(ids == star)
+    for number, (row, place) in enumerate(stars):
+        computed[row, place, number % 2] = True
+    computed[:, 0, 1] = True  # begins the text, and is no word
+    words = word_shares(RoutedTexts(0, computed / 2, computed, ids, texts), tokenizer)
+    assert dict(zip(words.ids, words.occurrences, strict=True)) == {red: 9, blue: 9, star: 18, heart: 4}
+    assert words.chance.tolist() == [22 / 40, 18 / 40]
+    shares = {red: [1, 0], blue: [0, 1], star: [0.5, 0.5], heart: [1, 0]}
+    assert {token: row.tolist() for token, row in zip(words.ids, words.shares, strict=True)} == shares
+    # (1 - 0.55) / sqrt(0.55 * 0.45 / 9) = 2.7 errors; (1 - 0.45) / sqrt(0.45 * 0.55 / 9) = 3.3
+    assert [[words.ids[row] for row in words.preferred(expert)] for expert in (0, 1)] == [[], [blue]]
+    more = WordShares(words.ids, 2 * words.occurrences, words.shares, words.chance)
+    assert [more.ids[row] for row in more.preferred(0)] == [red]
+    assert WordShares(words.ids, words.occurrences, words.shares, np.array([0.0, 1.0])).preferred(1) == []
+
+
+def test_captions_show_the_tokens_of_an_expert(embedder, monkeypatch):
+    tokenizer = embedder.processor.tokenizer
+    texts = ["Red  star"] * 20 + ["a blue star"] + ["a " * 25 + "heart" + " a" * 20] * 20
+    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
+    red, blue, star, heart = (tokenizer(word)["input_ids"][1] for word in ("red", "blue", "star", "heart"))
+    computed = np.zeros((*ids.shape, 3), bool)
+    computed[ids == red, 0] = computed[ids == blue, 0] = computed[ids == star, 1] = computed[ids == heart, 2] = True
+    computed[20, ids[20] == blue, 1] = True
+    computed[:, 0, 0] = True  # begins the text
+    probabilities = 0.5 * computed
+    probabilities[20] = 0.9 * computed[20]  # of the stars, the surest is that of this text
+    routed = RoutedTexts(0, probabilities, computed, ids, texts)
+    monkeypatch.setattr(preferences, "CAPTION_LENGTH", 21)
+    # "blue" is too rare to be preferred
+    assert top_captions(routed, word_shares(routed, tokenizer), tokenizer) == [
+        ["⟦Red⟧  star"], ["a ⟦blue star⟧"], ["…a a a a a ⟦heart⟧ a a a…"],
+    ]  # fmt: skip
+
+
+def texts_in(axis):
+    return [text.get_text() for text in axis.texts]
+
+
+def test_heat_maps_name_their_numbers(tmp_path, figures):
+    """Of shares: all tokens above, those at the output below; in each, a line a layer, a column an expert."""
+
+    def of(shares, output_shares):
+        return {"all": {"shares": shares}, "output": {"shares": output_shares}}
+
+    routing = {
+        "text": {0: of([0.1, 0.9], [0.4, 0.6]), 2: of([0.2, 0.8], [0.5, 0.5])},
+        "vision": {1: of([0.3, 0.7], [1, 0])},
+    }
+    draw_shares(routing, tmp_path / "shares.png", r"costs $\frac$ a token")
+    draw_agreement({"images": {"a": {"a": 1.0, "b": None}, "b": {"a": None, "b": 1.0}}}, tmp_path / "agreement.png")
+    words = WordShares(np.array([7, 9]), np.array([90, 80]), np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([0.25, 0.75]))
+    draw_words(words, ["costs $x$", "red"], 3, tmp_path / "words.png")
+    shares, agreement, of_words = figures
+    assert [texts_in(axis) for axis in shares.axes] == [
+        ["10", "90", "20", "80"], ["30", "70"], ["40", "60", "50", "50"], ["100", "0"]
+    ]  # fmt: skip
+    assert [[label.get_text() for label in axis.get_yticklabels()] for axis in shares.axes] == [["0", "2"], ["1"]] * 2
+    assert [axis.get_title() for axis in shares.axes] == [
+        "text tower, all tokens", "vision tower, all tokens", "text tower, end token", "vision tower, class token"
+    ]  # fmt: skip
+    title = shares._suptitle.get_text()
+    assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)
+    assert texts_in(agreement.axes[0]) == ["1.00", "1.00"]
+    (axis,) = of_words.axes
+    # More than by chance: red of expert 0, "costs" of expert 1
+    assert {label.get_text() for label in axis.get_yticklabels()} == {"all words", r"costs \$x\$ (90)", "red (80)"}
+    assert texts_in(axis) == ["25", "75", "50", "50", "0", "100"] and "layer 3" in of_words._suptitle.get_text()
+
+
+# Of 4 x 4 pixels: the left half goes to expert 0, the right to expert 1, and the class token to expert 1
+HALVES = np.array([[[0.1, 0.9], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]])
+ROUTED = RoutedImages(5, HALVES, HALVES > 0.5, np.ones((1, 4, 4, 3)), 2)
+
+
+def test_pictures_of_patches(tmp_path, figures):
+    draw_patches(ROUTED, tmp_path / "patches.png")
+    draw_expert_patches(ROUTED, tmp_path / "patches.png")
+    draw_expert(0, ROUTED, tmp_path / "expert.png")
+    of_first, of_experts, large = figures
+    (legend,) = of_first.legends
+    colors = {
+        text.get_text(): to_hex(patch.get_facecolor())
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    above, below = of_first.axes
+    assert not above.patches and texts_in(below) == ["0", "1", "0", "1"]
+    assert {patch.get_xy(): to_hex(patch.get_facecolor()) for patch in below.patches} == {
+        (left, top): colors[name] for left, name in ((-0.5, "expert 0"), (1.5, "expert 1")) for top in (-0.5, 1.5)
+    }
+    assert {to_hex(spine.get_edgecolor()) for spine in below.spines.values()} == {colors["expert 1"]}
+    assert all("layer 5" in figure._suptitle.get_text() for figure in figures)
+    of_zero, of_one = of_experts.axes
+    assert [(axis.get_ylabel(), axis.get_title()) for axis in (of_zero, of_one)] == [
+        ("expert 0", "80%"),
+        ("expert 1", "80%"),
+    ]
+    assert {patch.get_xy() for patch in of_zero.patches} == {(-0.5, -0.5)}
+    assert {patch.get_xy() for patch in of_one.patches} == {(1.5, 1.5)}
+    framed = {patch.get_xy() for patch in large.axes[0].patches if not patch.get_fill()}
+    assert framed == {(-0.5, -0.5), (-0.5, 1.5)}
+
+
+def test_dropped_patches_are_red_with_their_share(tmp_path, figures):
+    """Two images of 2 x 2 patches: the first loses none, the second with factor 1 the upper right and the lower left
+    one."""
+    routed = RoutedImages(5, np.ones((3, 5, 2)), np.ones((3, 5, 2), bool), np.ones((3, 4, 4, 3)), 2)
+    lost = np.array([[False] * 4, [False, True, True, False]])
+    draw_dropped(routed, {1.0: lost, 2.5: np.zeros_like(lost)}, tmp_path / "dropped.png")
+    (figure,) = figures
+    shares = ["capacity factor 1:\n25.0% dropped", "", "capacity factor 2.5:\n0.0% dropped", ""]
+    assert [axis.get_ylabel() for axis in figure.axes] == shares
+    red = [{patch.get_xy() for patch in axis.patches} for axis in figure.axes]
+    assert red == [set(), {(1.5, -0.5), (-0.5, 1.5)}, set(), set()]
+    assert all(to_hex(patch.get_facecolor()) == "#ff0000" for axis in figure.axes for patch in axis.patches)
+    assert [axis.get_xlabel() for axis in figure.axes[:2]] == ["image 1: 0%", "image 2: 50%"]
+    assert "2 images share the capacity" in figure._suptitle.get_text()

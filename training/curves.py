@@ -9,14 +9,13 @@ the last values of every stage that trained.
 import argparse
 import csv
 import json
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from evaluation.figures import plt
-from evaluation.report import markdown_table, plot_text
+from evaluation.figures import grid, plot_text, plt, save
 from records.files import new_file, one_line_errors, output_folder
+from records.markdown import markdown_table
 from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
@@ -120,11 +119,11 @@ def write_table(curves: dict[str, Curve], path: Path) -> None:
 
 
 def draw(curves: dict[str, Curve], path: Path) -> None:
-    """A picture with a panel for each quantity and a line for each stage."""
+    """A picture with a panel for each quantity that changes, or for all if none does, and a line for each stage."""
     names = quantities(curves.values())
-    columns = min(COLUMNS, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
+    values = {name: {of[name] for curve in curves.values() for of in curve.values() if name in of} for name in names}
+    names = [name for name in names if len(values[name]) > 1] or names
+    figure, axes = grid(len(names), COLUMNS, 6, 3.2)
     colors = plt.colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
     for axis, name in zip(axes.flat, names, strict=False):
         for number, (stage, curve) in enumerate(curves.items()):
@@ -137,13 +136,10 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         title = textwrap.fill(TITLES.get(name, name), WIDTH)
         axis.set(title="\n".join(plot_text(line, WIDTH) for line in title.split("\n")), xlabel="step")
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
     handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
     with new_file(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
-    plt.close(figure)
+        save(figure, partial)
 
 
 def last_values(curves: dict[str, Curve]) -> str:

@@ -4,8 +4,8 @@ python -m evaluation.benchmarks
 """
 
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
-from evaluation.report import markdown_table
 from evaluation.task import METRIC_TITLES, PRIMARY_METRICS
+from records.markdown import markdown_table
 
 
 def row(benchmark: Benchmark) -> list[str]:

@@ -1,14 +1,19 @@
-"""Markdown that our commands write, as one HTML page that needs no other file and no network."""
+"""Pages that commands write: markdown, pictures, numbers as JSON, and HTML that holds text and pictures."""
 
 import base64
 import html
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 
-# A score with its difference to a baseline, as `evaluation.report` and `evaluation.seeds` write it
+from records.files import locked, new_file, output_folder, read_record
+
+# A score with its difference to a baseline, as `evaluation.report` and `model_cards.seeds` write it
 DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<error>[\d.]+))?\)")
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --ground: light-dark(#fff, #181a1b); }
@@ -26,6 +31,60 @@ img { max-width: 100%; background: #fff; }
 """
 # Nothing is loaded and nothing runs, whatever a text contains.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def write_page(
+    path: Path,
+    markdown: str,
+    pictures: Mapping[str, Callable[[Path], None]] | None = None,
+    data: Any = None,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `path.md`, the pictures beside it, `path.html`, which holds both, and with data `path.json`: all of them,
+    or none.
+
+    Args:
+        pictures: name of a file -> what draws it.
+        settings: what the page was made with, which stand in its JSON, too: see `require_free_page`.
+
+    Raises:
+        OSError: the folder cannot be made.
+        ValueError: another process writes there; else as `require_free_page`.
+    """
+    data = {**settings, **data} if settings else data
+    # A stage works in NAME.partial until it has finished
+    title = f"{path.resolve().parent.name.removesuffix('.partial')} {path.name}"
+    with locked(path.parent), output_folder(path.parent), ExitStack() as files:
+        require_free_page(path, settings or {})
+        drawn = {}
+        for name, draw in (pictures or {}).items():
+            drawn[name] = files.enter_context(new_file(path.parent / name))
+            draw(drawn[name])
+        texts = {"html": html_page(markdown, drawn, title), "md": f"{markdown}\n"}
+        if data is not None:
+            texts["json"] = f"{json.dumps(data, indent=1, ensure_ascii=False)}\n"
+        for kind, text in texts.items():
+            files.enter_context(new_file(path.with_suffix(f".{kind}"))).write_text(text, encoding="utf-8")
+
+
+def require_free_page(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises a ValueError if there is `path.json` of a page that was made with other settings, or is damaged."""
+    path = path.with_suffix(".json")
+    if not settings or not path.exists():
+        return
+    before = read_record(path, dict)
+    for key, new in settings.items():
+        old = before.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):  # of these, what differs
+            old, new = (
+                {of: value for of, value in these.items() if (of, value) not in others.items()}
+                for these, others in ((old, new), (new, old))
+            )
+        if old != new:
+            raise ValueError(
+                f"{path} holds another result, whose {key} is {old!r} and not {new!r}: choose another --output-dir, or "
+                "delete it"
+            )
 
 
 def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
