@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ import torch
 from accelerate import Accelerator
 from sklearn.metrics import pairwise_distances_argmin
 
+from evaluation.feature_store import FeatureStore
 from records.markdown import markdown_table
 from training.balanced_kmeans import nearest_centers
-from training.parts import PARTS, read_parts, write_parts
 
 PART_SIZE = 32_768
 PARTS_IN_MEMORY = 4
@@ -40,23 +41,22 @@ def assign(folder: Path, num_rows: int, size: int, num_centers: int) -> None:
     centers = torch.as_tensor(random_rows(10**9, 10**9 + num_centers, size).astype(np.float32))
     accelerator = Accelerator(cpu=True)
 
-    def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-        return {"labels": nearest_centers(next(read_parts(folder / PARTS, "embeddings", stop, start))[1], centers)}
+    rows = FeatureStore.open(folder, "this benchmark")["embeddings"]
 
-    output = folder / f"labels_{num_rows}"
-    output.mkdir()
+    def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
+        return ({"labels": nearest_centers(rows[shard.start : shard.stop], centers)} for shard in shards)
+
+    store = FeatureStore(folder / f"labels_{num_rows}", num_rows, PART_SIZE)
     started = time.perf_counter()
-    write_parts(accelerator, output / PARTS, "labels", num_rows, PART_SIZE, compute)
+    store.write(accelerator, "labels", compute)
     seconds = time.perf_counter() - started
     # In kilobytes on Linux
     print(json.dumps({"seconds": seconds, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 
 
 def _write_rows(folder: Path, num_rows: int, size: int) -> None:
-    def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-        return {"embeddings": random_rows(start, stop, size)}
-
-    write_parts(Accelerator(cpu=True), folder / PARTS, "embeddings", num_rows, PART_SIZE, compute)
+    store = FeatureStore(folder, num_rows, PART_SIZE)
+    store.write(None, "rows", lambda shards: ({"embeddings": random_rows(r.start, r.stop, size)} for r in shards))
 
 
 def main() -> None:
@@ -84,13 +84,8 @@ def main() -> None:
             found = json.loads(output)
             rates["assign stage"] = num_rows / found["seconds"]
             lines.append(["assign stage, from disk", num_rows, rates["assign stage"], found["memory"] / 2**20])
-        rows = [
-            part
-            for _, part in zip(
-                range(PARTS_IN_MEMORY), read_parts(folder / PARTS, "embeddings", args.rows), strict=False
-            )
-        ]
-        rows = np.concatenate([array for _, array in rows]).astype(np.float32)
+        rows = FeatureStore.open(folder, "this benchmark")["embeddings"]
+        rows = rows[: PARTS_IN_MEMORY * PART_SIZE].astype(np.float32)
         centers = random_rows(10**9, 10**9 + args.centers, args.size).astype(np.float32)
         expected = nearest_centers(rows, torch.as_tensor(centers))
         for name, search in _peers(centers).items():

@@ -22,7 +22,6 @@ import numpy as np
 
 from records.files import write_text
 from records.markdown import markdown_table
-from training.arrays import join_rows, open_arrays
 from training.feature_clusters import accumulate
 from training.kmeans import Method, import_faiss, kmeans
 
@@ -39,14 +38,10 @@ def random_rows(start: int, stop: int, size: int, num_means: int) -> np.ndarray:
 
 
 def write_rows(path: Path, num_rows: int, size: int, num_means: int) -> None:
-    starts = range(0, num_rows, PART)
-    parts = (random_rows(start, min(start + PART, num_rows), size, num_means) for start in starts)
-    join_rows(path, {"image": parts}, num_rows, {})
-
-
-def read_rows(path: Path) -> np.ndarray:
-    with open_arrays(path, "this benchmark", framework="pt") as file:
-        return file.get_tensor("image").numpy()
+    rows = np.lib.format.open_memmap(path, "w+", np.float32, (num_rows, size))
+    for start in range(0, num_rows, PART):
+        stop = min(start + PART, num_rows)
+        rows[start:stop] = random_rows(start, stop, size, num_means)
 
 
 def _by_faiss_alone(rows: np.ndarray, number: int) -> np.ndarray:
@@ -105,7 +100,7 @@ class PeakMemory:
 
 def measure(path: Path, name: str, number: int) -> dict[str, float]:
     """Seconds, those of all cores together, bytes of memory and inertia of one method."""
-    rows = read_rows(path)
+    rows = np.load(path, mmap_mode="r")
     METHODS[name](rows[:1000], 2)  # libraries are loaded
     with PeakMemory() as memory:
         started, cpu_started = time.perf_counter(), time.process_time()
@@ -123,7 +118,7 @@ def compare(
     """Number of clusters -> method -> what `measure` found, each in a process of its own."""
     found: dict[int, dict[str, dict[str, float]]] = {number: {} for number in clusters}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "features.safetensors"
+        path = Path(folder) / "features.npy"
         write_rows(path, num_rows, size, num_means)
         for number in clusters:
             for name in names:

@@ -1,9 +1,9 @@
-"""What is embedded, in batches: read, told apart by their contents, and made a model's inputs."""
+"""What is embedded, in batches: read, told apart by its contents, and made a model's inputs."""
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -21,93 +21,74 @@ WORTH_WORKERS = 32 * 2**20
 MOST_WORKERS = 8
 # Images that tell how large the others are
 LOOKED_AT = 16
+# Images of which the digests are computed at a time
+AT_ONCE = 1000
 
-# The digest of a batch, and the model's inputs: None for a batch that is known
-Batch = tuple[str, dict[str, torch.Tensor] | None]
 
+class TextBatches(Dataset):
+    """The inputs of consecutive texts, cut at the tokenizer's `model_max_length`."""
 
-class Batches(Dataset):
-    """Consecutive images or texts. A batch that is known by its digest is not made into inputs, nor decoded."""
-
-    def __init__(self, items: Sequence[Any], batch_size: int):
-        self.items, self.batch_size = items, batch_size
-        self.known: Collection[str] = ()
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, batch_size: int):
+        self.items, self.tokenizer, self.batch_size = texts, tokenizer, batch_size
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
 
-    def __getitem__(self, number: int) -> Batch:
-        batch = self.read(number * self.batch_size, (number + 1) * self.batch_size)
-        digest = self.digest(batch)
-        return digest, None if digest in self.known else self.inputs(batch)
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        texts = list(self.items[number * self.batch_size : (number + 1) * self.batch_size])
+        inputs = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
-    def read(self, start: int, stop: int) -> list[Any]:
-        return list(self.items[start:stop])
-
-    def digest(self, batch: list[Any]) -> str:
-        raise NotImplementedError
-
-    def inputs(self, batch: list[Any]) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+    def digest(self) -> str:
+        """Of all contents."""
+        return hashlib.sha256(json.dumps(["texts", *self.items]).encode()).hexdigest()
 
     def num_workers(self, num_processes: int) -> int:
         """How many workers are worth it in each of so many processes."""
         return 0
 
 
-class TextBatches(Batches):
-    """Texts, cut at the tokenizer's `model_max_length`."""
-
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, batch_size: int):
-        super().__init__(texts, batch_size)
-        self.tokenizer = tokenizer
-
-    def digest(self, batch: list[str]) -> str:
-        return _digest(["texts", *batch])
-
-    def inputs(self, batch: list[str]) -> dict[str, torch.Tensor]:
-        inputs = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
-        return {name: inputs[name] for name in ("input_ids", "attention_mask")}
-
-
-class ImageBatches(Batches):
-    """The images of a column.
-
-    Of an image in a file of its own, the digest is kept (`data.identity.image_digests`): if it is known, the file is
-    not read. All others are read once.
-    """
+class ImageBatches(Dataset):
+    """The inputs of consecutive images of a column. Of an image in a file of its own, the digest is kept
+    (`data.identity.image_digests`): the file is not read for it again."""
 
     def __init__(self, rows: datasets.Dataset, column: str, image_processor: BaseImageProcessor, batch_size: int):
         rows = rows.select_columns(column)
         if isinstance(rows.features[column], Image):
             rows = rows.cast_column(column, Image(decode=False))
-        super().__init__(rows, batch_size)
+        self.items, self.batch_size = rows, batch_size
         self.column, self.image_processor = column, image_processor
 
-    def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        values = self.items[start:stop][self.column]
-        return [value if isinstance(value, dict) else {"path": value} for value in values]
+    def __len__(self) -> int:
+        return -(-len(self.items) // self.batch_size)
 
-    def digest(self, batch: list[dict[str, Any]]) -> str:
-        return _digest(["images", *image_digests(batch)])
-
-    def inputs(self, batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        images = [decode_image(value) for value in batch]
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
+        images = [decode_image(value) for value in images]
         return {"pixel_values": self.image_processor(images, return_tensors="pt")["pixel_values"]}
 
+    def digest(self) -> str:
+        digest = hashlib.sha256(b"images")
+        for start in range(0, len(self.items), AT_ONCE):
+            digest.update("".join(image_digests(self._read(start, start + AT_ONCE))).encode())
+        return digest.hexdigest()
+
     def num_workers(self, num_processes: int) -> int:
-        first = self.read(0, LOOKED_AT)
+        first = self._read(0, LOOKED_AT)
         sizes = [len(value["bytes"]) if value.get("bytes") else os.path.getsize(value["path"]) for value in first]
         if sum(sizes) / len(sizes) * len(self.items) < WORTH_WORKERS:
             return 0
         return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_processes))
 
+    def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
+        values = self.items[start:stop][self.column]
+        return [value if isinstance(value, dict) else {"path": value} for value in values]
 
-def _digest(contents: list[str]) -> str:
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
+
+Batches = TextBatches | ImageBatches
 
 
-def read_batches(batches: Batches, numbers: Sequence[int], num_workers: int) -> Iterator[Batch]:
+def read_batches(batches: Batches, numbers: Sequence[int], num_workers: int) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of these numbers, in their order.
 
     Raises:

@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import CLIPModel
 
@@ -20,14 +21,13 @@ from conversion.checkpoints import load_clip
 from conversion.processors import load_processor
 from evaluation import batches as reading
 from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
-from evaluation.kept import KeptEmbeddings
+from evaluation.feature_store import FeatureStore
 from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
-from records.files import output_folder
 from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 
 # Batches that are written together: what a run that is killed loses
-BATCHES_PER_PART = 8
+BATCHES_PER_SHARD = 8
 
 # What makes embeddings of inputs
 Embed = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -39,8 +39,9 @@ class Embedder:
     Args:
         model: a folder or hub name of a dense or sparse CLIP.
         processor: a folder or hub name with the processor; default: the model's.
-        cache_dir: where they are kept, under hashes of model, code and settings, and of what is embedded. What is
-            interrupted goes on from there. Any number of evaluations may share a folder. None: nowhere.
+        cache_dir: where they are kept, each data set in a folder (`FeatureStore`) named by a hash of model, code,
+            settings and what is embedded. What is interrupted goes on from there. Any number of evaluations may share
+            it. None: nowhere.
         num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
         state: of the processes that share the work through `cache_dir`, and all call the same methods. None: this
             process works alone.
@@ -110,55 +111,36 @@ class Embedder:
     def _embeddings(self, what: str, batches: Batches, embed: Embed) -> np.ndarray:
         if len(batches) == 0:
             raise ValueError(f"there are no {what} to embed")
+
+        def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
+            numbers = [range(rows.start // self.batch_size, -(-rows.stop // self.batch_size)) for rows in shards]
+            processes = 1 if self.state is None else self.state.num_processes
+            num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
+            inputs = read_batches(batches, list(chain(*numbers)), num_workers)
+            for of_shard in numbers:
+                embeds = [self._normalized(what, number, embed, next(inputs)) for number in of_shard]
+                yield {"embeds": np.concatenate(embeds)}
+
+        size = self.batch_size * BATCHES_PER_SHARD
         if self.cache_dir is None:  # every process embeds all
-            numbers = range(len(batches))
-            return np.concatenate([embeds for _, _, embeds in self._computed(what, batches, numbers, embed)])
-        with output_folder(self.cache_dir):
-            kept = KeptEmbeddings(self.cache_dir, self.key, self.batch_size)
-            batches.known = kept.digests()
-            digests = self._gathered(self._compute_share(what, batches, kept, embed))
-            embeds = kept.read(digests)
-            if self.state is not None:
-                self.state.wait_for_everyone()  # all have read the parts
-            if self.state is None or self.state.is_main_process:
-                kept.join(digests, embeds)
+            shards = FeatureStore(Path(), len(batches.items), size).shards()
+            shown = self.state is None or self.state.is_main_process
+            computed = progress(compute(shards), f"embedding {len(batches.items)} {what}", len(shards), shown)
+            return np.concatenate([arrays["embeds"] for arrays in computed])
+        digest = [batches.digest() if self.state is None or self.state.is_main_process else ""]
+        if self.state is not None and self.state.num_processes > 1:
+            broadcast_object_list(digest)
+        folder = self.cache_dir / hashlib.sha256((self.key + digest[0]).encode()).hexdigest()[:24]
+        store = FeatureStore(folder, len(batches.items), size)
+        store.write(self.state, f"embeddings of {what}", compute)
+        embeds = store["embeds"][:]
+        if not (embeds.ndim == 2 and np.allclose(np.linalg.norm(embeds, axis=-1), 1, atol=1e-3)):
+            raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
         return embeds
 
-    def _compute_share(self, what: str, batches: Batches, kept: KeptEmbeddings, embed: Embed) -> dict[int, str]:
-        """Embed what this process has to, in parts. Returns the digests of its batches by their numbers."""
-        process, processes = (0, 1) if self.state is None else (self.state.process_index, self.state.num_processes)
-        numbers = [number for number in range(len(batches)) if number // BATCHES_PER_PART % processes == process]
-        digests: dict[int, str] = {}
-        part: dict[str, np.ndarray] = {}
-        for number, digest, embeds in self._computed(what, batches, numbers, embed):
-            digests[number] = digest
-            if embeds is not None:
-                part[digest] = embeds
-            if part and (len(part) == BATCHES_PER_PART or number == numbers[-1]):
-                kept.add_part(list(part), list(part.values()))
-                part = {}
-        return digests
-
-    def _gathered(self, digests: dict[int, str]) -> list[str]:
-        """The digests of all batches in their order, from those of each process."""
-        if self.state is not None and self.state.num_processes > 1:
-            digests = dict(gather_object(list(digests.items())))
-        return [digests[number] for number in range(len(digests))]
-
     @torch.no_grad()
-    def _computed(
-        self, what: str, batches: Batches, numbers: Sequence[int], embed: Embed
-    ) -> Iterator[tuple[int, str, np.ndarray | None]]:
-        """Of each of these batches the number, the digest, and the normalized embeddings unless they are known."""
-        processes, is_main = (1, True) if self.state is None else (self.state.num_processes, self.state.is_main_process)
-        num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
-        description = f"embedding {len(batches.items)} {what}"
-        read = progress(read_batches(batches, numbers, num_workers), description, len(numbers), is_main)
-        for number, (digest, inputs) in zip(numbers, read, strict=True):
-            yield number, digest, None if inputs is None else self._normalized(what, number, embed(inputs))
-
-    def _normalized(self, what: str, number: int, embeds: torch.Tensor) -> np.ndarray:
-        embeds = torch.nn.functional.normalize(embeds.float().cpu(), dim=-1)
+    def _normalized(self, what: str, number: int, embed: Embed, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+        embeds = torch.nn.functional.normalize(embed(inputs).float().cpu(), dim=-1)
         lengths = embeds.norm(dim=-1)  # not 1 of what is not finite, or too small or large for its length
         bad = int((~lengths.isclose(torch.ones(()), atol=1e-3)).sum())
         if bad:

@@ -9,10 +9,8 @@ from training.caption_clusters import (
     load_caption_clusters,
     load_centers,
     load_expert_of_pair,
-    load_index,
     save_caption_clusters,
     save_centers,
-    save_index,
 )
 
 
@@ -49,8 +47,3 @@ def test_clusters_know_their_data(tmp_path):
         load_expert_of_pair(tmp_path, "other")
     save_centers(tmp_path / "..", clusters.centers, "tfidf")
     assert load_centers(tmp_path / "..")[1] == "tfidf"
-    index = {"num_rows": 4, "part_size": 2, "encoder": "tfidf", "data": {}, "dataset_fingerprint": "abc"}
-    save_index(tmp_path, index)
-    assert load_index(tmp_path, "an assign stage") == index
-    with pytest.raises(FileNotFoundError, match="not the folder of an assign stage"):
-        load_index(tmp_path / "parts", "an assign stage")

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from tiny_recipes import tiny_run
+from tiny_runs import stored
 from transformers import AutoModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
-from training.embedding import load_features
 from training.feature_clusters import FeatureClusters, split
 from training.recipe import load_recipe
 from training.samplers import ClusterBatchSampler
@@ -98,7 +98,7 @@ def test_ablations_of_the_clusters(run, tmp_path, overrides, columns, levels):
     """Appendix D: the clusters are those of the chosen features, and each expert is trained on its own."""
     short = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 1, "defaults.train.global_batch_size": 4}
     output = run("x", {**overrides, **short, "output_dir": str(tmp_path)}, experts=[1, 2])
-    features, groups = load_features(output / "features"), None
+    features, groups = {name: stored(output / "features", name) for name in ("image", "text")}, None
     for name in ("clusters", "sub_clusters")[:levels]:
         found = load_arrays(output / name / "clusters.safetensors")
         labels = split(features, columns, 0, groups)

@@ -16,18 +16,17 @@ from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from tiny_recipes import tiny_run
-from tiny_runs import as_made_before, losses
+from tiny_runs import as_made_before, losses, stored
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.checkpoints import model_outputs, sample_inputs
 from conversion.presets import PRESETS
 from conversion.processors import copy_processor
 from conversion.upcycle import upcycle
-from training.embedding import load_features
 from training.engine import checkpoint_layers
 from training.feature_clusters import FeatureClusters
+from training.features import HiddenStates
 from training.freezing import set_trainable
-from training.hidden_states import HiddenStates
 from training.loader import PairLoader
 from training.recipe import load_recipe
 
@@ -92,10 +91,10 @@ def test_clusters_of_captions_are_those_of_the_loss(run, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "out")
     rows = load_from_disk(whole / "captions")
     model, processor = (kind.from_pretrained(whole / "dense") for kind in (AutoModel, AutoProcessor))
-    found = load_features(whole / "features")
+    found = {name: stored(whole / "features", name) for name in ("image", "text")}
     shutil.rmtree(tmp_path / "out" / "features")
     run("x", {"output_dir": str(tmp_path / "out"), "features.caption_weights": None}, only=["features"])
-    raw = load_features(tmp_path / "out" / "features")
+    raw = {name: stored(tmp_path / "out" / "features", name) for name in ("image", "text")}
     assert np.array_equal(found["image"], raw["image"])
     missing = 0
     for row, feature, of_raw in zip(rows, found["text"], raw["text"], strict=True):

@@ -1,7 +1,12 @@
 """Embeddings: what they are kept under, and what is done with damaged ones."""
 
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -9,8 +14,6 @@ import numpy as np
 import pytest
 import small_evaluation
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save_file as save_arrays
 from small_evaluation import damage, shard
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
@@ -19,11 +22,12 @@ import modeling_clip_moe
 from conversion.processors import load_processor
 from data import symbols
 from data.sources import DataArguments
-from evaluation import batches, embedder
+from evaluation import batches, embedder, feature_store
 from evaluation.embedder import Embedder, code_hash, usable_device
 from evaluation.evaluate import evaluate_model
+from evaluation.feature_store import save_arrays
 from evaluation.own_data import retrieval_task
-from evaluation.tasks import find_tasks
+from evaluation.tasks import TASKS, find_tasks
 from records.provenance import model_fingerprint
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
@@ -101,34 +105,17 @@ def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypa
     assert len({here, once, code_hash()}) == 3
 
 
-def test_a_damaged_file_of_embeddings_is_named(dense, tmp_path):
-    embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
-    embedder.texts(["a star"])
-    (file,) = tmp_path.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
-        embedder.texts(["a star"])
+def cut(path):
+    path.write_bytes(path.read_bytes()[:50])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {},
-        {"embeds": np.full((1, 16), np.nan, np.float32)},
-        {"embeds": np.zeros((1, 16), np.float32)},
-        {"embeds": np.full((65, 16), 0.25, np.float32)},
-        {"embeds": np.ones((1, 1), np.int8)},
-    ],
-    ids=["none", "not finite", "zeros", "too many", "integers"],
-)
-def test_kept_embeddings_of_another_kind_are_no_scores(dense, tmp_path, content):
+@pytest.mark.parametrize("damage", [cut, lambda path: save_arrays(path, {"embeds": np.full((1, 16), np.nan)})])
+def test_damaged_embeddings_are_no_scores(dense, tmp_path, damage):
     embedder = Embedder(dense, tmp_path, 64, torch.device("cpu"), torch.float32)
     embedder.texts(["a star"])
-    (file,) = tmp_path.glob("*.safetensors")
-    with safe_open(file, "numpy") as kept:
-        metadata = kept.metadata()
-    save_arrays(content, file, metadata)
-    with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
+    (file,) = tmp_path.rglob("*.safetensors")
+    damage(file)
+    with pytest.raises(ValueError, match=f"{file.parent.name}.* is damaged; delete"):
         embedder.texts(["a star"])
 
 
@@ -148,40 +135,86 @@ def test_turned_images_score_as_what_a_viewer_shows(dense, tmp_path):
     assert np.array_equal(*embeds)
 
 
-def counted(embedder, monkeypatch):
-    """How many images and texts the embedder's model gets from now on."""
-    numbers = {"images": 0, "texts": 0}
-
-    def count(name, what):
-        method = getattr(embedder.model, name)
-
-        def counting(*args, **inputs):
-            numbers[what] += len(args[0] if args else inputs["input_ids"])
-            return method(*args, **inputs)
-
-        monkeypatch.setattr(embedder.model, name, counting)
-
-    count("get_image_features", "images")
-    count("get_text_features", "texts")
-    return numbers
+def in_a_process(function):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return pid
 
 
-def test_what_was_embedded_as_part_of_other_data_is_kept(dense, tmp_path, monkeypatch):
-    """Whole batches of it, which is what an embedding may depend on."""
-    rows = symbols.load("test", "web", 11)
-    embedder = Embedder(dense, tmp_path, 4, torch.device("cpu"))
-    numbers = counted(embedder, monkeypatch)
-    whole = embedder.images(rows)
-    assert numbers["images"] == 11 and whole.shape == (11, 16)
-    assert np.array_equal(embedder.images(rows.select(range(8))), whole[:8])
-    assert numbers["images"] == 11
-    assert np.allclose(embedder.images(rows.select(range(10))), whole[:10], atol=1e-6)
-    assert numbers["images"] == 13
-    texts = list(rows["caption"])
-    first = embedder.texts([*texts, *texts[:1]])
-    assert numbers["texts"] == 12 and np.array_equal(first, embedder.texts([*texts, *texts[:1]]))
-    alone = np.concatenate([Embedder(dense, None, 4, torch.device("cpu")).texts(texts[i : i + 4]) for i in (0, 4)])
-    assert np.array_equal(first[:8], alone) and numbers["texts"] == 12
+def test_a_killed_embedder_goes_on_and_two_at_once_get_the_same(dense, tmp_path):
+    """Killed before it writes the third shard of three; then two evaluations go on in the same folder."""
+    rows = symbols.load("test", "web", 39)
+    expected = Embedder(dense, None, 2, torch.device("cpu")).images(rows)
+
+    def embed(number, at_most):
+        save, saved = feature_store.save_arrays, []
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        feature_store.save_arrays = lambda *part: saved.append(save(*part)) if len(saved) < at_most else kill()
+        np.save(tmp_path / f"{number}.npy", Embedder(dense, tmp_path / "kept", 2, torch.device("cpu")).images(rows))
+
+    os.waitpid(in_a_process(lambda: embed("killed", 2)), 0)
+    assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 2
+    for pid in [in_a_process(partial(embed, number, 1)) for number in range(2)]:  # one is left
+        os.waitpid(pid, 0)
+    assert all(np.array_equal(np.load(tmp_path / f"{number}.npy"), expected) for number in range(2))
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from data import symbols
+from evaluation import evaluate, feature_store, processes
+from evaluation.built_in_tasks import symbol_tasks
+from evaluation.tasks import TASKS
+
+if __name__ == "__main__":
+    processes.launch_cpu_processes("few_symbols.py", sys.argv)
+    TASKS.update(symbol_tasks(number=40, retrieval=40, pairs=12, train=40))
+    save = feature_store.save_arrays
+
+    def save_or_die(*arrays):
+        save(*arrays)
+        print("wrote", flush=True)
+        if os.environ["RANK"] == "1" and "KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    feature_store.save_arrays = save_or_die
+    evaluate.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_by_two_processes_goes_on_and_scores_as_one(dense, tmp_path):
+    """The second process is killed after its first shard. Then both go on, and embed what is left alone."""
+    script = tmp_path / "few_symbols.py"
+    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1])))
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
+    command += [str(script), "--model", str(dense), "--tasks", "symbols_retrieval", "--batch-size", "2"]
+    command += ["--output-dir", str(tmp_path / "two")]
+
+    def launch(**variables):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    assert launch(KILL="1").returncode != 0 and not list((tmp_path / "two").glob("*.json"))
+    before = len(list((tmp_path / "two" / "embeddings").rglob("*.safetensors")))
+    resumed = launch()
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("symbols_retrieval (40 samples") == 1
+    assert before > 0 and before + resumed.stdout.count("wrote") == 6  # three shards of images, and as many of texts
+    small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
+    (result,) = evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
+    found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())
+    assert found["metrics"] == result["metrics"] and 0 < found["metrics"]["image_to_text_recall@10"] < 1
+    embeds = [
+        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("0*")}
+        for name in ("one", "two")
+    ]
+    assert embeds[0] == embeds[1]
 
 
 def test_workers_give_the_same(dense, tmp_path, monkeypatch):

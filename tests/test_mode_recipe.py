@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from tiny_recipes import tiny_run
+from tiny_runs import stored
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -33,9 +34,7 @@ from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.loader import _Collate
-from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
-from training.stages import data_experts
 
 ROOT = Path(__file__).parents[1]
 DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
@@ -66,17 +65,17 @@ def copy(out, name, *names):
 
 
 def test_captions_are_embedded_and_assigned_to_the_nearest_center(out, rows):
-    embeds = np.concatenate([part for _, part in read_parts(out / "captions" / PARTS, "embeddings", 160)])
+    embeds = stored(out / "captions", "embeddings")
     encoder = load_encoder(out / "captions" / "encoder")
     np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    labels = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
+    labels = stored(out / "assigned", "labels")
     distances = ((embeds[:, None] - centers) ** 2).sum(axis=2)
     assert centers.shape == (8, 16) and np.array_equal(labels, distances.argmin(axis=1))
 
 
 def test_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
-    fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
+    fine = stored(out / "assigned", "labels")
     clusters, metadata = load_caption_clusters(out / "coarse")
     labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows, images=False))
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
@@ -94,7 +93,7 @@ def test_selected_pairs_are_those_nearest_to_the_metadata(out, rows):
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
     metadata = encoder.encode(["heart", "star"])
     nearest = {int(((embed - centers) ** 2).sum(axis=1).argmin()) for embed in metadata}
-    fine = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
+    fine = stored(out / "assigned", "labels")
     assert np.array_equal(labels == 0, np.isin(fine, list(nearest)))
     assert 8 <= (labels == 0).sum() < 160 and (labels[labels != 0] == -1).all()
 
@@ -272,40 +271,11 @@ def test_two_processes_assign_as_one(run, out):
             [*command, part], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )
         assert result.returncode == 0, result.stderr
-    assert len(list((folder / "two" / "assigned" / "parts").iterdir())) == 2
+    assert len(list((folder / "two" / "assigned").glob("0*"))) == 2
     for stage, name in (("fine", "centers"), ("coarse", "labels")):
         path = f"{stage}/{name}.safetensors"
         expected, found = load_arrays(out / path), load_arrays(folder / "two" / path)
         assert all(np.array_equal(found[key], array) for key, array in expected.items())
-
-
-@pytest.mark.parametrize(("stage", "function"), [("captions", "embed_rows"), ("assigned", "nearest_centers")])
-def test_what_was_written_before_a_kill_is_kept(run, out, monkeypatch, stage, function):
-    """The process ends within the second of two parts."""
-    target = copy(out, f"killed_{stage}", "dense")
-    one = {"captions.batch_size": 1}  # parts of 128 rows
-    if stage == "assigned":
-        run(target.name, one, only=["captions", "fine"])
-    compute, calls = getattr(data_experts, function), []
-
-    def killed(*arguments):
-        calls.append(None)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return compute(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(data_experts, function, killed)
-        run(target.name, one, only=[stage])
-    calls.append(None)  # from now on nothing is killed
-    monkeypatch.setattr(data_experts, function, killed)
-    run(target.name, one, only=[stage])
-    assert len(calls) == 4  # of the second run: the second part alone
-    name = {"captions": "embeddings", "assigned": "labels"}[stage]
-    found, expected = (
-        np.concatenate([part for _, part in read_parts(folder / stage / PARTS, name, 160)]) for folder in (target, out)
-    )
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
@@ -316,7 +286,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(run, out):
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    labels = np.concatenate([part for _, part in read_parts(target / "assigned" / PARTS, "labels", 300)])
+    labels = stored(target / "assigned", "labels")
     assert np.array_equal(labels, ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
     assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows, images=False))) == 300
     with pytest.raises(ValueError, match="expert_1.clusters, expert_2.clusters: coarse is of other data: seed is 5"):

@@ -11,6 +11,7 @@ import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from tiny_recipes import tiny_run
+from tiny_runs import stored
 from transformers import AutoProcessor, CLIPModel
 
 from conversion.assemble import ENCODER
@@ -26,7 +27,6 @@ from evaluation.tasks import Task
 from modeling_clip_moe import CLIPMoDEModel
 from training.caption_clusters import load_caption_clusters, load_expert_of_pair
 from training.loader import _Collate
-from training.parts import PARTS, read_parts
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -77,10 +77,10 @@ def image_embeds(folder, images):
 
 def test_images_are_embedded_and_assigned_to_the_nearest_center(out, rows):
     expected = image_embeds(out / "dense", rows["image"])
-    embeds = np.concatenate([part for _, part in read_parts(out / "images" / PARTS, "embeddings", 160)])
+    embeds = stored(out / "images", "embeddings")
     np.testing.assert_allclose(embeds, expected, atol=1e-5)
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    labels = np.concatenate([part for _, part in read_parts(out / "assigned" / PARTS, "labels", 160)])
+    labels = stored(out / "assigned", "labels")
     assert np.array_equal(labels, ((expected[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1))
 
 

@@ -1,6 +1,5 @@
 """Runs in rough hands: refused, locked out, interrupted, out of disk. One line each, and nothing is lost."""
 
-import json
 import os
 import resource
 import shutil
@@ -18,8 +17,6 @@ from tiny_runs import as_made_before, recipe, same_weights
 
 from data.worlds import build_processor
 from training import engine, upcycle
-from training.caption_clusters import load_index
-from training.hidden_states import HiddenStates
 from training.recipe import load_recipe
 from training.runner import run_recipe, stage_errors
 
@@ -112,19 +109,6 @@ def test_damaged_records_are_named(write, monkeypatch):
             assert f"{record} is damaged" in failed("--config", path)
         record.write_bytes(whole)
     run_recipe(load_recipe(path))
-
-
-INDEX = {"part_size": 8, "captions": 1, "num_rows": 8, "encoder": "x", "data": {}}
-WRONG = [INDEX | {"part_size": size, "dataset_fingerprint": "", "weights": ""} for size in ("8", True, 8.0, 0, -8)]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", *map(json.dumps, WRONG)])
-def test_damaged_indices_are_named(tmp_path, text):
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
-        load_index(tmp_path, "an embed_captions stage")
-    with pytest.raises(ValueError, match=f"{tmp_path}/index.json is damaged .*: delete {tmp_path} to make it anew"):
-        HiddenStates(tmp_path, None, "", 1)
 
 
 def interrupt_after(function):

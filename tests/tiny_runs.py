@@ -8,6 +8,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from evaluation.feature_store import FeatureStore
 from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -104,3 +105,8 @@ def as_made_before(folder):
 
 def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def stored(folder, name):
+    """An array that a stage keeps in a `FeatureStore`."""
+    return FeatureStore.open(folder, "a stage")[name][:]

@@ -1,51 +1,18 @@
 """Clusters of captions for data experts: fine-grained centers, the experts they belong to, and the expert of each pair
 (MoDE section 3.2)."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 
 from data.identity import OTHER_DATA
-from data.images import decode_image
-from data.pairs import first_caption
-from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder
-from records.files import read_record, write_text
-from training.arrays import open_arrays, save_arrays
+from evaluation.feature_store import open_arrays, save_arrays
 from training.balanced_kmeans import balanced_kmeans
-from training.parts import INDEX
 
 # Which pairs of the data have labels: those with a readable image, or with a caption
 READABLE, CAPTIONED = "readable", "captioned"
 CENTERS, LABELS = "centers.safetensors", "labels.safetensors"
-# Batches of captions that make a part: what is in memory at a time, and what a run that is killed loses
-BATCHES_PER_PART = 128
-
-
-def captions_of(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
-    """The captions of rows, of several the first."""
-    captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
-    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
-
-
-def embed_rows(
-    encoder: SentenceEncoder | ImageEncoder,
-    rows: datasets.Dataset,
-    start: int,
-    stop: int,
-    batch_size: int,
-    image_root: str | None,
-) -> np.ndarray:
-    """(rows, d) what the encoder makes of captions, or of images, of which one batch is in memory at a time."""
-    if encoder.modality == "text":
-        return encoder.encode(captions_of(rows, start, stop), batch_size)
-    images, embeddings = rows.select_columns("image"), []
-    for first in range(start, stop, batch_size):
-        batch = images[first : min(first + batch_size, stop)]["image"]
-        embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
-    return np.concatenate(embeddings)
 
 
 @dataclass(frozen=True)
@@ -143,20 +110,3 @@ def load_expert_of_pair(directory: Path, dataset_fingerprint: str | None = None)
                 f"the labels in {directory} belong to {OTHER_DATA}: use the same data settings in all stages"
             )
         return file.get_tensor("labels")
-
-
-def save_index(directory: Path, index: dict) -> None:
-    """Keep what the parts in a folder belong to, see `load_index`."""
-    write_text(directory / INDEX, json.dumps(index))
-
-
-def load_index(directory: Path, maker: str) -> dict:
-    """What a stage wrote beside its parts.
-
-    Raises:
-        FileNotFoundError: it is not the folder of such a stage.
-    """
-    if not (directory / INDEX).is_file():
-        raise FileNotFoundError(f"{directory} is not the folder of {maker}")
-    keys = {"num_rows": int, "part_size": int, "encoder": str, "data": dict, "dataset_fingerprint": str}
-    return read_record(directory / INDEX, dict, keys)

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from data.identity import OTHER_DATA
-from training.arrays import open_arrays, save_arrays
+from evaluation.feature_store import open_arrays, save_arrays
 from training.kmeans import CHUNK, TEN_STARTS, Method, kmeans
 
 FEATURE_CLUSTERS = "clusters.safetensors"

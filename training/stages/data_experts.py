@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import datasets
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
 from data.sources import DataArguments
+from evaluation.feature_store import FeatureStore
 from evaluation.sentence_encoders import (
     ImageEncoder,
     SentenceEncoder,
@@ -29,23 +30,18 @@ from evaluation.sentence_encoders import (
 from records.files import new_folder
 from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
 from training.caption_clusters import (
-    BATCHES_PER_PART,
     CAPTIONED,
     READABLE,
     CaptionClusters,
-    captions_of,
-    embed_rows,
     group_centers,
     load_centers,
-    load_index,
     save_caption_clusters,
     save_centers,
-    save_index,
 )
 from training.context import Context
 from training.expected import AtMost, Expected, Unknown, size_of_weights
+from training.features import CAPTION_BATCHES_PER_SHARD, captions_of, encoder_features
 from training.fits import other_encoder, too_many
-from training.parts import PARTS, read_parts, sample_rows, write_parts
 from training.settings import STRICT, Reads, dump
 from training.stages.base import NumberedData, Stage, inherited
 
@@ -98,15 +94,9 @@ class EmbedCaptionsStage(Stage):
         if encoder.modality != self.modality:
             raise ValueError(f"{self.name}: modality {self.modality}, but the encoder {encoder.name} is of the other")
 
-        def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-            embeddings = embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
-            return {"embeddings": embeddings.astype(self.dtype)}
-
-        index = _index(rows, self, encoder)
-        write_parts(accelerator, directory / PARTS, "embeddings", len(rows), index["part_size"], compute)
-        if accelerator.is_main_process:
-            fingerprint = data_fingerprint(rows, self.data.image_root, images)
-            save_index(directory, {**index, "dataset_fingerprint": fingerprint})
+        store = _store(directory, rows, self, encoder, context)
+        compute = encoder_features(encoder, rows, self.batch_size, self.data.image_root, self.dtype)
+        store.write(accelerator, "embeddings", compute)
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
         """The configuration of the encoder. Its name, where it is in a folder, tells nothing: a copy may have another
@@ -126,7 +116,7 @@ class EmbedCaptionsStage(Stage):
                 raise Unknown("tfidf counts all words of the captions")
             config = getattr(output.known_configs[0], "text_config", output.known_configs[0])
             tokens = config.max_position_embeddings * (8 * config.hidden_size + 3 * config.intermediate_size)
-            part = BATCHES_PER_PART * self.batch_size * _embedding_size(output) * 4
+            part = CAPTION_BATCHES_PER_SHARD * self.batch_size * _embedding_size(output) * 4
             return AtMost(cost["memory"]() + part + self.batch_size * 4 * tokens)
 
         def disk() -> int:
@@ -176,12 +166,10 @@ class ClusterFineStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         captions, device = Path(inputs.captions), context.accelerator.device
-        index = load_index(captions, "an embed_captions stage")
-        num_rows = index["num_rows"]
-        parts = read_parts(captions / PARTS, "embeddings", num_rows)
-        sample = sample_rows(parts, num_rows, self.num_samples or num_rows, context.seed)
+        store = open_store(captions, "an embed_captions stage")
+        sample = store["embeddings"].sample(self.num_samples or store.num_rows, context.seed)
         centers = balanced_kmeans(sample, self.num_centers, context.seed, self.iterations, device)[0]
-        save_centers(directory, centers, index["encoder"])
+        save_centers(directory, centers, store.about["encoder"])
         sizes = np.bincount(nearest_centers(sample, torch.as_tensor(centers, device=device)), minlength=len(centers))
         print(
             f"{self.name}: {len(centers)} centers of {len(sample)} captions, of which {sizes.min()} to {sizes.max()} "
@@ -218,45 +206,40 @@ class AssignStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator, captions = context.accelerator, Path(inputs.captions)
-        index = load_index(captions, "an embed_captions stage")
+        embedded = open_store(captions, "an embed_captions stage")
         centers, encoder_name = load_centers(Path(inputs.centers))
-        if encoder_name != index["encoder"]:
+        if encoder_name != embedded.about["encoder"]:
             raise ValueError(
-                f"{self.name}: the centers were made with {encoder_name}, the captions with {index['encoder']}"
+                f"{self.name}: the centers were made with {encoder_name}, the captions with {embedded.about['encoder']}"
             )
         on_device = torch.as_tensor(centers, device=accelerator.device)
         if self.data is None:
+            store = FeatureStore(directory, embedded.num_rows, embedded.shard_size, embedded.about)
+            features = embedded["embeddings"]
 
-            def features(start: int, stop: int) -> np.ndarray:
-                return next(read_parts(captions / PARTS, "embeddings", stop, start))[1]
+            def batches(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
+                return ({"embeddings": features[pairs.start : pairs.stop]} for pairs in shards)
 
         else:
             encoder = load_encoder(captions / ENCODER, accelerator.device)
-            images = encoder.modality == "image"
-            rows = context.pairs(inputs.data, images)
-            index = _index(rows, self, encoder)
-            index["dataset_fingerprint"] = context.data_fingerprint(rows, self.data, images)
+            rows = context.pairs(inputs.data, encoder.modality == "image")
+            store = _store(directory, rows, self, encoder, context)
+            batches = encoder_features(encoder, rows, self.batch_size, self.data.image_root)
 
-            def features(start: int, stop: int) -> np.ndarray:
-                return embed_rows(encoder, rows, start, stop, self.batch_size, self.data.image_root)
+        def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
+            return ({"labels": nearest_centers(batch["embeddings"], on_device)} for batch in batches(shards))
 
-        def compute(start: int, stop: int) -> dict[str, np.ndarray]:
-            return {"labels": nearest_centers(features(start, stop), on_device)}
-
-        write_parts(accelerator, directory / PARTS, "labels", index["num_rows"], index["part_size"], compute)
+        store.write(accelerator, "labels", compute)
         if not accelerator.is_main_process:
             return
-        sizes = np.zeros(len(centers), int)
-        for _, labels in read_parts(directory / PARTS, "labels", index["num_rows"]):
-            sizes += np.bincount(labels, minlength=len(centers))
+        sizes = np.bincount(store["labels"][:], minlength=len(centers))
         save_centers(directory, centers, encoder_name)
-        save_index(directory, index)
         print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """A part of the embeddings, and drawn pictures; on disk an int32 a pair."""
         cost, pairs = super().cost(inputs), inherited(self, inputs)
-        rows = BATCHES_PER_PART * self.batch_size
+        rows = CAPTION_BATCHES_PER_SHARD * self.batch_size
         memory = {"memory": lambda: AtMost(cost["memory"]() + rows * _embedding_size(inputs.captions) * 4)}
         return cost | memory | {"disk": lambda: 4 * pairs.known_pairs}
 
@@ -351,17 +334,26 @@ def _embedding_size(captions: Expected) -> int:
     return getattr(config, "projection_dim", None) or config.hidden_size
 
 
-def _index(
-    rows: datasets.Dataset, stage: EmbedCaptionsStage | AssignStage, encoder: SentenceEncoder | ImageEncoder
-) -> dict[str, Any]:
-    """What the parts of a stage belong to."""
-    return {
-        "num_rows": len(rows),
-        "part_size": stage.batch_size * BATCHES_PER_PART,
+def _store(
+    directory: Path,
+    rows: datasets.Dataset,
+    stage: EmbedCaptionsStage | AssignStage,
+    encoder: SentenceEncoder | ImageEncoder,
+    context: Context,
+) -> FeatureStore:
+    images = encoder.modality == "image"
+    about = {
         "encoder": encoder.name,
         "data": dump(stage.data),
-        "pairs": READABLE if encoder.modality == "image" else CAPTIONED,
+        "pairs": READABLE if images else CAPTIONED,
+        "dataset_fingerprint": context.data_fingerprint(rows, stage.data, images),
     }
+    return FeatureStore(directory, len(rows), stage.batch_size * CAPTION_BATCHES_PER_SHARD, about)
+
+
+def open_store(folder: Path, maker: str) -> FeatureStore:
+    """What `_store` made. Raises see `FeatureStore.open`."""
+    return FeatureStore.open(folder, maker, {"encoder": str, "data": dict, "dataset_fingerprint": str, "pairs": str})
 
 
 def _save_experts(
@@ -378,13 +370,13 @@ def _save_experts(
         assignment: the folder of an assign stage.
         at_random: give every expert as many pairs as its clusters have, but any.
     """
-    index = load_index(assignment, "an assign stage")
+    store = open_store(assignment, "an assign stage")
+    index = store.about
     pairs, root = index["pairs"], index["data"]["image_root"]
     rows = context.pairs(DataArguments(**index["data"]), images=pairs == READABLE)
     if data_fingerprint(rows, root, pairs == READABLE) != index["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
-    parts = read_parts(assignment / PARTS, "labels", index["num_rows"])
-    labels = np.concatenate([clusters.expert_of_center[part].astype(np.int16) for _, part in parts])
+    labels = clusters.expert_of_center[store["labels"][:]].astype(np.int16)
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():

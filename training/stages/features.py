@@ -1,6 +1,5 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,10 +20,10 @@ from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
+from evaluation.feature_store import FeatureStore
+from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from records.files import write_text
 from training.context import Context
-from training.embedding import embed_pairs, embedded_data, join_parts, load_features
 from training.expected import (
     AtMost,
     Expected,
@@ -42,21 +41,21 @@ from training.feature_clusters import (
     save_feature_clusters,
     split,
 )
-from training.fits import other_rows, too_many, wrong_weights
-from training.hidden_states import (
-    BATCHES_PER_PART,
-    INDEX,
+from training.features import (
+    BATCHES_PER_SHARD,
     SEVERAL,
     announce_size,
     captions_per_image,
+    clip_features,
     frozen_weights_hash,
-    keep_hidden_states,
+    hidden_states,
     no_sparse_layer,
     size_on_disk,
 )
+from training.fits import other_rows, too_many, wrong_weights
 from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
-from training.settings import STRICT, Reads
+from training.settings import STRICT, Reads, dump
 from training.stages.base import Model, NumberedData, Stage, inherited
 
 
@@ -133,22 +132,20 @@ class EmbedStage(Stage):
         rows = context.pairs(inputs.data)
         model, weights = load_clip(inputs.model, dtype=torch.float32), self.caption_weights
         loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)), caption_weights=weights)
-        embed_pairs(context.accelerator, model, loader, len(rows), directory, weights)
-        if context.accelerator.is_main_process:
-            join_parts(directory, len(rows), self.data, data_fingerprint(rows, self.data.image_root))
+        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows, self.data)}
+        store = FeatureStore(directory, len(rows), loader.batch_size * BATCHES_PER_SHARD, about)
+        store.write(context.accelerator, "features", clip_features(context.accelerator, model, loader, weights))
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
+        """On disk, features of images and texts in float32."""
         cost = super().cost(inputs)
-
-        def disk() -> int:
-            """Features of images and texts in float32; their parts are there until they are joined."""
-            return inputs.data.known_pairs * 2 * inputs.model.clip.projection_dim * 4
-
-        memory = {"memory": lambda: cost["memory"]() + _bytes_of_batch(self, inputs)}
-        return cost | memory | {"disk": disk, "disk at most": lambda: 2 * disk()}
+        return cost | {
+            "memory": lambda: cost["memory"]() + _bytes_of_batch(self, inputs),
+            "disk": lambda: inputs.data.known_pairs * 2 * inputs.model.clip.projection_dim * 4,
+        }
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -187,17 +184,17 @@ class HiddenStatesStage(Stage):
         batch_size = min(self.batch_size, len(rows))
         loader = PairLoader(rows, processor, self.data, batch_size, caption_weights=self.caption_weights)
         dtype = getattr(torch, self.dtype)
-        index = {
+        about = {
             "captions": captions_per_image(rows, self.caption_weights),
             "dataset_fingerprint": context.data_fingerprint(rows, self.data),
             "weights": frozen_weights_hash(model),
         }
         announce_size(accelerator, model, loader, dtype, directory)
         accelerator.wait_for_everyone()
-        part_size = keep_hidden_states(accelerator, model, loader, dtype, directory)
+        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
+        store.write(accelerator, "hidden states", hidden_states(accelerator, model, loader, dtype))
         if accelerator.is_main_process:
             copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
-            write_text(directory / INDEX, json.dumps({"part_size": part_size, **index}))
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
@@ -220,7 +217,7 @@ class HiddenStatesStage(Stage):
             at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
             layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
             kept = layers * self._size(config, at_a_time, tokens)
-            kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_PART), tokens)
+            kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_SHARD), tokens)
             return cost["memory"]() + kept + _bytes_of_batch(self, inputs)
 
         def disk() -> int:
@@ -281,14 +278,15 @@ class ClusterStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         source = Path(inputs.features)
-        data, fingerprint = embedded_data(source)
+        features = FeatureStore.open(source, "an embed stage", {"data": dict, "dataset_fingerprint": str})
+        data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
         rows = context.pairs(data)
         if data_fingerprint(rows, data.image_root) != fingerprint:
             raise ValueError(
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
         previous = None if inputs.previous is None else load_feature_clusters(Path(inputs.previous), fingerprint)
-        features = load_features(source)
+        features = {name: features[name] for name in ("image", "text")}
         method = self._method(len(rows))
         told = f"K-means by {method}" if self._has_kmeans else "random parts"
         print(f"{self.name}: {told}")
@@ -350,7 +348,7 @@ class ClusterStage(Stage):
         return choose_method(num_features, self.method, self.n_init, self.num_samples)
 
     def _cluster(
-        self, features: dict[str, np.ndarray], previous: FeatureClusters | None, seed: int, method: Method
+        self, features: dict[str, StoredRows], previous: FeatureClusters | None, seed: int, method: Method
     ) -> tuple[dict[str, np.ndarray], FeatureClusters]:
         """The labels by each modality, and the clusters that they make together with the previous ones."""
         numbers = {

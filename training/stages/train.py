@@ -43,9 +43,9 @@ from training.expected import (
     text_length,
 )
 from training.feature_clusters import FeatureClusters, load_feature_clusters
+from training.features import HiddenStates, captions_per_image
 from training.fits import no_cluster, other_rows, read_otherwise, trained_apart, wrong_weights
 from training.freezing import set_trainable
-from training.hidden_states import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
 from training.losses import contrastive_loss, multi_positive_loss

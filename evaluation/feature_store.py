@@ -1,0 +1,192 @@
+"""Features of a data set on disk: of images, captions or tokens, in shards that any number of processes write.
+
+A shard is a file of arrays (safetensors) that is named by its first row. All shards have the same number of rows, but
+the last one. Shards that are there are kept, so that a run that was killed goes on; then an index says that all are
+there, and what the features are of.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from evaluation.progress import progress
+from records.files import new_file, read_record, write_text
+
+INDEX = "index.json"
+# The rows of shards -> their arrays, by name. An array has the rows of its shard, or more (tokens of rows).
+Compute = Callable[[list[range]], Iterable[Mapping[str, np.ndarray | torch.Tensor]]]
+
+
+class FeatureStore:
+    """The features of some rows in a folder.
+
+    Args:
+        about: what the index says of them.
+    """
+
+    def __init__(self, folder: Path, num_rows: int, shard_size: int, about: Mapping[str, Any] | None = None):
+        self.folder, self.num_rows, self.shard_size = folder, num_rows, shard_size
+        self.about = dict(about or {})
+
+    @classmethod
+    def open(cls, folder: Path, maker: str, keys: Mapping[str, type] | None = None) -> "FeatureStore":
+        """The store that a folder holds.
+
+        Args:
+            maker: what writes such folders, for the error.
+            keys: what its index has to say, with types.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: its index is damaged.
+        """
+        if not (folder / INDEX).is_file():
+            raise FileNotFoundError(f"{folder} is not the folder of {maker}: there is no {INDEX}")
+        index = read_record(folder / INDEX, dict, {"num_rows": int, "shard_size": int, **(keys or {})})
+        return cls(folder, index.pop("num_rows"), index.pop("shard_size"), index)
+
+    def shards(self) -> list[range]:
+        """The rows of each shard."""
+        starts = range(0, self.num_rows, self.shard_size)
+        return [range(start, min(start + self.shard_size, self.num_rows)) for start in starts]
+
+    def path(self, start: int) -> Path:
+        """The shard that begins with this row."""
+        return self.folder / f"{start:012d}.safetensors"
+
+    def write(self, processes: Accelerator | PartialState | None, what: str, compute: Compute) -> None:
+        """Write the shards that are not there; every process computes its share, and waits for the others.
+
+        Args:
+            processes: None: this one works alone.
+            what: is computed, for the progress bar.
+            compute: yields the arrays of one shard after the other.
+
+        Raises:
+            ValueError: a shard is damaged, missing or of another size.
+        """
+        rank, number, is_main = 0, 1, True
+        if processes is not None:
+            rank, number, is_main = processes.process_index, processes.num_processes, processes.is_main_process
+        missing = [rows for rows in self.shards()[rank::number] if not self.path(rows.start).exists()]
+        if missing:
+            computed = progress(compute(missing), f"{what} of {self.num_rows} rows", len(missing), is_main)
+            for rows, arrays in zip(missing, computed, strict=True):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_arrays(self.path(rows.start), arrays)
+        if processes is not None:
+            processes.wait_for_everyone()
+        if is_main:
+            for rows in self.shards():
+                self._require_size(rows)
+            index = {"num_rows": self.num_rows, "shard_size": self.shard_size, **self.about}
+            write_text(self.folder / INDEX, json.dumps(index))
+
+    def __getitem__(self, name: str) -> "Rows":
+        return Rows(self, name)
+
+    def shard(self, start: int) -> safe_open:
+        """The arrays of the shard that begins with this row, as tensors that are mapped.
+
+        Raises:
+            ValueError: it is damaged, or not there.
+        """
+        path = self.path(start)
+        if not path.is_file():
+            raise ValueError(f"{path} is not there: do all processes see this folder? If so, {self._way_out}")
+        with _damaged(path):
+            return safe_open(path, "pt")
+
+    def _require_size(self, rows: range) -> None:
+        file = self.shard(rows.start)
+        sizes = [file.get_slice(name).get_shape()[0] for name in file.keys()]  # noqa: SIM118
+        if min(sizes, default=0) != len(rows):
+            path = self.path(rows.start)
+            raise ValueError(f"{path} has {min(sizes, default=0)} rows, not {len(rows)}: {self._way_out}")
+
+    @property
+    def _way_out(self) -> str:
+        return f"delete {self.folder} to have it made anew"
+
+
+class Rows:
+    """An array (rows, ...) of a store, of which only what is asked for is in memory: a slice, or rows by their
+    numbers in ascending order."""
+
+    def __init__(self, store: FeatureStore, name: str):
+        self.store, self.name = store, name
+        first = self._read(0)
+        self.shape, self.dtype = (store.num_rows, *first.shape[1:]), first.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        numbers = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows
+        size, chosen = self.store.shard_size, np.empty((len(numbers), *self.shape[1:]), self.dtype)
+        starts = np.unique(numbers // size) * size
+        for start, first, last in zip(starts, *np.searchsorted(numbers, (starts, starts + size)), strict=True):
+            chosen[first:last] = self._read(start)[numbers[first:last] - start]
+        return chosen
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def sample(self, number: int, seed: int) -> np.ndarray:
+        """(number, ...) float32 rows, drawn uniformly."""
+        drawn = np.random.default_rng(seed).choice(len(self), min(number, len(self)), replace=False)
+        return self[np.sort(drawn)].astype(np.float32, copy=False)
+
+    def _read(self, start: int) -> np.ndarray:
+        with _damaged(self.store.path(start)):
+            return self.store.shard(start).get_tensor(self.name).numpy()
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray | torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a file of named arrays whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written. What was there before stays.
+    """
+    tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}
+    with new_file(path) as partial:
+        try:
+            save_file(tensors, partial, metadata)
+        except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
+            raise OSError(f"cannot write {path}: {error}") from error
+
+
+@contextmanager
+def open_arrays(path: Path, maker: str, framework: str = "numpy") -> Iterator[safe_open]:
+    """Open a file of named arrays.
+
+    Args:
+        maker: what writes such files, for the error.
+        framework: "pt" maps tensors into memory, where "numpy" reads whole arrays.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there: {path.parent} is not the folder of {maker}")
+    with _damaged(path), safe_open(path, framework) as file:
+        yield file
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged; delete {path.parent} to have it made anew: {error}") from error

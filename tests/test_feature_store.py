@@ -1,0 +1,140 @@
+"""Features on disk: written once by one or several processes, resumed after a kill, checked, read as an array."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import PartialState
+from safetensors.numpy import load_file
+
+from evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
+
+TABLE = np.arange(250, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+SECOND = "000000000100.safetensors"
+
+
+def table(shards):
+    return ({"rows": TABLE[rows.start : rows.stop]} for rows in shards)
+
+
+def written(folder, compute=table, num_rows=250, shard_size=100, processes=None):
+    store = FeatureStore(folder, num_rows, shard_size, {"of": "numbers"})
+    store.write(processes, "rows", compute)
+    return store
+
+
+def test_rows_are_those_of_an_array(tmp_path):
+    rows = written(tmp_path)["rows"]
+    assert (rows.shape, rows.dtype, len(rows)) == (TABLE.shape, TABLE.dtype, 250)
+    some = np.array([3, 99, 100, 249])
+    for chosen in (slice(None), slice(90, 210), slice(249, 400), slice(5, 5), some, some[1:2], some[:0]):
+        assert np.array_equal(rows[chosen], TABLE[chosen])
+    assert np.array_equal(np.asarray(rows), TABLE)
+    sample = rows.sample(60, seed=0)
+    assert len(set(sample[:, 0])) == 60 and {int(row) // 100 for row in sample[:, 0]} == {0, 1, 2}
+    assert np.array_equal(rows.sample(999, seed=0), TABLE)
+    again = FeatureStore.open(tmp_path, "this test", {"of": str})
+    assert (again.num_rows, again.shard_size, again.about) == (250, 100, {"of": "numbers"})
+    with pytest.raises(FileNotFoundError, match="is not the folder of this test"):
+        FeatureStore.open(tmp_path / "other", "this test")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", *(json.dumps({"shard_size": n}) for n in ("8", True, 8.0, 0))])
+def test_a_damaged_index_is_named(tmp_path, text):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/{INDEX} is damaged .*: delete {tmp_path} to make it anew"):
+        FeatureStore.open(tmp_path, "a stage", {"of": str})
+
+
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
+    """It is killed when the second shard is written but has no name yet."""
+
+    def killed(shards):
+        for number, arrays in enumerate(table(shards)):
+            if number == 1:
+                os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            yield arrays
+
+    pid = os.fork()
+    if pid == 0:
+        written(tmp_path, killed)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".partial", ".safetensors"]
+    asked = []
+    store = written(tmp_path, lambda shards: (asked.extend(shards), table(shards))[1])
+    assert asked == store.shards()[1:] and np.array_equal(store["rows"][:], TABLE)
+    written(tmp_path, lambda shards: pytest.fail("computed again"))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:90])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, f"{SECOND} is not there: do all processes see this folder"),
+        (cut, f"{SECOND} is damaged"),
+        (lambda path: save_arrays(path, {"rows": TABLE[100:190]}), f"{SECOND} has 90 rows, not 100"),
+        (lambda path: save_arrays(path, {}), f"{SECOND} has 0 rows, not 100"),
+    ],
+)
+def test_a_damaged_shard_is_named_with_the_folder_to_delete(tmp_path, damage, message):
+    store = written(tmp_path / "stage")
+    damage(store.path(100))
+    with pytest.raises(ValueError, match=f"{message}.*[Dd]elete {tmp_path / 'stage'} to have it made anew"):
+        store._require_size(range(100, 200))
+    if "90" not in message:
+        with pytest.raises(ValueError, match="[Dd]elete .* to have it made anew"):
+            store["rows"][150:]
+
+
+def test_arrays_may_have_more_rows_than_the_shard(tmp_path):
+    """As the hidden states of tokens do; tensors are as good as arrays."""
+    arrays = {"pairs": torch.ones(100, dtype=torch.bfloat16), "tokens": torch.ones(700, 2)}
+    written(tmp_path, lambda shards: [arrays], num_rows=100)
+
+
+def process(rank, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "unused"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}.processes", rank=rank, world_size=2)
+    ranks = lambda shards: ({"rank": np.full(len(rows), rank)} for rows in shards)  # noqa: E731
+    store = written(folder, ranks, processes=PartialState(cpu=True))
+    assert len(list(store.folder.glob("*.safetensors"))) == 3  # also those of the other process
+    dist.destroy_process_group()
+
+
+def test_two_processes_share_the_shards(tmp_path):
+    mp.spawn(process, (tmp_path,), nprocs=2)
+    assert np.array_equal(FeatureStore(tmp_path, 250, 100)["rank"][:], np.arange(250) // 100 % 2)
+
+
+def test_arrays_are_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "arrays.safetensors"
+    arrays = {"a": np.arange(6, dtype=np.float16).reshape(2, 3).T, "b": np.array([1, -1])}
+    save_arrays(path, arrays, {"of": "what"})
+    assert all(np.array_equal(found, arrays[name]) for name, found in load_file(path).items())
+    with open_arrays(path, "this test") as file:
+        assert file.metadata() == {"of": "what"} and file.get_tensor("a").dtype == np.float16
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk
+    try:
+        with pytest.raises(OSError, match="cannot write .*arrays.safetensors: .*File too large"):
+            save_arrays(path, {"a": np.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match=f"arrays.safetensors is damaged; delete {tmp_path} to have it made anew"):
+        with open_arrays(path, "this test") as file:
+            file.get_tensor("c")
+    with pytest.raises(FileNotFoundError, match="other is not there: .* is not the folder of this test"):
+        with open_arrays(tmp_path / "other", "this test"):
+            pass
