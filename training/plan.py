@@ -130,7 +130,7 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
             f"peak: on a CPU, a process holds this memory and {_formatted('memory', held_before())} of Python and its "
             "libraries (measured now)",
             "memory a pair: of it, for each pair that a process computes at a time; half in bf16",
-            "disk: of the finished stage; disk at most: while it runs, with its checkpoints or parts",
+            "disk: of the finished stage; disk at most: while it runs, with its checkpoints",
         ]
     )
 

@@ -207,6 +207,6 @@ class TrainLlavaStage(StepsStage):
         in_tower = [name for name in trainable if TOWER in name]
         if in_tower:
             raise ValueError(
-                f"{self.name}.trainable: {self.trainable!r} is found in {cut(in_tower)}, but LLaVA's tower stays frozen: name the "
-                "other parts, as in multi_modal_projector|language_model|lm_head"
+                f"{self.name}.trainable: {self.trainable!r} is found in {cut(in_tower)}, but LLaVA's tower stays "
+                "frozen: name the other parts, as in multi_modal_projector|language_model|lm_head"
             )
