@@ -1,33 +1,112 @@
-"""`measure` of every kind of task, on the symbol CLIP, against plain loops over one image and one text at a time, which
-give other scores where captions or classes are swapped."""
+"""`measure` of every kind of task, on the symbol CLIP and on a mixture of it (MoDE eq. 4 to 7), against loops over one
+image, one text and one expert at a time, which give other scores where captions or classes are swapped."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from small_evaluation import plain_embedding, swapped, with_captions
+from small_evaluation import damage, plain_embedding, swapped, with_captions
+from transformers import AutoProcessor, CLIPModel
 
+from conversion import assemble
 from data import symbols
+from evaluation import evaluate
 from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.embedder import Embedder
+from evaluation.ensemble import Ensemble, open_model
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import METRICS, measure
+from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS, Task, loaded_once
+from evaluation.try_out import label_scores
 
-MODEL = "training/symbol_clip"
+BASE, TEMPERATURE = "training/symbol_clip", 0.2
 DIGITS, TOOLS = symbols.KIND_SETS["digit"], symbols.KIND_SETS["tool"]
 # Not in the order of `symbols.KINDS`, and as many templates as there are not classes
 CLASSES, TEMPLATES = [*TOOLS[::-1], *DIGITS[::-1]], ["{}", "a picture of a {}", "{} on white"]
 
 
 @pytest.fixture(scope="module")
-def embedder():
-    return Embedder(MODEL, None, 7, torch.device("cpu"))
+def mixture(tmp_path_factory):
+    """The symbol CLIP for digits and a damaged copy of another temperature for tools; its encoder and centers."""
+    folder = tmp_path_factory.mktemp("mixture")
+    model = CLIPModel.from_pretrained(BASE, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() / 2)
+        model.logit_scale.add_(0.5)
+    model.save_pretrained(folder / "damaged")
+    AutoProcessor.from_pretrained(BASE).save_pretrained(folder / "damaged")
+    captions = [list(symbols.load("train", "detailed", 60, kinds)["caption"]) for kinds in (DIGITS, TOOLS)]
+    encoder = TfidfEncoder.fit([text for texts in captions for text in texts], 20, seed=0)
+    (folder / "encoder").mkdir()
+    encoder.save(folder / "encoder")
+    centers = np.stack([encoder.encode(texts).mean(axis=0) for texts in captions])
+    experts = [BASE, folder / "damaged"], folder / "mixture"
+    routing = torch.as_tensor(centers), torch.tensor([0, 1]), encoder.name, folder / "encoder"
+    assemble.convert(*experts, *routing, routing="paper", routing_temperature=TEMPERATURE)
+    return folder, encoder, centers
 
 
-@pytest.fixture(scope="module")
-def embed():
-    return plain_embedding(MODEL)
+def opened(model, **changes):
+    return open_model(model, None, 7, torch.device("cpu"), **changes)
+
+
+@pytest.fixture(scope="module", params=["alone", "mixture"])
+def model(request, mixture):
+    """What is measured; its experts' plain embeddings and temperatures; and their weights by the metadata of a task."""
+    folder, encoder, centers = mixture
+    places = [BASE] if request.param == "alone" else [BASE, folder / "damaged"]
+    scales = [CLIPModel.from_pretrained(place, dtype=torch.float32).logit_scale.exp().item() for place in places]
+
+    def weights(texts):
+        if request.param == "alone":
+            return [1.0]
+        temperature = TEMPERATURE / math.log(len(texts)) if len(texts) > 200 else TEMPERATURE
+        similarity = [0.0, 0.0]
+        for embed in encoder.encode(list(texts)):
+            distances = [float(((embed - center) ** 2).sum()) for center in centers]
+            nearest = int(np.argmin(distances))
+            similarity[nearest] += math.exp(-distances[nearest] / temperature)
+        if len(texts) < 10:
+            similarity = [value * math.exp(0.5 - math.sqrt(len(texts))) for value in similarity]
+        return [math.exp(value) / sum(map(math.exp, similarity)) for value in similarity]
+
+    return SimpleNamespace(
+        measured=opened(BASE if request.param == "alone" else folder / "mixture"),
+        experts=list(zip(map(plain_embedding, places), scales, strict=True)),
+        weights=weights,
+    )
+
+
+def similarity(model, weights, image, text):
+    """Of an image and a text, by hand; a text of several prompts is their mean direction."""
+    total = 0.0
+    for weight, (embed, scale) in zip(weights, model.experts, strict=True):
+        direction = np.mean([embed(prompt) for prompt in ([text] if isinstance(text, str) else text)], axis=0)
+        total += weight * scale * (embed(image) @ direction) / np.linalg.norm(direction)
+    return total
+
+
+def prompts(name):
+    return [template.format(name) for template in TEMPLATES]
+
+
+def require_weights(model, result, **expected):
+    """What a result tells of the weights of several tasks: those of the cosine similarities, in the mean."""
+    if not isinstance(model.measured, Ensemble):
+        assert "routing_weights" not in result
+        return
+    scales = [scale for _, scale in model.experts]
+    scaled = {name: np.array(weights) * scales for name, weights in expected.items()}
+    means = {name: (part / part.sum(axis=1, keepdims=True)).mean(axis=0) for name, part in scaled.items()}
+    assert result["routing_weights"] == {name: pytest.approx(list(m), abs=1e-6) for name, m in means.items()}
 
 
 def pictures(number, split="test"):
@@ -35,169 +114,218 @@ def pictures(number, split="test"):
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
-def measured(embedder, rows, kind, **more):
-    metrics = measure(Task(kind, "", "", lambda: (rows, 0), **more), embedder)["metrics"]
-    assert {metric.partition("/")[0] for metric in metrics} <= set(METRICS[kind])
-    return metrics
+def measured(model, rows, kind, **more):
+    result = measure(Task(kind, "", "", lambda: (rows, 3), **more), model.measured)
+    assert {metric.partition("/")[0] for metric in result["metrics"]} <= set(METRICS[kind])
+    assert (result["num_samples"], result["num_skipped"]) == (len(rows), 3)
+    return result
+
+
+@pytest.fixture(scope="module")
+def embeds(model):
+    """The plain embeddings, computed once each."""
+    for number, (embed, scale) in enumerate(model.experts):
+        known = {}
+
+        def once(item, embed=embed, known=known):
+            key = item if isinstance(item, str) else item.tobytes()
+            if key not in known:
+                known[key] = embed(item)
+            return known[key]
+
+        model.experts[number] = (once, scale)
+    return model
+
+
+def test_zero_shot(embeds):
+    model, rows, options = embeds, pictures(60), {"classes": CLASSES, "templates": TEMPLATES}
+    weights, found = model.weights(CLASSES), []
+    for row in rows:
+        scores = [similarity(model, weights, row["image"], prompts(name)) for name in CLASSES]
+        found.append([CLASSES[place] for place in np.argsort(scores)[::-1]])
+    right = [kinds[0] == row["caption"] for kinds, row in zip(found, rows, strict=True)]
+    result = measured(model, rows, "zero_shot", **options)
+    assert result["metrics"]["accuracy"] == np.mean(right) and 0.4 < np.mean(right) < 1
+    in_five = np.mean([row["caption"] in kinds[:5] for kinds, row in zip(found, rows, strict=True)])
+    assert result["metrics"]["accuracy_top5"] == in_five
+    require_weights(model, result, classes=[weights])
+    other = measured(model, rows, "zero_shot", **options | {"classes": swapped(CLASSES)})
+    assert other["metrics"] == pytest.approx(result["metrics"])  # classes of another order
+    next_class = dict(zip(CLASSES, swapped(CLASSES), strict=True))
+    wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
+    for name, value in measured(model, wrong, "zero_shot", **options)["metrics"].items():
+        assert value < result["metrics"][name] - 0.2, name
+
+
+def test_zero_shot_groups(embeds):
+    """Images meet the kinds of their own group alone, by which a mixture is routed, however many these have, and every
+    group counts the same; one without images does not."""
+    model, rows = embeds, pictures(60)
+    group_of = {kind: "seen" if kind in DIGITS else "unseen" for kind in CLASSES} | {TOOLS[0]: "alone"}
+    options = {"classes": CLASSES, "templates": TEMPLATES, "group_of_class": group_of}
+    names = {group: [name for name in CLASSES if group_of[name] == group] for group in ("alone", "unseen", "seen")}
+    weights, right = {group: model.weights(of_group) for group, of_group in names.items()}, {}
+    for row in rows:
+        group = group_of[row["caption"]]
+        scores = [similarity(model, weights[group], row["image"], prompts(name)) for name in names[group]]
+        right.setdefault(group, []).append(names[group][int(np.argmax(scores))] == row["caption"])
+    accuracies = {group: np.mean(of_group) for group, of_group in right.items()}
+    result = measured(model, rows, "zero_shot_groups", **options)
+    expected = {f"accuracy/{name}": value for name, value in accuracies.items()}
+    assert result["metrics"] == {"accuracy": pytest.approx(np.mean(list(accuracies.values()))), **expected}
+    assert accuracies["alone"] == 1 and 0.4 < accuracies["seen"] < 1 and len(set(map(len, right.values()))) == 3
+    require_weights(model, result, classes=[weights[group] for group in right])
+    seen = rows.filter(lambda row: group_of[row["caption"]] == "seen")
+    of_seen = measured(model, seen, "zero_shot_groups", **options)["metrics"]
+    assert of_seen == {name: accuracies["seen"] for name in ("accuracy", "accuracy/seen")}
+
+
+def test_retrieval(embeds):
+    """Images with one to three captions, of which a blank one is none. Captions are found with the weights of all of
+    them, images with those of the caption that asks."""
+    model, rows = embeds, symbols.load("test", "detailed", 40, captions_per_image=3)
+    captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
+    texts = [(number, text) for number, of_image in enumerate(captions) for text in of_image]
+    of_corpus = model.weights([text for _, text in texts])
+    of_query = [model.weights([text]) for _, text in texts]
+    to_text, to_image = [], []
+    for number, image in enumerate(rows["image"]):
+        scores = [similarity(model, of_corpus, image, text) for _, text in texts]
+        to_text.append(texts[int(np.argmax(scores))][0] == number)
+    for (number, text), weights in zip(texts, of_query, strict=True):
+        scores = [similarity(model, weights, image, text) for image in rows["image"]]
+        to_image.append(int(np.argmax(scores)) == number)
+    result = measured(model, with_captions(rows, [[*of_image, " "] for of_image in captions]), "retrieval")
+    assert result["metrics"]["image_to_text_recall@1"] == np.mean(to_text) and 0.1 < np.mean(to_text) <= 1
+    assert result["metrics"]["text_to_image_recall@1"] == np.mean(to_image) and 0.1 < np.mean(to_image) < 1
+    assert result["num_captions"] == result["texts"]["number"] == len(texts)  # once for all experts
+    require_weights(model, result, corpus=[of_corpus], queries=of_query)
+    of_swapped = measured(model, with_captions(rows, swapped(captions)), "retrieval")["metrics"]
+    for direction, right in (("image_to_text", to_text), ("text_to_image", to_image)):
+        assert of_swapped[f"{direction}_recall@1"] < np.mean(right) - 0.1
+
+
+def test_pairs(embeds):
+    model, rows = embeds, symbols.load_minimal_pairs("test", 40)
+    scores, weights = {name: [] for name in ("text", "image", "group")}, []
+    for row in rows:
+        images, captions = ([row[f"{column}_{side}"] for side in range(2)] for column in ("image", "caption"))
+        weights.append(model.weights(captions))
+        (a0, a1), (b0, b1) = ([similarity(model, weights[-1], image, text) for text in captions] for image in images)
+        scores["text"].append(a0 > a1 and b1 > b0)
+        scores["image"].append(a0 > b0 and b1 > a1)
+        scores["group"].append(scores["text"][-1] and scores["image"][-1])
+    result = measured(model, rows, "pairs")
+    require_weights(model, result, pairs=weights)
+    names = {"caption_0": "caption_1", "caption_1": "caption_0"}
+    of_swapped = measured(model, rows.rename_columns(names), "pairs")["metrics"]
+    for name, right in scores.items():
+        assert result["metrics"][name] == np.mean(right) and 0.45 < np.mean(right) < 1
+        assert of_swapped[name] <= 1 - np.mean(right)
+    for attribute in symbols.DIFFERENCES:
+        of = [right for right, row in zip(scores["group"], rows, strict=True) if row["attribute"] == attribute]
+        assert result["metrics"][f"group/{attribute}"] == np.mean(of)
+
+
+def test_linear_probe(embeds):
+    """On the features of all experts, side by side."""
+    model, parts = embeds, [pictures(number, split) for split, number in (("train", 160), ("test", 60))]
+    features = [
+        np.stack([np.concatenate([embed(image) for embed, _ in model.experts]) for image in part["image"]])
+        for part in parts
+    ]
+    labels = [[CLASSES.index(name) for name in part["caption"]] for part in parts]
+    expected = linear_probe_metrics(features[0], labels[0], features[1], labels[1])
+    options = {"classes": CLASSES, "load_train": lambda: (parts[0], 0)}
+    assert measured(model, parts[1], "linear_probe", **options)["metrics"] == expected and expected["accuracy"] > 0.3
+    wrong = with_captions(parts[1], swapped(list(parts[1]["caption"])))
+    assert measured(model, wrong, "linear_probe", **options)["metrics"]["accuracy"] < expected["accuracy"] - 0.1
+
+
+def test_scores_of_a_typed_list(embeds, tmp_path):
+    """On the page of `evaluation.app`: the softmax of the summed logits, with the experts' own temperatures."""
+    model, image, labels = embeds, symbols.load("test", "web", 1)["image"][0], ["seven", "four", TOOLS[0]]
+    image.save(tmp_path / "image.png")
+    scores = label_scores(model.measured, tmp_path / "image.png", "\n".join(labels), "a {}")
+    logits = [similarity(model, model.weights(labels), image, f"a {label}") for label in labels]
+    np.testing.assert_allclose(list(scores.values()), torch.tensor(logits).softmax(0), rtol=1e-4)
 
 
 def test_metrics_of_benchmarks_are_those_of_their_kinds():
     assert all(set(benchmark.metrics) <= set(METRICS[benchmark.kind]) for benchmark in BENCHMARKS.values())
 
 
-def test_zero_shot(embedder, embed):
-    rows = pictures(120)
-    task = Task("zero_shot", "", "", lambda: (rows, 3), classes=CLASSES, templates=TEMPLATES)
-    means = [np.mean([embed(template.format(name)) for template in TEMPLATES], axis=0) for name in CLASSES]
-    found = []
-    for row in rows:
-        image = embed(row["image"])
-        scores = [image @ mean / np.linalg.norm(mean) for mean in means]
-        found.append([CLASSES[place] for place in np.argsort(scores)[::-1]])
-    result = measure(task, embedder)
-    right = [kinds[0] == row["caption"] for kinds, row in zip(found, rows, strict=True)]
-    assert result["metrics"]["accuracy"] == np.mean(right) and 0.6 < np.mean(right) < 1
-    in_five = np.mean([row["caption"] in kinds[:5] for kinds, row in zip(found, rows, strict=True)])
-    assert result["metrics"]["accuracy_top5"] == in_five
-    assert (result["num_samples"], result["num_skipped"]) == (120, 3)
-    other = measured(embedder, rows, "zero_shot", classes=swapped(CLASSES), templates=TEMPLATES)
-    assert other == result["metrics"]  # classes of another order
-    next_class = dict(zip(CLASSES, swapped(CLASSES), strict=True))
-    wrong = with_captions(rows, [next_class[name] for name in rows["caption"]])
-    of_wrong = measured(embedder, wrong, "zero_shot", classes=CLASSES, templates=TEMPLATES)
-    for name, value in of_wrong.items():
-        assert value < result["metrics"][name] - 0.3, name
+# ---- mixtures
 
 
-def test_zero_shot_groups(embedder, embed):
-    """Images meet the kinds of their own group alone, however many these have, and every group counts the same."""
-    rows = pictures(120)
-    group_of = {kind: "seen" if kind in DIGITS else "unseen" for kind in CLASSES} | {TOOLS[0]: "alone"}
-    options = {"classes": CLASSES, "templates": TEMPLATES, "group_of_class": group_of}
-    means = {name: np.mean([embed(template.format(name)) for template in TEMPLATES], axis=0) for name in CLASSES}
-    right = {"seen": [], "unseen": [], "alone": []}
-    for row in rows:
-        group, image = group_of[row["caption"]], embed(row["image"])
-        scores = {name: image @ mean / np.linalg.norm(mean) for name, mean in means.items() if group_of[name] == group}
-        right[group].append(max(scores, key=scores.get) == row["caption"])
-    accuracies = {name: np.mean(of_group) for name, of_group in right.items()}
-    result = measure(Task("zero_shot_groups", "", "", lambda: (rows, 3), **options), embedder)
-    expected = {f"accuracy/{name}": value for name, value in accuracies.items()}
-    assert result["metrics"] == {"accuracy": pytest.approx(np.mean(list(accuracies.values()))), **expected}
-    assert accuracies["alone"] == 1 and 0.6 < accuracies["unseen"] < 1 and len(set(map(len, right.values()))) == 3
-    assert (result["num_samples"], result["num_skipped"]) == (120, 3)
-    whole = measured(embedder, rows, "zero_shot", classes=CLASSES, templates=TEMPLATES)
-    assert np.mean(sum(right.values(), [])) > whole["accuracy"]  # for candidates are fewer
-    other = measured(embedder, rows, "zero_shot_groups", **options | {"classes": swapped(CLASSES)})
-    assert other == result["metrics"]  # classes of another order
-    seen = rows.filter(lambda row: group_of[row["caption"]] == "seen")
-    of_seen = measured(embedder, seen, "zero_shot_groups", **options)  # groups without images do not count
-    assert of_seen == {name: accuracies["seen"] for name in ("accuracy", "accuracy/seen")}
+def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture):
+    """Against the authors' formula on one class after the other; the paper's routing takes the names alone."""
+    folder, encoder, centers = mixture
+    classes, sums = list(symbols.KINDS), [0.0, 0.0]
+    for name in classes:
+        mean = np.mean(encoder.encode(prompts(name)), axis=0)
+        distances = [float(np.linalg.norm(mean / np.linalg.norm(mean) - center)) for center in centers]
+        nearest = int(np.argmin(distances))
+        sums[nearest] += math.exp(-distances[nearest] * 5)
+    released, paper = (opened(folder / "mixture", changes={"routing": routing}) for routing in ("released", "paper"))
+    weights = np.exp(np.array(sums) / 8) * released.scales
+    found = released.weights([classes], TEMPLATES)
+    np.testing.assert_allclose(found[0], weights / weights.sum(), atol=1e-6)
+    assert not np.allclose(found, released.weights([classes]), atol=1e-4)  # of the names alone
+    assert np.array_equal(paper.weights([classes], TEMPLATES), paper.weights([classes]))
+    assert not np.allclose(found, paper.weights([classes]), atol=1e-4)
 
 
-def test_retrieval(embedder, embed):
-    """Images with one to three captions."""
-    rows = symbols.load("test", "detailed", 60, captions_per_image=3)
-    captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
-    rows = with_captions(rows, captions)
-    images = [embed(image) for image in rows["image"]]
-    texts = [(number, embed(text)) for number, of_image in enumerate(captions) for text in of_image]
-    to_text = [texts[np.argmax([image @ text for _, text in texts])][0] == i for i, image in enumerate(images)]
-    to_image = [np.argmax([image @ text for image in images]) == number for number, text in texts]
-    result = measure(Task("retrieval", "", "", lambda: (rows, 0)), embedder)
-    assert result["metrics"]["image_to_text_recall@1"] == np.mean(to_text) and 0.1 < np.mean(to_text)
-    assert result["metrics"]["text_to_image_recall@1"] == np.mean(to_image) and 0.1 < np.mean(to_image) < 1
-    assert (result["num_samples"], result["num_captions"]) == (60, 120)
-    of_swapped = measured(embedder, with_captions(rows, swapped(captions)), "retrieval")
-    for direction, right in (("image_to_text", to_text), ("text_to_image", to_image)):
-        assert of_swapped[f"{direction}_recall@1"] < 0.1 < np.mean(right)
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("mixture", {"experts": []}, "another routing, .*, not experts"),
+        ("mixture", {"routing": "other"}, "routing must be paper or released, got 'other'"),
+        ("mixture", {"routing_temperature": "hot"}, "routing_temperature"),
+        ("damaged", {"routing": "paper"}, "damaged is no mixture, whose routing could be changed"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused(mixture, model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        opened(mixture[0] / model, changes=changes)
 
 
-def test_captions_of_two_images_swapped(embedder, embed):
-    """Recall in one direction is not that in the other, and both fall by what the two lose."""
-    rows = symbols.load("test", "detailed", 60)
-    images, texts = [embed(image) for image in rows["image"]], [embed(text) for text in rows["caption"]]
-    similarity = np.array([[image @ text for text in texts] for image in images])
-    order = np.arange(60)
-    found = {"image_to_text": similarity.argmax(axis=1) == order, "text_to_image": similarity.argmax(axis=0) == order}
-    whole = measured(embedder, rows, "retrieval")
-    one, other = np.flatnonzero(found["image_to_text"] & found["text_to_image"])[:2]
-    captions = list(rows["caption"])
-    captions[one], captions[other] = captions[other], captions[one]
-    less = measured(embedder, with_captions(rows, captions), "retrieval")
-    for direction, right in found.items():
-        assert whole[f"{direction}_recall@1"] == np.mean(right)
-        assert less[f"{direction}_recall@1"] == pytest.approx(np.mean(right) - 2 / 60)
-    assert whole["image_to_text_recall@1"] != whole["text_to_image_recall@1"]
+def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
+    """By the command, in files of their own, which say it."""
+    options = ["--model", str(mixture[0] / "mixture"), "--tasks", "symbols_zero_shot", "--output-dir", str(tmp_path)]
+    evaluate.main([*options, "--name", "paper"])
+    evaluate.main([*options, "--name", "released", "--change", "routing=released"])
+    paper, released = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json")))
+    assert "changes" not in paper and released["changes"] == {"routing": "released"}
+    assert paper["weights"] == released["weights"] and paper["routing_weights"] != released["routing_weights"]
+    with pytest.raises(SystemExit, match="another changes, {'routing': 'released'} and not None"):
+        evaluate.main([*options, "--name", "released"])
 
 
-def test_a_blank_caption_is_no_caption(embedder):
-    rows = symbols.load("test", "detailed", 12, captions_per_image=2)
-    blank = [[*of_image[:1], " "] for of_image in rows["caption"]]
-    alone = with_captions(rows, [of_image[0] for of_image in rows["caption"]])
-    rows = with_captions(rows, blank)
-    results = [measure(Task("retrieval", "", "", lambda part=part: (part, 0)), embedder) for part in (rows, alone)]
-    assert results[0] == results[1] and results[0]["num_captions"] == 12
+def test_experts_that_change_between_two_tasks_are_an_error(mixture, tmp_path):
+    folder = shutil.copytree(mixture[0] / "mixture", tmp_path / "mixture")
+    ensemble = opened(folder)
+    ensemble.map(lambda e: e.texts(["a star"]))
+    damage(folder / "expert_1", lambda weights: weights["text_projection.weight"].mul_(-1))
+    with pytest.raises(ValueError, match="expert_1 was changed while it was measured"):
+        ensemble.map(lambda e: e.texts(["a star"]))
 
 
-def test_pairs(embedder, embed):
-    rows = symbols.load_minimal_pairs("test", 60)
-    scores = {name: [] for name in ("text", "image", "group")}
-    for row in rows:
-        (a0, a1), (b0, b1) = (
-            [embed(row[f"image_{side}"]) @ embed(row[f"caption_{other}"]) for other in range(2)] for side in range(2)
-        )
-        scores["text"].append(a0 > a1 and b1 > b0)
-        scores["image"].append(a0 > b0 and b1 > a1)
-        scores["group"].append(scores["text"][-1] and scores["image"][-1])
-    result = measure(Task("pairs", "", "", lambda: (rows, 0)), embedder)
-    for name, right in scores.items():
-        assert result["metrics"][name] == np.mean(right) and 0.55 < np.mean(right) < 1
-    for attribute in symbols.DIFFERENCES:
-        of = [right for right, row in zip(scores["group"], rows, strict=True) if row["attribute"] == attribute]
-        assert result["metrics"][f"group/{attribute}"] == np.mean(of)
-    names = {"caption_0": "caption_1", "caption_1": "caption_0"}
-    of_swapped = measured(embedder, rows.rename_columns(names), "pairs")
-    for name, right in scores.items():
-        assert of_swapped[name] <= 1 - np.mean(right) < result["metrics"][name]
+# ---- rows
 
 
-def test_linear_probe(embedder, embed):
-    parts = [pictures(number, split) for split, number in (("train", 200), ("test", 90))]
-    task = Task("linear_probe", "", "", lambda: (parts[1], 2), classes=CLASSES, load_train=lambda: (parts[0], 3))
-    features = [np.stack([embed(image) for image in part["image"]]) for part in parts]
-    labels = [[CLASSES.index(name) for name in part["caption"]] for part in parts]
-    expected = linear_probe_metrics(features[0], labels[0], features[1], labels[1])
-    result = measure(task, embedder)
-    assert result["metrics"] == expected and 0.5 < expected["accuracy"] < 1
-    assert (result["num_samples"], result["num_skipped"]) == (90, 5)
-    wrong = with_captions(parts[1], swapped(list(parts[1]["caption"])))
-    of_wrong = measured(embedder, wrong, "linear_probe", classes=CLASSES, load_train=lambda: (parts[0], 0))
-    assert of_wrong["accuracy"] < expected["accuracy"] - 0.3
-
-
-def test_no_rows_outlive_the_call_that_loaded_them(monkeypatch):
+def test_rows_are_loaded_once_where_they_are_kept(monkeypatch):
     """A module that keeps them would give a test what another one made."""
     for number in (3, 5):
-        columns = {"image": None, "kind": "star", "caption": "a star"}
-        rows = datasets.Dataset.from_list([columns] * number)
+        rows = datasets.Dataset.from_list([{"image": None, "kind": "star", "caption": "a star"}] * number)
         with monkeypatch.context() as patch:
             patch.setattr(symbols, "load", lambda *_, rows=rows, **options: rows)
             patch.setattr(symbols, "load_minimal_pairs", lambda *_, rows=rows, **options: rows)
             for task in (task for name, task in TASKS.items() if name.startswith("symbols")):
                 assert len(task.load()[0]) == number
                 assert task.load_train is None or len(task.load_train()[0]) == number
-
-
-def test_kept_rows_are_loaded_once():
     loads = []
-
-    def load():
-        loads.append(None)
-        return datasets.Dataset.from_dict({"caption": ["a"]}), 0
-
-    task = Task("linear_probe", "", "", load, load_train=load)
-    here = loaded_once({"a": task})["a"]
-    assert here.load() is here.load() and here.load_train() is here.load_train() and len(loads) == 2
-    assert loaded_once({"a": task})["a"].load() is not here.load() and len(loads) == 3
-    assert loaded_once({"a": Task("pairs", "", "", load)})["a"].load_train is None
+    task = Task("linear_probe", "", "", lambda: loads.append(None) or (object(), 0))
+    task = loaded_once({"a": Task("linear_probe", "", "", task.load, load_train=task.load)})["a"]
+    assert task.load() is task.load() and task.load_train() is task.load_train() and len(loads) == 2
+    assert loaded_once({"a": Task("pairs", "", "", task.load)})["a"].load_train is None
