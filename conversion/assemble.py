@@ -40,10 +40,6 @@ def convert(
         centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
         encoder_folder: the metadata's encoder, which is copied.
         config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
-
-    Raises:
-        ValueError: an expert takes other inputs or gives embeddings of another size than the first, or its
-            processor makes something else of them, see `require_same`; or see `CLIPMoDEModel.set_centers`.
     """
     require_same(experts)
     first = None
@@ -82,11 +78,7 @@ def require_same_sizes(
 
 @torch.no_grad()
 def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
-    """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32.
-
-    Raises:
-        ValueError: they do not compute the same.
-    """
+    """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32."""
     mixture = load_mixture(folder, max_loaded_experts=1, dtype=torch.float32)
     expected, found = {}, {}
     for number, source in enumerate(experts):

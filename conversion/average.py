@@ -43,9 +43,6 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
 
     Args:
         weights: one for each model, which sum to 1; None: all alike.
-
-    Raises:
-        ValueError: a model is of another kind than the first, or has another configuration; or see `require_weights`.
     """
     if weights is not None:
         require_weights(weights, sources)

@@ -95,7 +95,6 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
     """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype.
 
     Raises:
-        FileNotFoundError: `source` is neither a folder nor a hub name.
         OSError: there is no model, or the hub cannot be reached.
         ValueError: another kind of model, a damaged file, weights that are not finite or quantized, missing, left-over
             or wrongly shaped tensors (named).
@@ -104,11 +103,7 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
 
 
 def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
-    """The configuration of a model of exactly this class.
-
-    Raises:
-        ValueError: it is another kind of model, or see `load_config`.
-    """
+    """The configuration of a model of exactly this class."""
     config = load_config(source)
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
@@ -175,22 +170,14 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 
 def load_dense(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
-    """Loads a dense CLIP, see `load_model`. Where both towers have one encoder, it is a `CLIPMoEModel`.
-
-    Raises:
-        ValueError: besides, it is sparse.
-    """
+    """Loads a dense CLIP, see `load_model`. Where both towers have one encoder, it is a `CLIPMoEModel`."""
     config = load_config(source)
-    if isinstance(config, CLIPMoEConfig) and not is_sparse(config):
-        return load_model(CLIPMoEModel, source, **kwargs)
-    return load_model(CLIPModel, source, **kwargs)
+    shared = isinstance(config, CLIPMoEConfig) and not is_sparse(config)
+    return load_model(CLIPMoEModel if shared else CLIPModel, source, **kwargs)
 
 
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
-    """Loads a mixture of whole models from a folder or hub name, in evaluation mode and its own dtype.
-
-    Raises: as `load_model`, for every expert, those that are loaded later included.
-    """
+    """Loads a mixture of whole models from a folder or hub name, in evaluation mode and its own dtype."""
     config = load_config(source)
     if not isinstance(config, CLIPMoDEConfig):
         raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
@@ -210,9 +197,6 @@ def require_loadable(folder: str | Path) -> None:
     """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
 
     Of a mixture, one expert is in memory at a time.
-
-    Raises:
-        OSError, ValueError: see `load_model`; or the processor does not load.
     """
     if load_config(folder).model_type == CLIPMoDEConfig.model_type:
         mixture = load_mixture(folder, max_loaded_experts=1)
@@ -267,11 +251,7 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
 def check_equal(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE
 ) -> dict[str, float]:
-    """Prints and returns the largest absolute difference of each pair of tensors.
-
-    Raises:
-        ValueError: a difference is more than `tolerance` of the expected tensor's largest value, or not a number.
-    """
+    """Prints and returns the largest absolute difference of each pair of tensors."""
     differences = {}
     for name, tensor in expected.items():
         differences[name] = (found[name] - tensor).abs().max().item()

@@ -13,11 +13,13 @@ they sum to in the mean, which `python -m evaluation.experts` measures and keeps
 """
 
 import argparse
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from conversion.checkpoints import TOLERANCE, architecture, check_equal, load_model, model_outputs, sample_inputs
@@ -44,15 +46,13 @@ def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
 
 # What the last layer of an expert is multiplied by: one number, or tower ("text", "vision") -> layer, from 0 -> number
 Scale = float | Mapping[str, Mapping[str, float]]
+SCALES = TypeAdapter(dict[str, dict[str, float]])
 
 
 def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
     """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
 
     It is 1 for the base FFN, and where the weights of a token's experts sum to 1, whatever `scale` says.
-
-    Raises:
-        ValueError: a scale is needed and not given, or is no positive number.
     """
     scales = {}
     for tower, tower_config in (("text", config.text_config), ("vision", config.vision_config)):
@@ -99,9 +99,6 @@ def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None)
 
     Args:
         scale: see `layer_scales`.
-
-    Raises:
-        ValueError: some sparse tower has no such expert, or there is no sparse layer; else as `layer_scales`.
     """
     require_expert(sparse.config, expert)
     rules = extraction_rules(sparse.config, expert, scale)
@@ -135,11 +132,7 @@ def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
 
 
 def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:
-    """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32.
-
-    Raises:
-        ValueError: they do not compute the same.
-    """
+    """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32."""
     sparse = load_model(CLIPMoEModel, source, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_BASE if expert == BASE else ONLY_EXPERTS)
     inputs = sample_inputs(sparse.config)
@@ -152,22 +145,21 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
     return check_equal(expected, model_outputs(dense.float(), inputs), max(TOLERANCE, rounding))
 
 
-def read_scale(value: str, source: str | Path) -> Scale:
-    """The number that `value` is, or what the `experts.json` of that name says of the model `source`.
+def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
+    """Saves one expert of a folder or hub name, and the processor, into `folder`, and verifies it."""
+    extract(load_model(CLIPMoEModel, source), expert, scale).save_pretrained(folder)
+    copy_processor(source, folder)
+    verify(source, folder, expert, scale)
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no result of `evaluation.experts`, or one of other weights.
-    """
-    try:
+
+def read_scale(value: str, source: str | Path) -> Scale:
+    """The number that `value` is, or what the `experts.json` of that name says of the model `source`."""
+    with contextlib.suppress(ValueError):
         return float(value)
-    except ValueError:
-        pass  # a file
     try:
         result = read_json(Path(value))
-        weights, towers = result["weights"], result["scales"]
-        scales = {tower: {layer: float(number) for layer, number in layers.items()} for tower, layers in towers.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        weights, scales = result["weights"], SCALES.validate_python(result["scales"])
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{value} holds no scales: make it again with `python -m evaluation.experts --model {source}` "
             f"({type(error).__name__}: {error})"
@@ -201,11 +193,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     with one_line_errors(), new_folder(args.output) as folder:
-        sparse = load_model(CLIPMoEModel, args.source)
         scale = None if args.scale is None else read_scale(args.scale, args.source)
-        extract(sparse, args.expert, scale).save_pretrained(folder)
-        copy_processor(args.source, folder)
-        verify(args.source, folder, args.expert, scale)
+        convert(args.source, folder, args.expert, scale)
     print(f"wrote {args.output}")
 
 

@@ -64,11 +64,7 @@ def loading(source: str | Path) -> Iterator[None]:
 
 
 def check_json(source: str | Path) -> None:
-    """Refuses damaged JSON in a folder by its name, which the libraries that read it do not always give.
-
-    Raises:
-        ValueError: a file is no JSON, or holds something else than an object.
-    """
+    """Refuses damaged JSON in a folder by its name, which the libraries that read it do not always give."""
     for path in (Path(source) / name for name in JSON_FILES):
         if path.is_file():
             try:
@@ -93,11 +89,7 @@ def kernels(settings: Any) -> list[str]:
 
 
 def require_source(source: str | Path) -> None:
-    """A path that is not there is said to be missing before anything asks the Hub for it.
-
-    Raises:
-        FileNotFoundError: `source` is neither a folder nor a hub name.
-    """
+    """A path that is not there is said to be missing before anything asks the Hub for it."""
     if not Path(source).is_dir() or not str(source):
         try:
             validate_repo_id(str(source))

@@ -69,11 +69,7 @@ CHAT_TEMPLATE = (
 
 
 def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
-    """Loads the vision tower of a whole model or of a folder of its own.
-
-    Raises:
-        ValueError: another kind of model.
-    """
+    """Loads the vision tower of a whole model or of a folder of its own."""
     config = load_config(source)
     if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
         hint = HINTS.get(config.model_type, "")
@@ -82,11 +78,7 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> None:
-    """Replaces the vision tower of a LLaVA, in place; the tower takes its dtype.
-
-    Raises:
-        ValueError: the projector takes another width, or the tower lacks a hidden state that LLaVA looks at.
-    """
+    """Replaces the vision tower of a LLaVA, in place; the tower takes its dtype."""
     config, old, new = llava.config, llava.config.vision_config, tower.config
     if new.hidden_size != old.hidden_size:
         raise ValueError(
@@ -136,11 +128,7 @@ def image_features(llava: LlavaForConditionalGeneration, pixel_values: Tensor) -
 
 @torch.no_grad()
 def verify(folder: Path, expected: dict[str, Tensor]) -> dict[str, float]:
-    """Compares a saved LLaVA with `expected_outputs`.
-
-    Raises:
-        ValueError: it does not compute them.
-    """
+    """Compares a saved LLaVA with `expected_outputs`."""
     llava = load_model(LlavaForConditionalGeneration, folder)
     inputs = sample_llava_inputs(llava.config.vision_config, llava.config.text_config)
     features = image_features(llava, inputs["pixel_values"].to(llava.dtype))
@@ -148,11 +136,7 @@ def verify(folder: Path, expected: dict[str, Tensor]) -> dict[str, float]:
 
 
 def write_processor(source: str | Path, tower_source: str | Path, folder: Path) -> None:
-    """Saves LLaVA's processor with the tower's way to prepare images, if it has one.
-
-    Raises:
-        ValueError: its images have not the size that the tower takes.
-    """
+    """Saves LLaVA's processor with the tower's way to prepare images, if it has one."""
     processor, config = load_processor(source), load_config(folder)
     of_tower = has_file(tower_source, *IMAGE_PROCESSOR_FILES)
     if of_tower:
@@ -219,11 +203,7 @@ def build(
 
 
 def join(tower: PreTrainedModel, language_model: PreTrainedModel, image_token: int) -> LlavaForConditionalGeneration:
-    """A LLaVA of a vision tower, a language model and a random projector; the tower takes the model's dtype.
-
-    Raises:
-        ValueError: the language model is built otherwise than most.
-    """
+    """A LLaVA of a vision tower, a language model and a random projector; the tower takes the model's dtype."""
     if not (hasattr(language_model, "model") and hasattr(language_model, "lm_head")):
         raise ValueError(f"a {type(language_model).__name__} is not made of `model` and `lm_head`, as LLaVA needs it")
     config = llava_config(tower.config, language_model.config, image_token)
@@ -260,9 +240,6 @@ def llama_config(fields: dict[str, Any], words: int) -> LlamaConfig:
 
     Args:
         words: how many tokens its tokenizer has at least.
-
-    Raises:
-        ValueError: a token has no row in the model's table, or there is no such kind of positions.
     """
     config = LlamaConfig(**fields)
     rows, rope_type = config.vocab_size, config.rope_parameters["rope_type"]

@@ -87,11 +87,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 
 @torch.no_grad()
 def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict[str, float]:
-    """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32."""
     before, after = (load(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
@@ -103,11 +99,7 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict
 
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
-    """Saves the lengthened model of `source` and its processor, whose texts are cut at the new length, into `folder`.
-
-    Raises:
-        ValueError: no CLIP, or see `stretch_positions`.
-    """
+    """Saves the lengthened model of `source`, and its processor, which cuts texts at the new length."""
     lengthen(load(source), length, keep).save_pretrained(folder)
     copy_processor(source, folder, length=length)
     verify(source, folder, keep)

@@ -204,10 +204,12 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> 
     heads = width // HEAD_WIDTH if heads is None else heads
     if heads < 1 or width % heads:
         raise ValueError(f"{heads} heads do not divide a width of {width}")
+    if missing := sorted(set(range(len(layers))) - layers):
+        raise ValueError(f"{prefix}transformer.resblocks.{missing[0]} is missing: there are blocks up to {max(layers)}")
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,
-        "num_hidden_layers": max(layers) + 1,
+        "num_hidden_layers": len(layers),
         "num_attention_heads": heads,
     }
 

@@ -60,10 +60,6 @@ def changed_preset(name: str, changes: Mapping[str, Any], fixed: Collection[str]
 
     Args:
         fixed: fields that cannot change here.
-
-    Raises:
-        ValueError: there is no such preset, or a field is none of its fields or fixed. The values are checked where
-            they are used, see `conversion.upcycle.preset_faults`.
     """
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}{did_you_mean(name, PRESETS)}, only {', '.join(PRESETS)}")
@@ -91,9 +87,6 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
 
     Args:
         chosen: see `Preset`; by tower, it has this one.
-
-    Raises:
-        ValueError: an unknown name, layers that the tower does not have, or no layer; names the tower.
     """
     chosen = chosen[tower] if isinstance(chosen, Mapping) else chosen
     if isinstance(chosen, str) and chosen in LAYERS:
@@ -119,11 +112,7 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
 
 
 def read_sparse_layers(words: Sequence[str]) -> SparseLayers:
-    """What the words of a command line mean: `all`, `1,3`, or `text=1,3 vision=all`.
-
-    Raises:
-        ValueError: they are of another form.
-    """
+    """What the words of a command line mean: `all`, `1,3`, or `text=1,3 vision=all`."""
     if len(words) == 1 and "=" not in words[0]:
         return _read_layers(words[0])
     pairs = [word.split("=", 1) for word in words]

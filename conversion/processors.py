@@ -1,7 +1,7 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,78 +121,75 @@ def require_fit(
         if number > text.vocab_size:
             raise ValueError(
                 f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
-                f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be "
-                f"{number}"
+                f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be {number}"
             )
         if isinstance(text, CLIPTextConfig):
-            _require_own_end_tokens(text, model, source, tokenizer)
+            for fault in _text_faults(text, model, source, tokenizer):
+                raise ValueError(f"the tokenizer of {source} {fault}")
     if image_processor is not None and vision is not None:
         # Not square, since no rule tells for all image processors what they make of such an image
         made = tuple(_pixels(image_processor, vision.image_size).shape[-3:])
         taken = (vision.num_channels, vision.image_size, vision.image_size)
         if made != taken:
+            made, taken = (" x ".join(map(str, shape)) for shape in (made, taken))
             raise ValueError(
-                f"the image processor of {source} makes images of {_size(made)}, but by num_channels and image_size "
-                f"{model} takes {_size(taken)}: take the image processor that belongs to the model"
+                f"the image processor of {source} makes images of {made}, but by num_channels and image_size {model} "
+                f"takes {taken}: take the image processor that belongs to the model"
             )
 
 
-def _require_own_end_tokens(
+def _text_faults(
     text: CLIPTextConfig, model: str | Path, source: str | Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raises ValueError unless a short and a long text, tokenized together, begin with the start token and are both
-    pooled at their last token, and no word can change that."""
-    longest = text.max_position_embeddings
+) -> Iterator[str]:
+    """Why a short and a long text, tokenized together, do not begin with the start token, or are not both pooled at
+    their last token whatever their words."""
     if "attention_mask" not in tokenizer.model_input_names:
-        raise ValueError(
-            f"the tokenizer of {source} makes no attention_mask, by which {model} knows where a text ends: leave "
-            "model_input_names out of tokenizer_config.json"
+        yield (
+            f"makes no attention_mask, by which {model} knows where a text ends: leave model_input_names out of "
+            "tokenizer_config.json"
         )
-    if not 2 < tokenizer.model_max_length <= longest:
-        raise ValueError(
-            f"the tokenizer of {source} cuts texts at its model_max_length, but model_max_length is "
-            f"{tokenizer.model_max_length} and max_position_embeddings is {longest} in {model}: model_max_length, in "
+    if not 2 < tokenizer.model_max_length <= text.max_position_embeddings:
+        yield (
+            f"cuts texts at its model_max_length, but model_max_length is {tokenizer.model_max_length} and "
+            f"max_position_embeddings is {text.max_position_embeddings} in {model}: model_max_length, in "
             "tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
         )
     with loading(source):
-        batch = _short_and_long(tokenizer, longest)
+        batch = _short_and_long(tokenizer, text.max_position_embeddings)
     ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
+    start, end, highest_is_end = ids[0, 0].item(), ids[0, last[0]].item(), text.eos_token_id == 2
     # As the models pool: transformers takes the highest token where eos_token_id is 2
-    is_end = ids if text.eos_token_id == 2 else ids == text.eos_token_id
-    pooled = is_end.int().argmax(dim=1)
+    pooled = (ids if highest_is_end else ids == text.eos_token_id).int().argmax(dim=1)
+    pools = f"pools a text at {'its highest token' if highest_is_end else 'the first such token'}"
     if not batch["attention_mask"][:, 0].all():
-        raise ValueError(
-            f"the tokenizer of {source} pads texts on the left, but {model} numbers the tokens of a text from its "
-            "first: set padding_side to right in tokenizer_config.json"
+        yield (
+            f"pads texts on the left, but {model} numbers the tokens of a text from its first: set padding_side to "
+            "right in tokenizer_config.json"
         )
     if (pooled != last).any():
-        raise ValueError(
-            f"eos_token_id is {text.eos_token_id} in {model}, which pools a text at "
-            f"{'its highest token' if text.eos_token_id == 2 else 'the first such token'}, but the tokenizer of "
-            f"{source} ends texts with {ids[0, last[0]]} and pads them with {tokenizer.pad_token_id}: take the "
-            "tokenizer that belongs to the model, or leave eos_token_id out of a new one"
+        yield (
+            f"ends texts with {end} and pads them with {tokenizer.pad_token_id}, but eos_token_id is "
+            f"{text.eos_token_id} in {model}, which {pools}: take the tokenizer that belongs to the model, or leave "
+            "eos_token_id out of a new one"
         )
-    if tokenizer.bos_token_id is not None and (ids[:, 0] != tokenizer.bos_token_id).any():
-        raise ValueError(
-            f"the tokenizer of {source} begins texts with {ids[0, 0]} and not with its start token, "
-            f"{tokenizer.bos_token_id}, as {model} reads them: take the tokenizer that belongs to the model, or learn "
-            "one for a new model with a tokenizer stage"
+    if tokenizer.bos_token_id not in (None, start):
+        yield (
+            f"begins texts with {start} and not with its start token, {tokenizer.bos_token_id}, as {model} reads them: "
+            "take the tokenizer that belongs to the model, or learn one for a new model with a tokenizer stage"
         )
-    vocabulary, end = tokenizer.get_vocab(), ids[0, last[0]].item()
+    vocabulary, letters = tokenizer.get_vocab(), ByteLevel.alphabet()
     highest = max(vocabulary, key=vocabulary.get)
-    if text.eos_token_id == 2 and vocabulary[highest] > end:
-        raise ValueError(
-            f"eos_token_id is 2 in {model}, which pools a text at its highest token, but the tokenizer of {source} "
-            f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}: set eos_token_id to "
-            f"{end}"
+    if highest_is_end and vocabulary[highest] > end:
+        yield (
+            f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}, but eos_token_id is 2 "
+            f"in {model}, which {pools}: set eos_token_id to {end}"
         )
-    letters = ByteLevel.alphabet()
     missing = {*letters, *(f"{letter}</w>" for letter in letters)} - vocabulary.keys()
     if tokenizer.unk_token_id == end and missing:
-        raise ValueError(
-            f"the tokenizer of {source} lacks {len(missing)} bytes, such as {min(missing)!r}, and writes its end token "
-            f"for them, at which {model} pools a text: take the tokenizer that belongs to the model, or set another "
-            "unk_token in tokenizer_config.json"
+        yield (
+            f"lacks {len(missing)} bytes, such as {min(missing)!r}, and writes its end token for them, at which "
+            f"{model} pools a text: take the tokenizer that belongs to the model, or set another unk_token in "
+            "tokenizer_config.json"
         )
 
 
@@ -208,12 +205,7 @@ def _pixels(image_processor: BaseImageProcessor, size: int) -> torch.Tensor:
 
 
 def require_same(sources: Sequence[str | Path]) -> None:
-    """The processors of several models, as far as they have some, make the same of texts and images.
-
-    Raises:
-        ValueError: a processor numbers or cuts texts in another way than that of the first model, or makes other pixels
-            of an image.
-    """
+    """The processors of several models, as far as they have some, make the same of texts and images."""
     first: dict[str, tuple[str | Path, Any]] = {}
     for source in sources:
         _, tokenizer, image_processor = load_halves(source)
@@ -234,10 +226,6 @@ def require_same(sources: Sequence[str | Path]) -> None:
                 )
 
 
-def _size(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
 def model_configs(source: str | Path) -> list[PreTrainedConfig]:
     """The configuration of the model in a folder or on the Hub, or those of all experts of a mixture."""
     config = load_config(source)
@@ -248,9 +236,6 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
     """What a folder or hub name has of a processor, which can be saved, and its tokenizer and image processor.
 
     Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
-
-    Raises:
-        OSError, ValueError: a file is damaged.
     """
     has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:

@@ -116,7 +116,7 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     ):
         experts = [(int(layer), int(number)) for tower, layer, number in map(re.Match.groups, found) if tower == prefix]
         routing = {
-            "num_experts": max(number for _, number in experts) + 1,
+            "num_experts": len({number for _, number in experts}),
             "num_experts_per_tok": num_experts_per_tok,
             "norm_topk_prob": True,
             "moe_layers": sorted({layer for layer, _ in experts}),

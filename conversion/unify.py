@@ -17,19 +17,20 @@ import argparse
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import CLIPConfig, CLIPModel, PreTrainedModel
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel
 
 from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.folders import load_config
 from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
 from conversion.processors import copy_processor, require_same
-from conversion.rules import Rule
-from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns
+from conversion.rules import Rule, apply_rules
+from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from records.files import new_folder, one_line_errors
 from records.messages import cut
@@ -38,113 +39,106 @@ from records.messages import cut
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"
 
 
-def unifying_rules(config: CLIPMoEConfig, base_expert: bool) -> list[Rule]:
-    """Rules from the dense models' tensors, named I.NAME for model I, to `CLIPMoEModel`: FFNs are stacked.
-
-    The FFNs of model 0 are expert 0, or the base beside the experts if there is a fusion gate, or are left out.
-    """
-    sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
-    rules = [
-        Rule(rf"0\.(?!logit_scale$|{sparse})(.*)", r"\1"),
-        Rule(r"0\.logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
-        Rule(rf"[1-9]\d*\.(?!{sparse}).*", (), reason="the same in all models"),
-    ]
-    experts = r"\d+" if base_expert else r"[1-9]\d*"
-    for ffn, tower_config in sparse_ffns(config).items():
-        for name, expert_tensor in FFN_TO_EXPERTS.items():
-            target = rf"\1.experts.{expert_tensor}"
-            rules.append(Rule(rf"{experts}\.({ffn})\.{name}", target, lambda *ffns: torch.stack(ffns), merges=True))
-        if tower_config.fusion_gate:
-            rules.append(Rule(rf"0\.({ffn})\.(.*)", r"\1.base.\2"))
-        elif not base_expert:
-            rules.append(Rule(rf"0\.{ffn}\..*", (), reason="the base is no expert"))
-    return rules
-
-
 def unify(
-    base: CLIPModel,
-    experts: Sequence[CLIPModel],
+    base: CLIPModel | CLIPMoEModel,
+    experts: Sequence[CLIPModel | CLIPMoEModel],
     preset: Preset = PRESETS["clip_moe"],
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     base_expert: bool = True,
 ) -> CLIPMoEModel:
-    """Builds the sparse model of a dense CLIP and the experts trained from it.
+    """Builds the sparse model of a base and the experts trained from it.
 
     Args:
-        experts: in their order.
-        preset: which layers are sparse and how they route; its `num_experts` does not count.
-        towers: those that become sparse.
-        seed: of routers and fusion gates, see `build_sparse`.
+        base: dense, or with one expert in each sparse layer.
+        experts: of the same kind, in their order. Fusion gates that they have are averaged.
+        preset: of a dense base, which layers are sparse and how they route; of a sparse one, `num_experts_per_tok` and
+            whether there are fusion gates. Its `num_experts` does not count.
+        towers: of a dense base, those that become sparse.
+        seed: of routers and new fusion gates, see `build_sparse`.
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:
-        The model in evaluation mode and the widest dtype of all.
+        The model in evaluation mode and the widest dtype of all: experts are trained in float32.
 
     Raises:
-        ValueError: there is no expert, one is of another architecture or differs from the base outside the FFNs of the
-            sparse layers (names the tensors), or see `sparse_config`.
-    """
-    if not experts:
-        raise ValueError("there are no experts to unify: give at least one")
-    base_expert = base_expert and not preset.fusion_gate
-    config = sparse_config(base.config, dataclasses.replace(preset, num_experts=base_expert + len(experts)), towers)
-    source = _gather(base, experts, expert_parts(base.config, config))
-    return build_sparse(config, source, unifying_rules(config, base_expert), _dtype(base, experts), seed)
-
-
-def unify_sparse(
-    base: CLIPMoEModel,
-    experts: Sequence[CLIPMoEModel],
-    num_experts_per_tok: int = 2,
-    seed: int = 0,
-    fusion_gate: bool = True,
-    base_expert: bool = False,
-) -> CLIPMoEModel:
-    """Builds the sparse model of sparse models with one expert each (CLIP-FMoE section 4.3).
-
-    Their experts are stacked, and their fusion gates averaged if they have some; then the base FFNs stay. Routers are
-    new.
-
-    Args:
-        base: the model that they all started from.
-        experts: in their order.
-        num_experts_per_tok: K.
-        seed: of routers and of gates that are new, see `build_sparse`.
-        fusion_gate: of models without gates: whether new gates are put between the base's expert and the others.
-        base_expert: of models without gates: whether the base's expert becomes expert 0, if no gate keeps it.
-
-    Returns:
-        The model in evaluation mode and the widest dtype of all.
-
-    Raises:
-        ValueError: there is no expert, the base does not have one expert in each sparse layer, only one tower has
-            gates, or an expert is of another architecture, has other sparse layers or differs from the base in more
-            than experts, routers and gates (names the tensors).
+        ValueError: there is no expert, one is of another architecture or differs from the base in more than the FFNs of
+            the sparse layers (names the tensors), or see `unified_config`.
         huggingface_hub.errors.StrictDataclassError: K is larger than the number of experts.
     """
     if not experts:
         raise ValueError("there are no experts to unify: give at least one")
-    config, base_expert = stacked_config(base.config, len(experts), num_experts_per_tok, fusion_gate, base_expert)
-    ffns = sparse_ffns(base.config)
-    gated = next(iter(ffns.values())).fusion_gate
-    ffn = f"(?:{'|'.join(ffns)})"
-    source = _gather(base, experts, expert_parts(base.config, config))
-    rules = stacking_rules(ffn, base_expert, new_gates=fusion_gate and not gated)
-    new_parts = ("router",) if gated else ("router", "fusion_gate")
-    return build_sparse(config, source, rules, _dtype(base, experts), seed, new_parts)
+    config = unified_config(base.config, len(experts), preset, towers, base_expert)
+    base_state, parts = base.state_dict(), expert_parts(base.config, config)
+    source = {}
+    for number, model in enumerate((base, *experts)):
+        state = model.state_dict()
+        require_expert(f"expert {number}", differing_tensors(base_state, state, parts))
+        if not is_sparse(base.config):
+            state = apply_rules(state, None, one_expert_rules(config))
+        source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
+    gated = is_sparse(base.config) and any(tower.fusion_gate for tower in sparse_ffns(base.config).values())
+    rules = stacking_rules(config, gated, base_expert=_num_experts(config) > len(experts))
+    dtype = functools.reduce(torch.promote_types, (model.dtype for model in (base, *experts)))
+    return build_sparse(config, source, rules, dtype, seed, ("router",) if gated else ("router", "fusion_gate"))
 
 
-def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
+def unified_config(
+    base: CLIPConfig | CLIPMoEConfig,
+    number: int,
+    preset: Preset,
+    towers: Sequence[str] = TOWERS,
+    base_expert: bool = True,
+) -> CLIPMoEConfig:
+    """The configuration of `unify` with `number` experts.
+
+    Raises:
+        ValueError: a sparse base has not one expert in each sparse layer, or fusion gates in one tower alone; of a
+            dense one see `sparse_config`.
+    """
+    if not is_sparse(base):
+        experts = number + (base_expert and not preset.fusion_gate)
+        return sparse_config(base, dataclasses.replace(preset, num_experts=experts), towers)
+    ffns = sparse_ffns(base).values()
+    if any(config.num_experts != 1 for config in ffns):
+        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
+    if len({config.fusion_gate for config in ffns}) > 1:
+        raise ValueError("the base must have fusion gates in both towers or in none")
+    gate = preset.fusion_gate or any(config.fusion_gate for config in ffns)
+    routing = {
+        "num_experts": number + (base_expert and not gate),
+        "num_experts_per_tok": preset.num_experts_per_tok,
+        "fusion_gate": gate,
+    }
+    settings = base.to_dict()
+    for tower in ("text_config", "vision_config"):
+        settings[tower] |= routing if settings[tower]["moe_layers"] else {}
+    return CLIPMoEConfig.from_dict(settings)
+
+
+def _num_experts(config: CLIPMoEConfig) -> int:
+    return max(tower.num_experts for tower in sparse_ffns(config).values())
+
+
+def one_expert_rules(config: CLIPMoEConfig) -> list[Rule]:
+    """Rules from a dense model to one expert in each of the sparse layers."""
+    rules = kept_rules(config, (1,))
+    for ffn in sparse_ffns(config):
+        for name, expert_tensor in FFN_TO_EXPERTS.items():
+            rules.append(Rule(rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}", lambda tensor: tensor[None]))
+    return rules
+
+
+def stacking_rules(config: CLIPMoEConfig, gated: bool, base_expert: bool) -> list[Rule]:
     """Rules from sparse models of one expert each, tensors named I.NAME for model I, to one model of all experts.
 
     Args:
-        ffn: regular expression of the names of the sparse FFNs.
+        gated: whether the models have fusion gates already, and so base FFNs.
         base_expert: whether the expert of model 0 is stacked with the others.
-        new_gates: whether that expert becomes the base FFN instead, beside gates that no model has yet.
     """
-    trained = rf"{ffn}\.{TRAINED_PARTS}"
-    stacked = r"\d+" if base_expert else r"[1-9]\d*"
+    ffns = sparse_ffns(config)
+    ffn, new_gates = f"(?:{'|'.join(ffns)})", not gated and next(iter(ffns.values())).fusion_gate
+    trained, stacked = rf"{ffn}\.{TRAINED_PARTS}", r"\d+" if base_expert else r"[1-9]\d*"
     rules = [
         Rule(rf"0\.(?!{trained}\.)(.*)", r"\1"),
         Rule(rf"[1-9]\d*\.(?!{trained}\.).*", (), reason="the same in all models"),
@@ -161,40 +155,22 @@ def stacking_rules(ffn: str, base_expert: bool, new_gates: bool) -> list[Rule]:
     return rules
 
 
-def stacked_config(
-    base: CLIPMoEConfig, num_experts: int, num_experts_per_tok: int, fusion_gate: bool, base_expert: bool
-) -> tuple[CLIPMoEConfig, bool]:
-    """The configuration of `unify_sparse`, and whether the experts of the base are the first ones.
-
-    Raises:
-        ValueError: the base has not one expert in each sparse layer, or fusion gates in one tower alone.
-    """
-    ffns = sparse_ffns(base)
-    if not ffns or any(config.num_experts != 1 for config in ffns.values()):
-        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
-    if len({config.fusion_gate for config in ffns.values()}) > 1:
-        raise ValueError("the base must have fusion gates in both towers or in none")
-    gated = next(iter(ffns.values())).fusion_gate
-    base_expert = base_expert and not gated and not fusion_gate
-    settings = base.to_dict()
-    for tower in ("text_config", "vision_config"):
-        if settings[tower]["moe_layers"]:
-            settings[tower]["num_experts"] = base_expert + num_experts
-            settings[tower]["num_experts_per_tok"] = num_experts_per_tok
-            settings[tower]["fusion_gate"] = gated or fusion_gate
-    return CLIPMoEConfig.from_dict(settings), base_expert
-
-
-def _dtype(base: PreTrainedModel, experts: Sequence[PreTrainedModel]) -> torch.dtype:
-    """Experts are trained in float32, whatever the base is stored in."""
-    return functools.reduce(torch.promote_types, (model.dtype for model in (base, *experts)))
-
-
 def expert_parts(base: CLIPConfig | CLIPMoEConfig, unified: CLIPMoEConfig) -> re.Pattern[str]:
     """Matches the parameters in which an expert may differ from its base."""
-    if is_sparse(base):
-        return re.compile(rf"(?:{'|'.join(sparse_ffns(base))})\.{TRAINED_PARTS}\.")
-    return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))})\.")
+    parts = rf"\.{TRAINED_PARTS}" if is_sparse(base) else ""
+    return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))}){parts}\.")
+
+
+def differing_tensors(base: Mapping[str, Tensor], expert: Mapping[str, Tensor], parts: re.Pattern[str]) -> list[str]:
+    """The tensors in which an expert may not differ from its base, but does."""
+    differing = [
+        name
+        for name, tensor in base.items()
+        if name not in expert
+        or expert[name].shape != tensor.shape
+        or (not parts.match(name) and not (expert[name] == tensor).all())
+    ]
+    return differing + sorted(expert.keys() - base.keys())
 
 
 def require_expert(name: str, differing: Sequence[str]) -> None:
@@ -206,27 +182,6 @@ def require_expert(name: str, differing: Sequence[str]) -> None:
         )
 
 
-def _gather(
-    base: PreTrainedModel, experts: Sequence[PreTrainedModel], parts: re.Pattern[str]
-) -> dict[str, torch.Tensor]:
-    """The tensors of all models, named I.NAME for model I; the base is model 0."""
-    base_state = base.state_dict()
-    source = {f"0.{name}": tensor for name, tensor in base_state.items()}
-    for number, expert in enumerate(experts, 1):
-        state = expert.state_dict()
-        differing = [
-            name
-            for name, tensor in base_state.items()
-            if name not in state
-            or state[name].shape != tensor.shape
-            or (not parts.match(name) and not (state[name] == tensor).all())
-        ]
-        differing += sorted(state.keys() - base_state.keys())
-        require_expert(f"expert {number}", differing)
-        source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
-    return source
-
-
 def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
     """Compares a saved sparse model, every token forced through expert i, with the i-th expert's model, in float32.
 
@@ -235,14 +190,10 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
 
     Returns:
         Expert i's largest difference in NAME, as "expert i: NAME".
-
-    Raises:
-        ValueError: they do not compute the same.
     """
     sparse = load_model(CLIPMoEModel, folder, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_EXPERTS)
-    num_experts = max(config.num_experts for config in sparse_ffns(sparse.config).values())
-    sources = [base, *experts] if num_experts > len(experts) else experts
+    sources = [base, *experts] if _num_experts(sparse.config) > len(experts) else experts
     inputs = sample_inputs(sparse.config)
     expected, found = {}, {}
     for number, source in enumerate(sources):
@@ -270,12 +221,7 @@ def convert(
     require_same([base, *experts])
     start = load_clip(base)
     models = [load_model(type(start), expert) for expert in experts]
-    if is_sparse(start.config):
-        top_k, gate = preset.num_experts_per_tok, preset.fusion_gate
-        unified = unify_sparse(start, models, top_k, seed, gate, base_expert)
-    else:
-        unified = unify(start, models, preset, towers, seed, base_expert)
-    unified.save_pretrained(folder)
+    unify(start, models, preset, towers, seed, base_expert).save_pretrained(folder)
     copy_processor(base, folder)
     verify(base, experts, folder)
 

@@ -57,13 +57,7 @@ ROUTING_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETextConfig)}
 
 
 def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
-    """The config of the upcycled model; a tower not in `towers` stays dense.
-
-    Raises:
-        ValueError: an unknown tower, layers that a tower does not have, or towers with a shared encoder that would
-            differ.
-        huggingface_hub.errors.StrictDataclassError: contradictory numbers, such as K > E.
-    """
+    """The config of the upcycled model; a tower not in `towers` stays dense."""
     require_towers(preset.sparse_layers, towers)
     routing = {
         "num_experts": preset.num_experts,
@@ -86,11 +80,7 @@ def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Seq
 
 
 def shared_config(dense: CLIPConfig) -> CLIPMoEConfig:
-    """The config of a dense CLIP with one encoder for images and texts, in place of two.
-
-    Raises:
-        ValueError: the layers of its towers differ.
-    """
+    """The config of a dense CLIP with one encoder for images and texts, in place of two."""
     return _clip_moe_config(dense, {}, shared_encoder=True)
 
 
@@ -107,32 +97,6 @@ def _clip_moe_config(
     }
     kept = ("projection_dim", "logit_scale_init_value", "initializer_factor")
     return CLIPMoEConfig(**towers, **{name: getattr(dense, name) for name in kept}, **settings)
-
-
-def preset_faults(preset: Preset, num_layers: Mapping[str, int], towers: Sequence[str] = TOWERS) -> list[str]:
-    """What of a preset fits no model whose towers have so many layers; nothing where it can be built.
-
-    Args:
-        num_layers: tower -> how many layers it has.
-        towers: those that become sparse.
-    """
-    dense = CLIPConfig(**{f"{tower}_config": {"num_hidden_layers": number} for tower, number in num_layers.items()})
-    chosen, faults = preset.sparse_layers, []
-    checks = [
-        (require_towers, chosen, towers),
-        *(
-            (sparse_layers, chosen, tower, number)
-            for tower, number in num_layers.items()
-            if tower in (chosen if isinstance(chosen, Mapping) else towers)
-        ),
-        (sparse_config, dense, dataclasses.replace(preset, sparse_layers="all"), towers),
-    ]
-    for check, *arguments in checks:
-        try:
-            check(*arguments)
-        except (ValueError, StrictDataclassError) as error:
-            faults.append(" ".join(str(error).split()))
-    return list(dict.fromkeys(faults))
 
 
 def sparse_ffns(config: CLIPMoEConfig) -> dict[str, CLIPMoETextConfig | CLIPMoEVisionConfig]:
@@ -157,36 +121,32 @@ def kept_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> lis
 def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
     rules = kept_rules(config, (1,))
-    for ffn, tower_config in sparse_ffns(config).items():
+    for ffn, tower in sparse_ffns(config).items():
+
+        def tile(tensor, number=tower.num_experts):
+            return tensor.expand(number, *tensor.shape), tensor
+
         for name, expert_tensor in FFN_TO_EXPERTS.items():
-            source, experts = rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}"
-
-            def tile(tensor, num_experts=tower_config.num_experts):
-                return tensor.expand(num_experts, *tensor.shape)
-
-            if tower_config.fusion_gate:
-                rules.append(
-                    Rule(source, (experts, rf"\1.base.{name}"), lambda tensor, tile=tile: (tile(tensor), tensor))
-                )
-            else:
-                rules.append(Rule(source, experts, tile))
+            targets = rf"\1.experts.{expert_tensor}", rf"\1.base.{name}"
+            source = rf"({ffn})\.{name}"
+            rules.append(
+                Rule(source, targets, tile)
+                if tower.fusion_gate
+                else Rule(source, targets[0], lambda t, tile=tile: tile(t)[0])
+            )
     return rules
 
 
 def check_memory(config: CLIPMoEConfig) -> None:
-    """Refuses a model whose experts do not fit into memory, before any of it is taken.
-
-    Raises:
-        ValueError: as said.
-    """
-    parameters = 0
-    towers = list(sparse_ffns(config).values())
-    for tower in towers[: 1 if config.shared_encoder else None]:
-        expert = (2 * tower.intermediate_size + 1) * tower.hidden_size + tower.intermediate_size
-        parameters += len(tower.moe_layers) * tower.num_experts * (expert + tower.hidden_size)  # and a router's row
+    """Refuses a model whose experts do not fit into memory, before any of it is taken."""
+    ffns = list(sparse_ffns(config).values())
+    parameters = sum(
+        len(tower.moe_layers) * tower.num_experts * (2 * tower.intermediate_size + 2) * tower.hidden_size
+        for tower in ffns[: 1 if config.shared_encoder else None]
+    )  # biases are left out
     needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
     if needed > free:
-        numbers = " and ".join(sorted({str(tower.num_experts) for tower in sparse_ffns(config).values()}))
+        numbers = " and ".join(sorted({str(tower.num_experts) for tower in ffns}))
         raise ValueError(
             f"{numbers} experts a layer need {needed / 2**30:,.1f} GiB of memory, of which {free / 2**30:,.1f} are "
             "free: choose a smaller num_experts"
@@ -207,13 +167,8 @@ def build_sparse(
         source, rules: give all tensors but those of `new_parts`.
         seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation.
             A fusion gate starts near 1/2.
-
-    Raises:
-        ValueError: the experts need more memory than there is, a seed that torch does not take, or see `apply_rules`.
     """
     check_memory(config)
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = CLIPMoEModel(config)
     state = sparse.state_dict()
@@ -256,11 +211,7 @@ def require_routing(changes: Iterable[str]) -> None:
 
 
 def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Mapping[str, Any]) -> None:
-    """Sets some of `ROUTING_FIELDS` of an upcycled tower.
-
-    Raises:
-        ValueError: another field, a value of the wrong type or out of range.
-    """
+    """Sets some of `ROUTING_FIELDS` of an upcycled tower."""
     require_routing(changes)
     try:
         for name, value in changes.items():
@@ -273,11 +224,7 @@ def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Map
 
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:
-    """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1.
-
-    Raises:
-        ValueError: they do not compute the same.
-    """
+    """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1."""
     config = CLIPMoEConfig.from_pretrained(folder)
     for tower_config in sparse_ffns(config).values():
         if not tower_config.norm_topk_prob:

@@ -229,39 +229,17 @@ def test_processors_that_no_image_and_no_text_gets_through(copy):
         load_processor(copy / "dense")
 
 
-def test_tokens_that_the_model_does_not_know(copy, tmp_path):
-    change_json(copy / "dense" / "tokenizer.json", lambda content: content["model"]["vocab"].update(new=40))
-    for command in ("upcycle", "average", "long_context", "openai", "released_clip_moe"):
-        error = run(command, copy, tmp_path / "out")
-        assert f"the tokenizer of {copy / 'dense'} has 41 tokens, but vocab_size is 40 in" in error
-
-
 @pytest.mark.parametrize(
     "command, arguments, message",
     [
-        ("upcycle", ["--num-experts", "1000000000"], "1000000000 experts a layer need .* GiB of memory, of which"),
-        ("upcycle", ["--num-experts", str(10**30)], "GiB of memory"),
-        ("upcycle", ["--num-experts", "0"], "num_experts must be at least 1, got 0"),
-        ("upcycle", ["--num-experts", "-4"], "num_experts must be at least 1, got -4"),
-        ("upcycle", ["--capacity-factor", "inf"], "capacity_factor must be greater than 0 and finite"),
-        ("upcycle", ["--capacity-factor", "nan"], "capacity_factor must be greater than 0 and finite"),
-        ("upcycle", ["--seed", "-1"], r"seed must be a whole number from 0 to 2\*\*64 - 1, got -1"),
-        ("unify", ["--seed", str(2**64)], "seed must be a whole number"),
         ("unify", ["--num-experts-per-tok", "9"], "num_experts_per_tok must be between 1 and"),
         ("released_clip_moe", ["--num-experts-per-tok", "0"], "num_experts_per_tok must be between 1 and"),
         ("openai", ["--vision-heads", "0"], "0 heads do not divide a width of 64"),
         ("openai", ["--text-heads", "-1"], "-1 heads do not divide a width of 64"),
-        ("long_context", ["--length", "0"], "cannot be stretched to 0"),
-        ("long_context", ["--keep", "-1"], "none to interpolate between"),
-        ("dense", ["--expert", "7"], "there is no expert 7, only 0 to 3"),
     ],
 )
 def test_impossible_arguments(sources, tmp_path, command, arguments, message):
-    error = run(command, sources, tmp_path / "out", *arguments)
-    assert error.startswith("error: ")
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(error)
-    assert not list(tmp_path.iterdir())
+    assert message in run(command, sources, tmp_path / "out", *arguments) and not list(tmp_path.iterdir())
 
 
 def test_a_block_that_is_missing_far_up(copy, tmp_path):
@@ -290,43 +268,44 @@ def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
         load_encoder(tmp_path)
 
 
+def refused_everywhere(folder, damage, message):
+    """By all that opens a model: a dense one, a sparse one and an expert of a mixture."""
+    for name in ("dense", "sparse", "mixture/expert_1"):
+        damage(folder / name)
+        with pytest.raises(ValueError, match=message):
+            load_config(folder / name)
+    with pytest.raises(ValueError, match=message):
+        load_mixture(folder / "mixture")
+    assert run("upcycle", folder, folder / "out").startswith("error: cannot load ")
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 @pytest.mark.parametrize("tower", [None, "text_config", "vision_config"])
-def test_kernels_of_others_are_refused(copy, tmp_path, key, tower):
+def test_kernels_of_others_are_refused(copy, key, tower):
     """transformers would fetch and run them, trusted or not, where the package `kernels` is installed."""
-    for name in ("dense", "sparse", "mixture/expert_1"):
-        change_json(
-            copy / name / "config.json", lambda c: (c if tower is None else c[tower]).update({key: "evil/kernel"})
-        )
-        with pytest.raises(ValueError, match="config.json names the kernel 'evil/kernel', code of others"):
-            load_config(copy / name)
-    with pytest.raises(ValueError, match="names the kernel 'evil/kernel'"):
-        load_mixture(copy / "mixture")
-    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
-    change_json(copy / "dense" / "config.json", lambda c: (c if tower is None else c[tower]).update({key: "eager"}))
+
+    def name_kernel(folder, kernel="evil/kernel"):
+        change_json(folder / "config.json", lambda c: (c if tower is None else c[tower]).update({key: kernel}))
+
+    refused_everywhere(copy, name_kernel, "config.json names the kernel 'evil/kernel', code of others")
+    name_kernel(copy / "dense", "eager")
     load_clip(copy / "dense")
 
 
-def test_adapters_are_refused(copy, tmp_path):
+def test_adapters_are_refused(copy):
     """Where peft is installed, transformers would load the model that they are for, from wherever they say."""
-    for name in ("dense", "mixture/expert_1"):
-        (copy / name / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/base"}')
-        with pytest.raises(ValueError, match="adapter_config.json makes it an adapter .*merge it into that one"):
-            load_clip(copy / name)
-    with pytest.raises(ValueError, match="adapter_config.json"):
-        load_mixture(copy / "mixture")
-    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
+    adapter = '{"base_model_name_or_path": "evil/base"}'
+    message = "adapter_config.json makes it an adapter .*merge it into that one"
+    refused_everywhere(copy, lambda folder: (folder / "adapter_config.json").write_text(adapter), message)
 
 
-def test_weights_of_another_name_are_refused(copy, tmp_path):
+def test_weights_of_another_name_are_refused(copy):
     """transformers would load that file, and not the one that is checked."""
-    for name in ("dense", "mixture/expert_1"):
-        change_json(copy / name / "config.json", lambda c: c.update(transformers_weights="other.safetensors"))
-        with pytest.raises(ValueError, match="transformers_weights names .*'other.safetensors'"):
-            load_config(copy / name)
-    with pytest.raises(ValueError, match="transformers_weights"):
-        load_mixture(copy / "mixture")
-    assert run("upcycle", copy, tmp_path / "out").startswith("error: cannot load ")
+
+    def rename(folder):
+        change_json(folder / "config.json", lambda c: c.update(transformers_weights="other.safetensors"))
+
+    refused_everywhere(copy, rename, "transformers_weights names .*'other.safetensors'")
 
 
 def test_experts_of_a_mixture_that_are_damaged_are_named(copy):
@@ -341,9 +320,8 @@ def test_experts_of_a_mixture_that_are_damaged_are_named(copy):
         load_config(copy / "mixture")
 
 
-@pytest.mark.parametrize("tower", [None, "text_config"])
-def test_outputs_without_names_are_refused(copy, tower):
-    change_json(copy / "dense/config.json", lambda c: (c[tower] if tower else c).update(return_dict=False))
+def test_outputs_without_names_are_refused(copy):
+    change_json(copy / "dense/config.json", lambda c: c["text_config"].update(return_dict=False))
     with pytest.raises(ValueError, match="return_dict must be true"):
         load_clip(copy / "dense")
 

@@ -64,7 +64,7 @@ FAULTS = {
     "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
     "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", "padding_side", value="left")),
     "pad token above the end": (
-        "pools a text at its highest token, but the tokenizer of",
+        "which pools a text at its highest token",
         lambda folder: token_above_the_end(folder, pad_token=LAST_WORD),
     ),
     "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),

@@ -98,9 +98,6 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     """Write a model, its processor and its encoder of metadata into another folder, and return the model.
 
     What else lies in its folder, code that is not ours, and what is true on this machine alone stay behind.
-
-    Raises:
-        FileNotFoundError: it has no processor.
     """
     with trusted_copy(source) as copy:
         model = write_model(copy, folder)
@@ -111,11 +108,7 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
 
 
 def write_model(source: Path, folder: Path) -> PreTrainedModel:
-    """Save a model with its code, and return it.
-
-    Raises:
-        ValueError: no such model, or weights that do not fit.
-    """
+    """Save a model with its code, and return it."""
     model_type = load_config(source).model_type
     if model_type not in PUBLISHED:
         raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
@@ -128,10 +121,6 @@ def write_model(source: Path, folder: Path) -> PreTrainedModel:
 def write_processor(source: Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
     `merges.txt`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it does not fit the model that is in `source`.
     """
     processor = load_processor(source)
     forget_last_call(processor.tokenizer)
@@ -171,11 +160,7 @@ def _without(keys: set[str], settings: Any) -> Any:
 
 
 def verify(model: PreTrainedModel, folder: Path) -> None:
-    """Compare the features of a model with those that a process without this package computes from a folder.
-
-    Raises:
-        ValueError: the folder names code that is not ours, does not load there, or the features differ.
-    """
+    """Compare the features of a model with those that a process without this package computes from a folder."""
     require_trusted_code(folder)  # the other process trusts it
     inputs = sample_inputs(model.expert(0).config if isinstance(model, CLIPMoDEModel) else model.config)
     with torch.no_grad():

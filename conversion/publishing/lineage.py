@@ -106,11 +106,7 @@ class Lineage:
 
     @classmethod
     def of(cls, folder: Path) -> "Lineage":
-        """What the folder of a model tells, and if it is a stage's the run around it, and the runs before that.
-
-        Raises:
-            ValueError: a file of a run is damaged, or a result is none that can be read here; says which.
-        """
+        """What the folder of a model tells, and if it is a stage's the run around it, and the runs before that."""
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
@@ -187,11 +183,7 @@ def _published(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_paths(run: Path) -> list[str]:
-    """What in the recipe of a run was a path on the machines that it ran on, whether it is still there or not.
-
-    Raises:
-        ValueError: the file that says so is damaged.
-    """
+    """What in the recipe of a run was a path on the machines that it ran on, whether it is still there or not."""
     path = run / ENVIRONMENT
     content = read_json(path) if path.is_file() else {}
     local = content.get("local", []) if isinstance(content, dict) else None

@@ -5,7 +5,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,14 +17,14 @@ from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from conversion import average, dense, long_context, unify
-from conversion.checkpoints import is_sparse, load_dense, load_model
+from conversion.checkpoints import is_sparse, load_dense
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig
 from records.files import save
 from records.local_names import is_hub_name
 from records.messages import cut, what_is_meant
@@ -266,14 +266,13 @@ class UnifyStage(Stage):
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
-        preset, base, number = _preset(self, self.FIXED), inputs.model.clip, len(self.experts)
+        preset, base = _preset(self, self.FIXED), inputs.model.clip
         if is_sparse(base):
             self._require_fit(base)
-            options = preset.num_experts_per_tok, preset.fusion_gate, self.base_expert
-            config = unify.stacked_config(base, number, *options)[0]
-        else:
-            base_expert = self.base_expert and not preset.fusion_gate
-            config = _sparse_config(self, base, replace(preset, num_experts=base_expert + number))
+        try:
+            config = unify.unified_config(base, len(self.experts), preset, self.towers, self.base_expert)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise ValueError(f"{self.name}.{'changes' if self.changes else 'preset'}: {error}") from error
         experts = [expert.clip for expert in inputs.experts]
         for name, expert in zip(self.experts, experts, strict=True):
             if type(expert) is not type(base):
@@ -364,10 +363,7 @@ class DenseStage(Stage):
         scale = inputs.scale
         if isinstance(scale, str):
             scale = dense.read_scale(f"{scale}/experts.json", inputs.model)
-        sparse = load_model(CLIPMoEModel, inputs.model)
-        dense.extract(sparse, self.take, scale).save_pretrained(directory)
-        copy_processor(inputs.model, directory)
-        dense.verify(inputs.model, directory, self.take, scale)
+        dense.convert(inputs.model, directory, self.take, scale)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig:
         config = inputs.model.clip
