@@ -43,7 +43,7 @@ $(APP)/installed: setup.py constraints.txt
 	touch $@
 
 app: $(APP)/installed  ## a page for a model: make app MODEL=runs/clip_moe_demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
-	$(APP)/bin/python -m evaluation.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
+	$(APP)/bin/python -m examples.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
 
 test-app: $(APP)/installed  ## the page in a headless Chromium
 	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app,test]" PyQt6-WebEngine

@@ -41,7 +41,7 @@ test = [
     "sentence-transformers>=6.2",
     "tensorboard>=2.18",
 ]
-# The page of evaluation.app. gradio takes no Pillow 13: see the Makefile
+# The page of examples.app. gradio takes no Pillow 13: see the Makefile
 app = [*training, "gradio>=6.31"]
 # clip-benchmark and llava-torch come without their own requirements: see the Makefile
 integrations = [

@@ -22,7 +22,7 @@ from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import METRICS, measure
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS, Task, loaded_once
-from evaluation.try_out import label_scores
+from examples.app import label_scores
 
 BASE, TEMPERATURE = "training/symbol_clip", 0.2
 DIGITS, TOOLS = symbols.KIND_SETS["digit"], symbols.KIND_SETS["tool"]

@@ -1,4 +1,4 @@
-"""The page of `evaluation.app` in a headless Chromium: `make test-app`."""
+"""The page of `examples.app` in a headless Chromium: `make test-app`."""
 
 import os
 
@@ -13,9 +13,8 @@ pytest.importorskip("PyQt6.QtWebEngineWidgets", reason="no Chromium: make test-a
 from chromium import Chromium  # noqa: E402
 
 from data import symbols  # noqa: E402
-from evaluation.app import build_page  # noqa: E402
 from evaluation.ensemble import open_model  # noqa: E402
-from evaluation.try_out import ImageSearch, label_scores  # noqa: E402
+from examples.app import ImageSearch, build_page, label_scores  # noqa: E402
 
 SPARSE, DENSE = "<b>sparse</b>", "dense"
 UPLOAD, LABELS, COMPARE = "#image input[type=file]", "#labels textarea", "document.querySelector('#compare').click()"

@@ -1,7 +1,7 @@
 """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
 
-    python -m evaluation.app runs/clip_moe_demo/clip_moe --baseline training/symbol_clip --images my/images
-    python -m evaluation.app user/model --baseline user/dense --space my_space
+    python -m examples.app runs/clip_moe_demo/clip_moe --baseline training/symbol_clip --images my/images
+    python -m examples.app user/model --baseline user/dense --space my_space
 
 A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. With `--images`, texts find the
 images of a folder. `--space` does not open the page: it writes a Space for the Hub that shows it.
@@ -9,6 +9,7 @@ images of a folder. `--space` does not open the page: it writes a Space for the 
 
 import argparse
 import html
+import io
 import logging
 import os
 import platform
@@ -18,30 +19,134 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
+import torch
 import yaml
+from datasets import Dataset
 
 from conversion.publishing.bundle import copy_model
-from data.images import decode_image
-from evaluation.embedder import usable_device
-from evaluation.ensemble import open_model
+from data.images import FORMATS, decode_image
+from evaluation.embedder import Embedder, usable_device
+from evaluation.ensemble import Ensemble, concatenate, open_model
+from evaluation.own_data import is_template
+from evaluation.preferences import route_images
 from evaluation.results import named_folder
-from evaluation.try_out import SUFFIXES, ImageSearch, Model, label_scores, patch_map, sparse_layers
+from evaluation.routing_pictures import draw_patches
 from records.files import new_folder, one_line_errors
 from records.messages import cut
 
 logger = logging.getLogger(__name__)
 
+Model = Embedder | Ensemble
 BATCH_SIZE = 64
 TEMPLATE = "a photo of a {}."
-MAX_SHOWN_SIDE = 512  # pixels, of images that are found
+SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
+NUM_FOUND, MAX_SHOWN_SIDE = 8, 512  # images that a text finds, and their pixels
 SECONDS_KEPT = 3600  # what visitors upload
 # Of a Space: the folders of this repository that the page runs on, and the packages
-ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation")
+ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation", "examples")
 REQUIREMENTS = """
 accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml safetensors
 scikit-learn threadpoolctl torch tqdm transformers
 """.split()
+
+
+def label_scores(model: Model, image: str | Path | None, labels: str | None, template: str | None) -> dict[str, float]:
+    """The probability of each label, by the model's own temperature.
+
+    Args:
+        image: its path.
+        labels: one a line; each counts once.
+        template: a text with a {} for a label.
+
+    Raises:
+        ValueError: there is no image that can be read, there are no labels, or the template has not one {}.
+    """
+    rows = Dataset.from_dict({"image": [require_image(image)]})
+    names = list(dict.fromkeys(line.strip() for line in (labels or "").splitlines() if line.strip()))
+    if not names:
+        raise ValueError("there are no labels: type some, one a line")
+    if not is_template(template or ""):
+        raise ValueError(f"the template needs one {{}} for the label, got {template!r}")
+    prompts = [template.format(name) for name in names]
+    cosines = np.concatenate(model.map(lambda e: e.images(rows) @ e.texts(prompts).T))  # (experts, labels)
+    weights = model.weights([names], [template])[0]
+    of_image = model.image_weights(rows)
+    weights = weights if of_image is None else weights * of_image[0]
+    # They have the experts' temperatures as factors. Without these, weights sum to 1
+    temperatures = model.scales if isinstance(model, Ensemble) else np.array([model.model.logit_scale.exp().item()])
+    logits = weights @ cosines / (weights / temperatures).sum()
+    return dict(zip(names, torch.from_numpy(logits).softmax(dim=0).tolist(), strict=True))
+
+
+def require_image(image: str | Path | None) -> str:
+    """The path of an image that can be read. Raises a ValueError if it cannot, or if there is none."""
+    if not image:
+        raise ValueError("there is no image: drop one first")
+    try:
+        decode_image(str(image))
+    except OSError as error:
+        raise ValueError(f"this image cannot be read: {error}") from error
+    return str(image)
+
+
+def sparse_layers(model: Model) -> list[int]:
+    """Of the vision tower, from 0."""
+    return [] if isinstance(model, Ensemble) else sorted(getattr(model.model.config.vision_config, "moe_layers", ()))
+
+
+def patch_map(model: Embedder, image: str | Path | None, layer: int) -> PIL.Image.Image:
+    """An image and the expert that the router likes best for each of its patches. Raises as `require_image`."""
+    routed, picture = route_images(model, [decode_image(require_image(image))], layer), io.BytesIO()
+    draw_patches(routed, picture)
+    return PIL.Image.open(picture)
+
+
+class ImageSearch:
+    """The images of a folder and of those below, found by texts.
+
+    Args:
+        models: name -> model, which embeds the texts.
+        keepers: name -> the same model, which embeds all images once and may keep that; default: `models`.
+
+    Raises:
+        ValueError: there is no such folder, or no image in it that can be read.
+    """
+
+    def __init__(self, models: Mapping[str, Model], folder: str | Path, keepers: Mapping[str, Model] | None = None):
+        if not Path(folder).is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
+        self.paths = [path for path in paths if _is_readable(path)]
+        if not self.paths:
+            raise ValueError(f"{folder} has no image that can be read")
+        if len(self.paths) < len(paths):
+            logger.warning("%d of %d images in %s cannot be read", len(paths) - len(self.paths), len(paths), folder)
+        rows = Dataset.from_dict({"image": [str(path) for path in self.paths]})
+        self.models = models
+        self.images = {
+            name: concatenate(model.map(lambda e: e.images(rows)), model.image_weights(rows))
+            for name, model in (keepers or models).items()
+        }
+
+    def find(self, name: str, text: str | None, number: int = NUM_FOUND) -> list[Path]:
+        """The images that the model of this name finds most similar to a text, the best one first. Raises a ValueError
+        if there is no text."""
+        if not (text or "").strip():
+            raise ValueError("there is nothing to search for: type what the images should show")
+        model = self.models[name]
+        texts = concatenate(model.map(lambda e: e.texts([text])), model.weights([[text]]))
+        best = np.argsort(-(self.images[name] @ texts[0]), kind="stable")
+        return [self.paths[row] for row in best[:number]]
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        decode_image(str(path))
+    except OSError:
+        return False
+    return True
 
 
 def import_gradio():
@@ -51,7 +156,7 @@ def import_gradio():
     except ImportError as error:
         raise ValueError(
             "the page and a Space need gradio, which is not here: `make app` opens the page in an environment that has "
-            "it, and `.venv-app/bin/python -m evaluation.app` is this command there"
+            "it, and `.venv-app/bin/python -m examples.app` is this command there"
         ) from error
     return gradio
 
@@ -162,10 +267,10 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
         settings |= {"python_version": ".".join(platform.python_version_tuple()[:2])}
         settings |= {"app_file": "app.py", "license": "apache-2.0"}
         files = {
-            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\nMade by `evaluation.app`.\n",
+            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\nMade by `examples.app`.\n",
             # Without +cpu and the like, which PyPI does not have
             "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
-            "app.py": f"from evaluation.app import main\n\nmain({arguments!r})\n",
+            "app.py": f"from examples.app import main\n\nmain({arguments!r})\n",
         }
         for name, text in files.items():
             (space / name).write_text(text, encoding="utf-8")
@@ -221,22 +326,15 @@ def _names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-def _port(text: str) -> int:
-    """The type of an argument that is a port."""
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port, which is a number from 1 to 65535")
-    return int(text)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evaluation.app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m examples.app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="a folder or Hub name")
     parser.add_argument("--baseline", help="a folder or Hub name of the model beside it, such as the dense one")
     parser.add_argument("--images", help="folder of images to search in; they are embedded first")
     parser.add_argument("--cache-dir", type=named_folder, help="folder that keeps their embeddings; default: nowhere")
-    parser.add_argument("--port", type=_port, help="default: the first free one from 7860 on")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     parser.add_argument("--space", type=named_folder, help="write a Space into this folder instead")
     args = parser.parse_args(argv)
     with one_line_errors():

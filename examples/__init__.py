@@ -1,0 +1,1 @@
+"""What uses the core without being a part of it."""
