@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 from safetensors import safe_open
 
-from records.provenance import ATTEMPTS, environment
+from records.provenance import MANIFEST, environment
 
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -104,7 +104,7 @@ def kill_in(stage: str, path: Path, output: Path, seconds: float) -> str | None:
     finished before."""
     started, process = time.time(), start(path, output)
     # What every attempt at a stage begins with; that of an earlier one may still be there
-    begun = output / f"{stage}.partial" / ATTEMPTS
+    begun = output / f"{stage}.partial" / MANIFEST
     while process.poll() is None and not (output / stage).exists():
         with contextlib.suppress(FileNotFoundError):
             if begun.stat().st_mtime > started:

@@ -19,7 +19,6 @@ what the weights published on the Hub say. Set it to the id of the end-of-text t
 """
 
 import argparse
-import hashlib
 import math
 import re
 import sys
@@ -39,6 +38,7 @@ from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from records.files import new_folder, one_line_errors
 from records.messages import cut
+from records.provenance import file_digest
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {
@@ -119,14 +119,11 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
     torchscript = is_torchscript(archive)
-    if torchscript and not trust_archive:
-        with archive.open("rb") as file:
-            published = hashlib.file_digest(file, "sha256").hexdigest() in SHA256.values()
-        if not published:
-            raise ValueError(
-                f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
-                f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
-            )
+    if torchscript and not trust_archive and file_digest(archive) not in SHA256.values():
+        raise ValueError(
+            f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
+            f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
+        )
     with loading(archive):
         if ".safetensors" in archive.suffixes:  # more may follow while it is written
             content = load_file(archive)

@@ -1,7 +1,6 @@
 """What is embedded, in batches: read, told apart by its contents, and made a model's inputs."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from data.identity import image_digests
 from data.images import decode_image
 from data.workers import errors_of_workers
+from records.provenance import value_digest
 
 # Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
 WORTH_WORKERS = 32 * 2**20
@@ -41,7 +41,7 @@ class TextBatches(Dataset):
 
     def digest(self) -> str:
         """Of all contents."""
-        return hashlib.sha256(json.dumps(["texts", *self.items]).encode()).hexdigest()
+        return value_digest(["texts", *self.items])
 
     def num_workers(self, num_processes: int) -> int:
         """How many workers are worth it in each of so many processes."""

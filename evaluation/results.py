@@ -2,7 +2,6 @@
 in one."""
 
 import argparse
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from data.splits import named_split
 from records.files import write_text
 from records.messages import shortened
+from records.provenance import value_digest
 from records.result_schema import read_result
 
 # Characters of a longer text that the name of a file keeps
@@ -82,7 +82,7 @@ def _plain(text: str, length: int = LONGEST_SLUG) -> str:
 
 def content_hash(content: dict[str, Any] | Sequence[Any] | str) -> str:
     """Eight letters that tell plain values apart."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+    return value_digest(content)[:8]
 
 
 def named_folder(text: str) -> Path:

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.publishing.lineage import read_attempts
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.page import write_page
 from evaluation.report import (
@@ -27,7 +26,7 @@ from evaluation.report import (
 from evaluation.results import named_folder, without_seed
 from records.files import one_line_errors
 from records.markdown import escape, item, markdown_table
-from records.provenance import ATTEMPTS
+from records.provenance import MANIFEST, Record
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.
@@ -158,12 +157,13 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
 
 def _took(folder: Path) -> str | None:
     """How long a run took of whose folders this one is, on what, and at which commits; None: it was not recorded."""
-    attempts = [attempt for path in sorted(folder.parent.glob(f"*/{ATTEMPTS}")) for attempt in read_attempts(path)]
+    manifests = sorted(folder.parent.glob(f"*/{MANIFEST}"))
+    attempts = [attempt for manifest in manifests for attempt in Record.read(manifest.parent).attempts]
     if not attempts:
         return None
-    minutes = sum(attempt["seconds"] or 0 for attempt in attempts) / 60
-    hardware = sorted({f"{attempt['num_processes']} x {attempt['device']}" for attempt in attempts})
-    commits = sorted({str(attempt["commit"]) for attempt in attempts})
+    minutes = sum(attempt.seconds or 0 for attempt in attempts) / 60
+    hardware = sorted({f"{attempt.num_processes} x {attempt.device}" for attempt in attempts})
+    commits = sorted({str(attempt.commit) for attempt in attempts})
     return f"{minutes:.0f} minutes on {', '.join(hardware)}, commit {', '.join(commits)}"
 
 

@@ -1,21 +1,27 @@
-"""What a run records: the names of its files, what identifies a model, and what it was computed with.
+"""What made a file: one record, `manifest.json` of a stage, and one digest that tells files and values apart.
 
 Imports nothing heavy: commands that only read records start at once.
 """
 
 import hashlib
+import json
 import platform
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from records.files import read_record, write_text
 
 # In the folder of a stage, and of a run
-MANIFEST, ATTEMPTS, RECIPE, ENVIRONMENT = "manifest.json", "attempts.json", "recipe.yaml", "environment.json"
+MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
 LOG = "log.jsonl"  # of a stage that trains
 LOGS = "logs"  # the folder of the trackers
-SAMPLES = "samples.json"  # of a stage that trained: how many pairs its data had
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
 # What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
@@ -23,8 +29,126 @@ WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
 
 
+class Attempt(BaseModel):
+    """What a stage ran on, one time that it was begun; `seconds` is None while it has not ended."""
+
+    model_config = ConfigDict(strict=True)
+
+    device: str
+    num_processes: int = Field(ge=1)
+    commit: str | None
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds: FiniteFloat | None
+
+
+class OwnStage(BaseModel):
+    """What a card tells of a stage of a user's own: the first sentence of its docstring, and the names of its
+    settings."""
+
+    model_config = ConfigDict(strict=True)
+
+    does: str
+    settings: list[str]
+
+
+class Record(BaseModel):
+    """What made the folder of a stage."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal[1] = 1
+    # What made it: settings that change what is computed, hashes of a user's own modules, inputs with digests, data
+    stage: dict[str, Any]
+    seed: int = 0
+    mixed_precision: str = "no"
+    code: dict[str, str] = Field(default_factory=dict)
+    inputs: dict[str, str] = Field(default_factory=dict)
+    # See `data.identity.identity`
+    data: dict[str, Any] | None = None
+    # What came out: the digest of a model, and how many pairs a stage trained on
+    weights: str | None = None
+    pairs: int | None = None
+    own: OwnStage | None = None
+    # What in the recipe is a path on the machine that ran it
+    local: list[str] = Field(default_factory=list)
+    attempts: list[Attempt] = Field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Record":
+        """Raises a ValueError where the manifest of a folder is damaged."""
+        path = folder / MANIFEST
+        content = read_record(path, dict)
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(map(str, wrong["loc"]))
+            raise ValueError(
+                f"{path} is damaged ({where}: {wrong['msg']}): delete {folder} to make it anew, or restore the file"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / MANIFEST, self.model_dump_json(indent=2))
+
+    @property
+    def digest(self) -> str:
+        """By which later stages know this one: of what made it and what came out, not of where and when."""
+        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own"}))
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether the model in a folder is what the stage wrote, as far as the record tells."""
+        return self.weights is None or self.weights == weights_fingerprint(str(folder))
+
+    def differences(self, other: "Record") -> dict[str, str]:
+        """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
+        they may be gone where the other one is looked at, and settings name them."""
+        before, after = ({key: getattr(one, key) for key in ("stage", "seed", "code", "data")} for one in (self, other))
+        before["mixed_precision"], after["mixed_precision"] = self.mixed_precision, other.mixed_precision
+        both = self.inputs.keys() & other.inputs
+        before["inputs"], after["inputs"] = ({key: one.inputs[key] for key in both} for one in (self, other))
+        if None in (self.data, other.data):
+            del before["data"], after["data"]
+        before, after = flatten(before), flatten(after)
+        keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+        return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted keys."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    """A setting, or the beginning of a hash."""
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return repr(value[:12] if is_hash else value)
+
+
+def digest(paths: Iterable[Path], root: Path) -> str:
+    """SHA-256 of the names of files below a folder and of what they hold."""
+    combined = hashlib.sha256()
+    for path in sorted(paths):
+        combined.update(path.relative_to(root).as_posix().encode())
+        combined.update(bytes.fromhex(file_digest(path)))
+    return combined.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of what a file holds."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
-    """What a model is: the hash of its files for a folder, the commit for a hub repository.
+    """What a model is: the digest of its files for a folder, the commit for a hub repository.
 
     Args:
         patterns: of the files that count.
@@ -42,12 +166,7 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
-        digest.update(file.relative_to(path).as_posix().encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
+    return digest({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}, path)
 
 
 def weights_fingerprint(model: str) -> str:
@@ -58,14 +177,22 @@ def weights_fingerprint(model: str) -> str:
     return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
 
 
-def manifest_fingerprint(folder: Path) -> str:
-    """What a finished stage is to the stages that it is an input of."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+def input_fingerprint(model: str) -> str:
+    """What a stage reads: the digest of the record in the folder of a stage, else see `model_fingerprint`.
 
-
-def is_as_made(folder: Path, manifest: dict) -> bool:
-    """Whether the model of a finished stage is what the stage wrote, as far as its manifest tells."""
-    return manifest.get("weights") is None or manifest["weights"] == weights_fingerprint(str(folder))
+    Raises:
+        ValueError: the record is damaged, or the model beside it was changed after the stage had finished.
+    """
+    folder = Path(model)
+    if not (folder / MANIFEST).is_file():
+        return model_fingerprint(model)
+    record = Record.read(folder)
+    if not record.is_of(folder):
+        raise ValueError(
+            f"the model in {folder} was changed after its stage had finished: delete the folder to make it anew, or "
+            f"copy it elsewhere without {MANIFEST} and name that folder"
+        )
+    return record.digest
 
 
 def environment() -> dict:

@@ -16,7 +16,7 @@ from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
 from evaluation.tasks import find_tasks
 from modeling_clip_moe import CLIPMoEConfig
-from records.provenance import weights_fingerprint
+from records.provenance import Record, weights_fingerprint
 
 made, run = test_lineage.made, test_lineage.run
 
@@ -84,7 +84,7 @@ OWN, SYMBOLS = (
     Data("clip_arts", "local", "columns image and caption", 5612),
     Data("symbols", "world", "web captions of half 1", 16000),
 )
-SCRATCH = {"scratch": {"stage": {"stage": "initialize"}}}
+SCRATCH = {"scratch": Record(stage={"stage": "initialize"})}
 
 
 def test_limits_by_origin():
@@ -97,7 +97,7 @@ def test_limits_by_origin():
     assert "trained on 16,000 pairs of symbols (web captions of half 1)" in text
     text = told(Lineage(bases=["openai/clip-vit-base-patch32"]))
     assert "It inherits the limits of OpenAI's CLIP: biases of captions from the web" in text
-    text = told(Lineage(stages={"mine": {"stage": {"stage": "my.module:Stage"}}}))
+    text = told(Lineage(stages={"mine": Record(stage={"stage": "my.module:Stage"})}))
     assert "From weights of unknown origin, by" in text and "from nothing" not in text
 
 

@@ -101,7 +101,7 @@ def test_the_page_is_short():
 
 def test_the_method_runs(done):
     run = done / "runs/my_method"
-    assert {path.name for path in run.iterdir()} == {*NAMES, "recipe.yaml", "environment.json"}
+    assert {path.name for path in run.iterdir()} == {*NAMES, "recipe.yaml"}
     for expert in ("expert_1", "expert_2"):
         trained, names = moved(run, "../../symbol_clip", expert)
         assert trained == {name for name in names if ".mlp." in name} != set()

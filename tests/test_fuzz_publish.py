@@ -17,7 +17,6 @@ quiet, sources, check = fuzz_evaluation.quiet, fuzz_evaluation.sources, fuzz_eva
 
 RUN = {
     "manifest.json": ["stage", "inputs", ("stage", "data"), ("stage", "model"), ("stage", "preset"), ("stage", "name")],
-    "attempts.json": [],
     "../recipe.yaml": [],
     "../scores/experts.json": [
         *("weights", "source", "summary"), ("summary", "collapse"), ("summary", "entropy"), ("summary", "agreement")
@@ -34,9 +33,9 @@ ATTEMPT = {"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0}
 def test_runs_that_are_published(check, file):
     damages = [functools.partial(text, content) for content in NO_RECORD] + fields(RUN[file])
     damages += CUTS
-    if file == "attempts.json":
+    if file == "manifest.json":
         for key, value in itertools.product(ATTEMPT, VALUES[1:]):
-            damages.append(functools.partial(text, json.dumps([ATTEMPT | {key: value}])))
+            damages.append(functools.partial(text, json.dumps({"stage": {}, "attempts": [ATTEMPT | {key: value}]})))
     if file == "../recipe.yaml":
         for value in VALUES[1:]:
             damages.append(functools.partial(text, json.dumps({"output_dir": value, "stages": value, "x": value})))

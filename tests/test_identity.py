@@ -227,7 +227,7 @@ def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys
     train(data)
     assert "tuned: done before, skipped" in capsys.readouterr().out
     layout(kind.replace("stream", "parquet"), tmp_path / "a", first=100)
-    with pytest.raises(ValueError, match=r"tuned was made with other data: .* Delete it"):
+    with pytest.raises(ValueError, match=r"tuned was made with other data .* Delete it"):
         train(data)
 
 
@@ -247,9 +247,7 @@ def test_captions_that_were_changed_are_other_data(tmp_path):
     output = run_recipe(load_recipe(path))
     (shard,) = (output / "caps").glob("data-*.arrow")
     shard.write_bytes(shard.read_bytes() + b"x")
-    with pytest.raises(
-        ValueError, match=r"tuned was made with other data: \S+caps was .*, of which \S+\.arrow changed"
-    ):
+    with pytest.raises(ValueError, match=r"tuned was made with other data .*, of which \S+\.arrow changed"):
         run_recipe(load_recipe(path))
 
 
@@ -277,7 +275,7 @@ def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             train(data)
     layout("parquet", tmp_path / "a", first=100)
-    with pytest.raises(ValueError, match=r"tuned.partial was made with other data: .*data\.parquet.* Delete it"):
+    with pytest.raises(ValueError, match=r"tuned.partial was made with other data .*data\.parquet.* Delete it"):
         train(data)
 
 

@@ -17,7 +17,7 @@ from conversion import publish
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from modeling_clip_moe import CLIPMoEConfig
-from records.provenance import manifest_fingerprint, weights_fingerprint
+from records.provenance import Record, weights_fingerprint
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -187,7 +187,8 @@ ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}']
 
 
 def attempt(**changes):
-    return json.dumps([{"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0} | changes])
+    one = {"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0} | changes
+    return json.dumps({"stage": {}, "attempts": [one]})
 
 
 @pytest.mark.parametrize(
@@ -197,12 +198,12 @@ def attempt(**changes):
         ("evaluation/a--b.json", "[1]", "a--b.json is damaged .it holds no dict"),
         ("experts/experts.json", "null", "experts.json is damaged"),
         ("sparse/manifest.json", "", "manifest.json is damaged .is no JSON"),
-        ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged: it tells neither"),
-        ("sparse/attempts.json", "[1]", "attempts.json is damaged: an attempt has"),
+        ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged .stage: Field required"),
+        ("sparse/manifest.json", "[1]", "manifest.json is damaged .it holds no dict"),
         ("recipe.yaml", "a: [", "recipe.yaml is not valid YAML"),
-        ("sparse/attempts.json", DEEP, "attempts.json is damaged .is no JSON that can be read: it is nested"),
-        ("sparse/attempts.json", attempt(commit=["a"]), "attempts.json is damaged: an attempt has"),
-        ("sparse/attempts.json", attempt(seconds=math.nan), "attempts.json is damaged: an attempt has"),
+        ("sparse/manifest.json", DEEP, "manifest.json is damaged .is no JSON that can be read: it is nested"),
+        ("sparse/manifest.json", attempt(commit=["a"]), "manifest.json is damaged .attempts.0.commit"),
+        ("sparse/manifest.json", attempt(seconds=math.nan), "manifest.json is damaged .attempts.0.seconds"),
         ("evaluation/a--b.json", DEEP, "a--b.json is damaged .is no JSON that can be read: it is nested"),
         ("recipe.yaml", "a: " + DEEP, "recipe.yaml is nested"),
         ("recipe.yaml", ALIASES, "recipe.yaml: .* more than 100000 values"),
@@ -219,7 +220,9 @@ def test_damaged_files_of_a_run_are_named(run, file, content, message):
 
 def test_lineage_goes_on_in_other_runs(run):
     lineage = Lineage.of(run / "sparse")
-    assert list(lineage.stages) == ["first/mean", "sparse"] and list(lineage.attempts) == list(lineage.stages)
+    assert list(lineage.stages) == ["first/mean", "sparse"] and all(
+        record.attempts for record in lineage.stages.values()
+    )
     assert (lineage.bases, lineage.unknown) == ([], ["symbol_clip"])
     card = card_of(lineage)
     assert card.data.base_model is None
@@ -288,8 +291,7 @@ def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, local, dataset
     path = run / "sparse" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["stage"]["data"] = {"source": "private/photos", "image_root": "private/images"}
-    path.write_text(json.dumps(manifest))
-    (run / "environment.json").write_text(json.dumps({"local": local}))
+    path.write_text(json.dumps(manifest | {"local": local}))
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["stages"][0]["data"] = manifest["stage"]["data"]
     recipe["stages"].append({"name": "scores", "tasks": [{"task": "retrieval", "dataset": "private/test"}]})
@@ -301,7 +303,7 @@ def test_data_that_were_moved_away_are_no_dataset_on_the_hub(run, local, dataset
     published_root, published_test = ("private/images", "private/test") if datasets else ("images", "test")
     assert lineage.recipe["stages"][0]["data"] == {"source": published, "image_root": published_root}
     assert lineage.recipe["stages"][1]["tasks"][0]["dataset"] == published_test
-    assert lineage.stages["sparse"]["stage"]["data"]["source"] == published
+    assert lineage.stages["sparse"].stage["data"]["source"] == published
 
 
 def test_a_dataset_of_the_hub_stays_one_beside_a_folder_of_its_name(run, tmp_path, monkeypatch):
@@ -327,7 +329,7 @@ def test_data_that_were_files_are_no_dataset_on_the_hub(run, source):
     lineage = Lineage.of(run / "sparse")
     card = card_of(lineage)
     assert card.data.datasets is None and "Data: patients (local, columns image and caption)." in card.text
-    for settings in (lineage.recipe["stages"][0], lineage.stages["sparse"]["stage"]):
+    for settings in (lineage.recipe["stages"][0], lineage.stages["sparse"].stage):
         assert settings["data"]["source"] == "patients"
 
 
@@ -344,9 +346,9 @@ def make_experts(run, experts):
         folder = run / f"expert_{number}"
         folder.mkdir()
         stage = {"stage": "train_data_expert", "name": folder.name} | settings
-        (folder / "manifest.json").write_text(json.dumps({"stage": stage, "inputs": {}}))
-        (folder / "samples.json").write_text(json.dumps({"pairs": pairs}))
-        manifest["inputs"][folder.name] = manifest_fingerprint(folder)
+        record = Record(stage=stage, pairs=pairs)
+        record.write(folder)
+        manifest["inputs"][folder.name] = record.digest
     path.write_text(json.dumps(manifest))
 
 

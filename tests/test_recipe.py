@@ -210,7 +210,6 @@ def test_files_that_are_no_text(tmp_path):
         "-a",
         "recipe.yaml",
         "Recipe.YAML",
-        "environment.json",
     ]
     + ["tuned.partial", "a\nb", "a\tb", "x" * 201, "ü" * 101, "seed", "defaults", "SPARSE"],
 )

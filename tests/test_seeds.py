@@ -6,6 +6,7 @@ import pytest
 from test_report import result
 
 from evaluation.seeds import main, write_seeds
+from records.provenance import Record
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_how_long_the_runs_took(tmp_path):
     for stage, seconds in (("dense", [90, None]), ("evaluation", [210])):
         (folders[1].parent / stage).mkdir(exist_ok=True)
         attempts = [{**attempt, "commit": stage[0], "seconds": number} for number in seconds]
-        (folders[1].parent / stage / "attempts.json").write_text(json.dumps(attempts))
+        Record(stage={}, attempts=attempts).write(folders[1].parent / stage)
     write_seeds(folders, tmp_path / "out")
     text = (tmp_path / "out" / "seeds.md").read_text()
     assert text.endswith("\n\n- Run 1: 5 minutes on 1 x cpu, commit d, e\n") and "Run 0" not in text

@@ -106,7 +106,7 @@ def gradio(monkeypatch):
 def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
     """It has the models and images, under their names, and nothing else of their folders."""
     model = shutil.copytree(sparse, tmp_path / "clip_moe")
-    beside = {"manifest.json", "attempts.json", "log.jsonl", "notes.py"}
+    beside = {"manifest.json", "log.jsonl", "notes.py"}
     for name in beside:
         (model / name).write_text("{}")
     versions = {"torch": "2.13.0+cpu"}

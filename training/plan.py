@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 
 from data.once import opened_once
-from records.files import read_record
-from records.provenance import MANIFEST
+from records.provenance import MANIFEST, Record
 from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
 from training.engine import CHECKPOINTS
 from training.expected import AtMost, Unknown, parameters
@@ -67,7 +66,7 @@ def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[
         try:
             if (folder / MANIFEST).is_file() and (has_work(folder) or folder.suffix != ".partial"):
                 asked = {"stage": comparable(dump(stage)), "seed": recipe.seed}
-                require_same(folder, read_record(folder / MANIFEST, dict) | asked, None)
+                require_same(folder, Record.read(folder).model_copy(update=asked), None)
         except ValueError as error:
             yield error
 

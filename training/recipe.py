@@ -19,7 +19,7 @@ from data.once import opened_once
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.messages import most_similar, shortened, what_is_meant
-from records.provenance import ENVIRONMENT, LOGS, RECIPE
+from records.provenance import LOGS, RECIPE
 from records.yaml_files import MOST_LEVELS, read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.measured_tasks import MeasuredTasks
@@ -97,7 +97,7 @@ def _problem_of_name(name: str) -> str:
     """Why a stage cannot have this name, which is that of its folder, or nothing."""
     if name in {field.name for field in fields(Recipe)} | {"defaults"}:
         return "it is a key of the recipe"
-    if name.casefold() in (RECIPE, ENVIRONMENT, LOGS):
+    if name.casefold() in (RECIPE, LOGS):
         return "a file of the run has that name"
     if not name.strip() or name != name.strip() or name.startswith((".", "-")) or name.endswith(".partial"):
         return "it is empty, begins with a dot, a minus or a space, or ends in .partial or a space"

@@ -8,7 +8,6 @@ with an error.
 
 import functools
 import gc
-import json
 import os
 import platform
 import shutil
@@ -27,23 +26,23 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import require_loadable
-from conversion.publishing.lineage import local_paths
 from data.once import opened_once
-from records.files import locked, read_record, respect_umask, write_text
+from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
-    ATTEMPTS,
-    ENVIRONMENT,
     MANIFEST,
     RECIPE,
+    Attempt,
+    Record,
     environment,
-    manifest_fingerprint,
+    file_digest,
+    input_fingerprint,
     weights_fingerprint,
 )
 from training.checks import Outlook, RecipeError, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
-from training.manifests import comparable, has_work, input_fingerprint, require_same
+from training.manifests import comparable, has_work, require_same
 from training.recipe import Recipe, dump_recipe, expert_number
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
@@ -80,8 +79,6 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(dump_recipe(recipe), sort_keys=False))
-            local = sorted({*local_paths(output_dir), *paths_here(dump_recipe(recipe))})
-            write_text(output_dir / ENVIRONMENT, json.dumps(environment() | {"local": local}, indent=2))
         for stage in stages:
             if isinstance(outlook.outputs[stage.name].configs, str):  # models that are read now may be known
                 require_sound(recipe, {stage.name}, accelerator.num_processes, thorough=True)
@@ -175,6 +172,7 @@ class Runner:
         )
         # Of what stages read, by name: a model is read once
         self._fingerprints: dict[str, str] = {}
+        self._local = paths_here(dump_recipe(recipe))
 
     def run_stage(self, stage: Stage) -> None:
         """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
@@ -189,31 +187,28 @@ class Runner:
                 shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
             return
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
-        manifest = self._manifest(stage)
+        record = self._record(stage)
+        if has_work(partial):
+            record.attempts = Record.read(partial).attempts
+        record.attempts.append(self._attempt())
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if not has_work(partial):
-                shutil.rmtree(
-                    partial, ignore_errors=True
-                )  # of an attempt that failed at once, perhaps for its settings
+            if not has_work(partial):  # of an attempt that failed at once, perhaps for its settings
+                shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)
-            write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
+            record.write(partial)
         accelerator.wait_for_everyone()
         set_seed(context.seed, device_specific=True)
-        attempts = self._begin_attempt(partial)
         started = time.perf_counter()
-        if stage.main_process_only:
-            if accelerator.is_main_process:
-                stage.run(resolve(stage, context), context.without_others(), partial)
-        else:
-            stage.run(resolve(stage, context), context, partial)
+        if not stage.main_process_only:
+            record.pairs = stage.run(resolve(stage, context), context, partial)
+        elif accelerator.is_main_process:
+            record.pairs = stage.run(resolve(stage, context), context.without_others(), partial)
         accelerator.wait_for_everyone()
-        self._require_unchanged(stage, manifest["data"], partial)
-        seconds = round(time.perf_counter() - started, 1)
+        self._require_unchanged(stage, record.data, partial)
+        seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
-            attempts[-1]["seconds"] = seconds
-            write_text(partial / ATTEMPTS, json.dumps(attempts, indent=2))
-            _finish(stage, manifest, partial, final)
+            _finish(stage, record, partial, final)
         say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
 
@@ -230,49 +225,45 @@ class Runner:
         folders = [final] if (final / MANIFEST).is_file() else []
         folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
         if folders and all(self.context.finished(reference.value) for reference in references(stage)):
-            manifest, data = self._manifest(stage), getattr(stage, "data", None)
-            data = data and self.context.resolve(data)
+            record, data = self._record(stage), getattr(stage, "data", None)
             for folder in folders:
-                require_same(folder, manifest, data)
+                require_same(folder, record, data and self.context.resolve(data))
 
     def _folders(self, stage: Stage) -> tuple[Path, Path]:
         output_dir = self.context.output_dir
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
-    def _manifest(self, stage: Stage) -> dict[str, Any]:
+    def _record(self, stage: Stage) -> Record:
+        """What makes a stage's folder."""
         context, data = self.context, getattr(stage, "data", None)
         read = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
         fingerprints = {name: self._input_fingerprint(name) for name in read}
         code = own_code(type(stage))
-        return {
-            "stage": comparable(dump(stage)),
-            **({"code": code, "own": own_description(type(stage))} if code else {}),
-            "seed": context.seed,
-            "mixed_precision": context.accelerator.mixed_precision,
-            "inputs": fingerprints | stage.fingerprints(resolve(stage, context)),
-            "data": None if data is None else context.identity(data),
-        }
+        return Record(
+            stage=comparable(dump(stage)),
+            seed=context.seed,
+            mixed_precision=context.accelerator.mixed_precision,
+            code=code,
+            inputs=fingerprints | stage.fingerprints(resolve(stage, context)),
+            data=None if data is None else context.identity(data),
+            own=own_description(type(stage)) if code else None,
+            local=self._local,
+        )
 
     def _input_fingerprint(self, reference: str) -> str:
         """What a stage, a folder or a hub name holds, which is read once after it was made."""
-        folder = self.context.folder(reference)
-        key = reference
+        folder, key = self.context.folder(reference), reference
         if reference in self.context.stages:
-            key = f"{reference} {manifest_fingerprint(Path(folder))}"
+            key = f"{reference} {file_digest(Path(folder) / MANIFEST)}"
         if key not in self._fingerprints:
             self._fingerprints[key] = input_fingerprint(folder)
         return self._fingerprints[key]
 
-    def _begin_attempt(self, partial: Path) -> list[dict[str, Any]]:
-        """What a stage ran on, each time that it was begun; its time is not known until it has ended."""
-        path, accelerator = partial / ATTEMPTS, self.context.accelerator
-        attempts, device = read_record(path, list) if path.is_file() else [], accelerator.device
+    def _attempt(self) -> Attempt:
+        """What a stage runs on; its time is not known until it has ended."""
+        accelerator, device = self.context.accelerator, self.context.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
-        here = {"device": name, "num_processes": accelerator.num_processes, **environment(), "seconds": None}
-        attempts.append(here)
-        if accelerator.is_main_process:
-            write_text(path, json.dumps(attempts, indent=2))
-        return attempts
+        return Attempt(device=name, num_processes=accelerator.num_processes, **environment(), seconds=None)
 
     def _require_unchanged(self, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
         """Local data must be what they were when the stage began. Those that are gone have been read."""
@@ -291,15 +282,17 @@ def _report_of(folder: Path) -> str:
     return f"; its report is {folder / 'report.md'}" if (folder / "report.md").is_file() else ""
 
 
-def _finish(stage: Stage, manifest: dict[str, Any], partial: Path, final: Path) -> None:
+def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
     """Give the folder of a stage that has run its name."""
     if stage.makes_model:
         require_loadable(partial)
     for leftover in partial.rglob("*.partial"):  # of attempts that were killed
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    record.write(partial)
     respect_umask(partial)
     os.replace(partial, final)
     # Not before: a run that is killed now goes on from the last one.
     shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
     if stage.makes_model:  # of what is left
-        write_text(final / MANIFEST, json.dumps(manifest | {"weights": weights_fingerprint(str(final))}, indent=2))
+        record.weights = weights_fingerprint(str(final))
+        record.write(final)

@@ -5,7 +5,6 @@
 checkpoints, and DeepSpeed's, are pickles.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from records.provenance import file_digest, value_digest
 from training.optimizers import make_states
 from training.random_states import random_states, set_random_states
 from training.weight_average import WeightAverage
@@ -84,7 +84,7 @@ def save_checkpoint(
         if accelerator.is_main_process:
             for name, of_file in tensors.items():
                 save_file(of_file, partial / name)
-            digests = {name: _digest(partial / name) for name in tensors}
+            digests = {name: file_digest(partial / name) for name in tensors}
             scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
             state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
             state |= {"trained": list(states), "sha256": digests}
@@ -134,7 +134,7 @@ def load_checkpoint(
         files[AVERAGE] = average.averages
     for name, there in files.items():
         kept = _read(checkpoint / name)
-        if state["sha256"][name] != _digest(checkpoint / name):
+        if state["sha256"][name] != file_digest(checkpoint / name):
             raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
         _fill(there, kept, checkpoint / name)
     if accelerator.scaler is not None:
@@ -180,11 +180,6 @@ def finished_steps(checkpoint: Path, total_steps: int) -> int:
     if state["step"] > total_steps:
         raise _unfit(checkpoint, f"it has {state['step']} steps, of {total_steps}")
     return state["step"]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -270,13 +265,9 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return tensor.to(parameter.device)
 
 
-def _seal(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
-
-
 def _write(path: Path, record: dict[str, Any]) -> None:
     """With a hash of what it says: a damaged random state, say, would go on with other numbers, or kill the process."""
-    path.write_text(json.dumps(record | {"seal": _seal(record)}), encoding="utf-8")
+    path.write_text(json.dumps(record | {"seal": value_digest(record)}), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -287,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return load_file(path)
         record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.pop("seal", None) != _seal(record):
+        if not isinstance(record, dict) or record.pop("seal", None) != value_digest(record):
             raise ValueError("it is not what was written")
     except (SafetensorError, ValueError, RecursionError) as error:
         raise _unfit(path.parent, f"{path.name} is damaged: {error}") from error

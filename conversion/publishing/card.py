@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from records.markdown import code, escape, one_line
+from records.provenance import Record
 from records.result_schema import ExpertSummary
 
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
@@ -98,7 +99,7 @@ def render(
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
         fits_llava=_fits_llava(towers["vision"]),
         text_encoder=_text_encoder(towers["text"]),
-        stages=[(name, *_stage_row(manifest)) for name, manifest in lineage.stages.items()],
+        stages=[(name, *_stage_row(record)) for name, record in lineage.stages.items()],
         lineage=lineage,
         how_to_read_experts=ExpertSummary.READING,
         results=results,
@@ -144,7 +145,7 @@ def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
     """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
     if config.model_type != "clip_moe":
         return [config.model_type]
-    presets = [manifest["stage"].get("preset") for manifest in lineage.stages.values()]
+    presets = [record.stage.get("preset") for record in lineage.stages.values()]
     return [key for key in sorted(CITATIONS) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
@@ -164,12 +165,11 @@ def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:
     return TEXT_ENCODERS.get(text.hidden_size) if text is not None and text.vocab_size == VOCABULARY else None
 
 
-def _stage_row(manifest: dict[str, Any]) -> tuple[str, str]:
+def _stage_row(record: Record) -> tuple[str, str]:
     """What a stage does, and its settings; of a stage of somebody's own, what its docstring and its class say."""
-    stage, own = manifest["stage"], manifest.get("own")
-    does, more = (own.get("does"), own.get("settings")) if isinstance(own, dict) else (None, None)
-    names = [name for name in (*SETTINGS, *(more if isinstance(more, list) else [])) if isinstance(name, str)]
-    shown = {name: stage[name] for name in names if stage.get(name) is not None}
+    stage, own = record.stage, record.own
+    does = own and own.does
+    shown = {name: stage[name] for name in (*SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None}
     what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
     return what, ", ".join(f"{name} {value}" for name, value in shown.items())
 

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
-
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import cut
 from records.provenance import (
-    ATTEMPTS,
-    ENVIRONMENT,
     MANIFEST,
     RECIPE,
-    SAMPLES,
-    is_as_made,
-    manifest_fingerprint,
+    Attempt,
+    OwnStage,
+    Record,
     weights_fingerprint,
 )
 from records.result_schema import ExpertSummary, require_result, require_summary
@@ -42,17 +38,6 @@ WORLDS = {
     "names": ["grunheim dalos dalos", "helville borum mareth"],
     "symbols": ["a picture of a snowman", "a picture of an anchor"],
 }
-
-
-class Attempt(BaseModel):
-    """What a card reads of one attempt at a stage; `seconds` is None while it has not ended."""
-
-    model_config = ConfigDict(strict=True)
-
-    device: str
-    num_processes: int = Field(ge=1)
-    commit: str | None
-    seconds: FiniteFloat | None
 
 
 @dataclass(frozen=True)
@@ -83,9 +68,8 @@ class Lineage:
 
     Args:
         recipe: of the run that it is a stage of.
-        stages: manifests of its stage and of all stages that it goes back to, the first one first; those of other runs
+        stages: records of its stage and of all stages that it goes back to, the first one first; those of other runs
             are called `RUN/STAGE`.
-        attempts: of each of these, what its attempts ran on and took, where that was recorded.
         bases: names on the Hub of the models whose weights the first stages start from.
         unknown: the same for folders that do not tell how they were made, or tell it no more.
         data: of all stages that have some.
@@ -95,8 +79,7 @@ class Lineage:
     """
 
     recipe: dict[str, Any] | None = None
-    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    attempts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    stages: dict[str, Record] = field(default_factory=dict)
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     data: list[Data] = field(default_factory=list)
@@ -110,10 +93,10 @@ class Lineage:
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
-        if not is_as_made(folder, read_record(folder / MANIFEST, dict)):
+        if not Record.read(folder).is_of(folder):
             print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
             return cls(unknown=[folder.name], **_measured(folder))
-        made = {origin: read_record(origin / MANIFEST, dict) for origin in _stages_before(folder, _all_inputs)}
+        made = {origin: Record.read(origin) for origin in _stages_before(folder, _all_inputs)}
         names = {origin: _name(origin, folder.parent) for origin in made}
         bases, unknown = _bases(folder)
         recipe = _read_recipe(folder.parent / RECIPE)
@@ -122,10 +105,7 @@ class Lineage:
         local = local.union(*map(local_paths, {origin.parent for origin in made}))
         return cls(
             recipe=without_paths(recipe, local),
-            stages={names[origin]: without_paths(manifest, local) for origin, manifest in made.items()},
-            attempts={
-                names[origin]: read_attempts(origin / ATTEMPTS) for origin in made if (origin / ATTEMPTS).is_file()
-            },
+            stages={names[origin]: _published_record(record, local) for origin, record in made.items()},
             bases=bases,
             unknown=unknown,
             data=_all_data(made, local),
@@ -139,30 +119,30 @@ class Lineage:
     @property
     def is_from_scratch(self) -> bool:
         """Whether its weights began as random numbers; not where that is not known."""
-        starts = [manifest["stage"].get("stage") == "initialize" for manifest in self.stages.values()]
+        starts = [record.stage.get("stage") == "initialize" for record in self.stages.values()]
         return any(starts) and not self.bases and not self.unknown
 
     @property
     def hours(self) -> float:
         """Of all finished attempts of all stages."""
-        return sum(attempt["seconds"] or 0 for attempt in self._all_attempts) / 3600
+        return sum(attempt.seconds or 0 for attempt in self._all_attempts) / 3600
 
     @property
     def interruptions(self) -> int:
         """Attempts that did not end, whose time is not known."""
-        return sum(attempt["seconds"] is None for attempt in self._all_attempts)
+        return sum(attempt.seconds is None for attempt in self._all_attempts)
 
     @property
     def hardware(self) -> list[str]:
-        return sorted({f"{attempt['num_processes']} x {attempt['device']}" for attempt in self._all_attempts})
+        return sorted({f"{attempt.num_processes} x {attempt.device}" for attempt in self._all_attempts})
 
     @property
     def commits(self) -> list[str]:
-        return sorted({attempt["commit"] for attempt in self._all_attempts if attempt["commit"]})
+        return sorted({attempt.commit for attempt in self._all_attempts if attempt.commit})
 
     @property
-    def _all_attempts(self) -> list[dict[str, Any]]:
-        return [attempt for attempts in self.attempts.values() for attempt in attempts]
+    def _all_attempts(self) -> list[Attempt]:
+        return [attempt for record in self.stages.values() for attempt in record.attempts]
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -176,6 +156,13 @@ def _measured(folder: Path) -> dict[str, Any]:
     }
 
 
+def _published_record(record: Record, local: Collection[str]) -> Record:
+    """What a card tells of a stage, without paths; those of this machine are not told at all."""
+    plain = {name: without_paths(getattr(record, name), local) for name in ("stage", "inputs")}
+    own = record.own and OwnStage(**without_paths(record.own.model_dump(), local))
+    return record.model_copy(update=plain | {"own": own, "local": []})
+
+
 def _published(result: dict[str, Any]) -> dict[str, Any]:
     """A result without what is true on this machine alone."""
     local = result.pop("local", [])
@@ -184,12 +171,7 @@ def _published(result: dict[str, Any]) -> dict[str, Any]:
 
 def local_paths(run: Path) -> list[str]:
     """What in the recipe of a run was a path on the machines that it ran on, whether it is still there or not."""
-    path = run / ENVIRONMENT
-    content = read_json(path) if path.is_file() else {}
-    local = content.get("local", []) if isinstance(content, dict) else None
-    if not isinstance(local, list) or not all(isinstance(name, str) for name in local):
-        raise ValueError(f"{path} is damaged: its `local` is no list of paths")
-    return local
+    return [path for manifest in run.glob(f"*/{MANIFEST}") for path in Record.read(manifest.parent).local]
 
 
 def _is_stage(folder: Path) -> bool:
@@ -212,24 +194,20 @@ def _stages_before(folder: Path, inputs) -> dict[Path, None]:
 def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
     """(reference, folder, whether that is a stage which has not changed since) of what a stage was made of; the folder
     is None for a name on the Hub."""
-    manifest = read_record(folder / MANIFEST, dict)
-    inputs = manifest.get("inputs")
-    if not isinstance(inputs, dict) or not isinstance(manifest.get("stage"), dict):
-        raise ValueError(f"{folder / MANIFEST} is damaged: it tells neither a stage nor its inputs")
-    for reference, recorded in inputs.items():
-        if str(recorded).startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
+    for reference, recorded in Record.read(folder).inputs.items():
+        if recorded.startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
             yield reference, None, False
             continue
         origin = folder.parent / reference
         origin = origin if _is_stage(origin) else Path(reference).absolute()
-        is_known = _is_stage(origin) and manifest_fingerprint(origin) == recorded
-        yield reference, origin, is_known and is_as_made(origin, read_record(origin / MANIFEST, dict))
+        record = Record.read(origin) if _is_stage(origin) else None
+        yield reference, origin, record is not None and record.digest == recorded and record.is_of(origin)
 
 
 def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
     """Those whose weights it goes on with: not what data were embedded or clustered by."""
     inputs = list(_all_inputs(folder))
-    stage = read_record(folder / MANIFEST, dict)["stage"]
+    stage = Record.read(folder).stage
     lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
     references = [stage.get("model"), *(reference for some in lists for reference in some)]
     return (part for part in inputs if part[0] in references)
@@ -247,38 +225,34 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(hub), sorted(unknown)
 
 
-def _sources_in_files(manifests: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _sources_in_files(records: Iterable[Record]) -> Iterator[str]:
     """The sources of data that were files on the machine that read them."""
-    for manifest in manifests:
-        source = _source(manifest)
-        if source is not None and _has(manifest.get("data"), "files") and not is_url(source):
+    for record in records:
+        source = _source(record)
+        if source is not None and "files" in (record.data or {}) and not is_url(source):
             yield source
 
 
-def _source(manifest: dict[str, Any]) -> str | None:
+def _source(record: Record) -> str | None:
     """What the data of a stage are called in its settings."""
-    settings = manifest["stage"].get("data")
+    settings = record.stage.get("data")
     source = settings.get("source") if isinstance(settings, dict) else None
     return source if isinstance(source, str) else None
 
 
-def _has(record: Any, key: str) -> bool:
-    return isinstance(record, dict) and key in record
-
-
-def _all_data(made: dict[Path, dict[str, Any]], local: Collection[str]) -> list[Data]:
+def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[Data]:
     """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on.
 
     A stage of one cluster does not tell how many pairs its data have.
     """
     found: dict[tuple[str, Data], int | None] = {}
-    for origin, manifest in made.items():
-        stage, source = manifest["stage"], _source(manifest)
+    for origin, record in made.items():
+        source = _source(record)
         inputs = {name: is_known for name, _, is_known in _all_inputs(origin)}
         if source is not None and not inputs.get(source):
-            of_hub = _has(manifest.get("data"), "commit") or is_hub_name(source)
-            one = source, _data(stage["data"], source in local or source in inputs or not of_hub)
-            pairs = _pairs(origin / SAMPLES) if stage.get("cluster") is None else None
+            of_hub = "commit" in (record.data or {}) or is_hub_name(source)
+            one = source, _data(record.stage["data"], source in local or source in inputs or not of_hub)
+            pairs = record.pairs if record.stage.get("cluster") is None else None
             found[one] = max(found.get(one) or 0, pairs or 0) or None
     return sorted((replace(one, pairs=pairs) for (_, one), pairs in found.items()), key=str)
 
@@ -294,13 +268,6 @@ def _data(settings: dict[str, Any], is_local: bool) -> Data:
     return Data(without_paths(source, [source]), "local", details) if is_local else Data(source, "hub", details)
 
 
-def _pairs(path: Path) -> int | None:
-    pairs = read_record(path, dict).get("pairs") if path.is_file() else None
-    if pairs is not None and type(pairs) is not int:
-        raise ValueError(f"{path} is damaged: pairs is no number")
-    return pairs
-
-
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -310,17 +277,6 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is damaged: it holds no recipe")
     return recipe
-
-
-def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """What the attempts of a stage ran on and took, of its `attempts.json`. Raises a ValueError if it is damaged."""
-    attempts = read_record(path, list)
-    try:
-        TypeAdapter(list[Attempt]).validate_python(attempts)
-    except ValidationError as error:
-        names = ", ".join(sorted(Attempt.model_fields))
-        raise ValueError(f"{path} is damaged: an attempt has {names}; {error.errors()[0]['msg']}") from error
-    return attempts
 
 
 def _results(folder: Path, weights: str) -> dict[str, Path]:

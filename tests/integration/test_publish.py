@@ -90,7 +90,7 @@ def test_the_folder_has_all_that_others_look_for(published):
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
     assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.png"} <= names
     assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
-    assert not {"manifest.json", "log.jsonl", "samples.json"} & names
+    assert not {"manifest.json", "log.jsonl"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
     assert "is_local" not in (published / "tokenizer_config.json").read_text()
     tokens = json.loads((published / "vocab.json").read_text())

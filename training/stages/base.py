@@ -39,7 +39,7 @@ class Stage:
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> int | None:
         """Do it.
 
         Args:
@@ -48,6 +48,9 @@ class Stage:
             context: what the stages of a run share.
             directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
                 attempt that was killed left there is still there.
+
+        Returns:
+            How many pairs it trained on, for its record and a card; None: none, or it is not known.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import importlib
 import inspect
 import os
@@ -10,10 +9,10 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from records.provenance import OwnStage, file_digest
 from training.settings import STRICT
 from training.stages.base import Stage
 
@@ -47,11 +46,10 @@ def own_code(stage: type[Stage]) -> dict[str, str]:
     """Module -> hash of its file, of the classes outside of this package that a stage is made of."""
     modules = {parent.__module__ for parent in stage.__mro__}
     own = sorted(module for module in modules if module.split(".")[0] not in (__name__.split(".")[0], "builtins"))
-    return {module: hashlib.sha256(Path(sys.modules[module].__file__).read_bytes()).hexdigest() for module in own}
+    return {module: file_digest(Path(sys.modules[module].__file__)) for module in own}
 
 
-def own_description(stage: type[Stage]) -> dict[str, Any]:
-    """What a card tells of a stage of one's own: the first sentence of its docstring, and the names of its settings."""
+def own_description(stage: type[Stage]) -> OwnStage:
     own = [parent for parent in reversed(stage.__mro__) if parent.__module__ in own_code(stage)]
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
@@ -59,7 +57,7 @@ def own_description(stage: type[Stage]) -> dict[str, Any]:
         text = ""
     sentence = re.match(r".*?[.!?](?=\s|$)", text)
     settings = [field.name for field in dataclasses.fields(stage) if field.name in annotated]
-    return {"does": sentence[0] if sentence else text, "settings": settings}
+    return OwnStage(does=sentence[0] if sentence else text, settings=settings)
 
 
 def _reason(error: Exception) -> str:

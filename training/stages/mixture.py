@@ -1,7 +1,5 @@
 """A stage that mixes several datasets."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from data.identity import identity
 from data.pairs import load_pairs, with_image_root
 from data.sources import DataArguments
+from records.provenance import value_digest
 from training.context import Context
 from training.expected import Expected, unknown
 from training.settings import STRICT
@@ -87,11 +86,7 @@ class MixtureStage(Stage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         found = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
-        return {
-            setting: hashlib.sha256(json.dumps(what).encode()).hexdigest()
-            for setting, what in found.items()
-            if what is not None
-        }
+        return {setting: value_digest(what) for setting, what in found.items() if what is not None}
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         for number, source in enumerate(inputs.sources):

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from records.files import save
-from records.provenance import LOG
+from records.provenance import LOG, flatten
 from training.context import Context
 from training.engine import CHECKPOINTS, start_trackers, train
 from training.expected import (
@@ -26,7 +26,6 @@ from training.expected import (
     described,
 )
 from training.freezing import set_trainable
-from training.manifests import flatten
 from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao
 from training.samplers import Share
 from training.scores import Evaluation, Scores

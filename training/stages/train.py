@@ -6,7 +6,6 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import contextlib
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,9 +28,7 @@ from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
-from records.files import write_text
 from records.messages import cut
-from records.provenance import SAMPLES
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
 from training.expected import (
@@ -202,7 +199,7 @@ class TrainStage(RouterSettings, StepsStage):
                 tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> int | None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
         accelerator = context.new_accelerator()
@@ -223,8 +220,7 @@ class TrainStage(RouterSettings, StepsStage):
                 warn_of_many_pieces(processor.tokenizer, all_captions(rows), self.name)
                 loader.report_cut_captions()
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
-        if accelerator.is_main_process and not self.data.streaming:
-            write_text(directory / SAMPLES, json.dumps({"pairs": len(rows)}))
+        return None if self.data.streaming else len(rows)
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
