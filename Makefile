@@ -93,10 +93,8 @@ test-gpu:  ## what needs a GPU
 
 bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
 	mkdir -p $(RESULTS)
-	-$(GPU_PYTHON) -m benchmarks.experts --images 256 --dtypes bfloat16 --output $(RESULTS)/experts_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --output $(RESULTS)/towers_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.towers --size ViT-L/14 --images 256 --dtype bfloat16 --compile --output $(RESULTS)/towers_compiled_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.real_steps --batch 128 --steps 4 --output $(RESULTS)/real_steps_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.steps ffn --sizes ViT-B/16 ViT-L/14 --images 256 --dtype bfloat16 --output $(RESULTS)/experts_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.steps recipes --sizes ViT-L/14 --batch 128 --dtype bfloat16 --output $(RESULTS)/real_steps_gpu.md
 
 bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
 	mkdir -p $(RESULTS)

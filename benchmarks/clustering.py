@@ -1,167 +1,176 @@
-"""K-means as the cluster stage computes it, beside faiss by itself and scikit-learn: time, memory and inertia.
+"""Clustering as the stages compute it, beside faiss by itself, scikit-learn and k-means-constrained.
 
-    python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
+    python -m benchmarks.clustering kmeans [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
+    python -m benchmarks.clustering kmeans --rows 10000 --size 64 --clusters 64 --methods balanced k-means-constrained
 
-Normalized features around many means, as features of images are, lie in a file and are mapped. Every method runs in a
-process of its own. Memory is what the process holds beside the libraries and pages of the file. Inertia is the mean
-squared distance of a feature to the mean of its cluster. Methods that learn from all rows run up to --all-rows.
+kmeans: features around many means, those of balanced clusters around means of very different shares, so that limits
+    matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
+assign: captions on disk to their nearest centers, as an `assign` stage does it, for half of the rows and for all:
+    memory must not grow.
+
+Every method runs in a process of its own. Memory is what this holds beside the features that are clustered.
 """
 
 import argparse
-import os
-import platform
+import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from accelerate import Accelerator
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.metrics import pairwise_distances_argmin
 
-from records.files import write_text
-from records.markdown import markdown_table
-from training.feature_clusters import accumulate
-from training.kmeans import Method, import_faiss, kmeans
+from benchmarks.page import cost, described, in_turn, mib, page_parser, show, table
+from evaluation.feature_store import FeatureStore
+from training.balanced_kmeans import balanced_kmeans, nearest_centers
+from training.kmeans import Method, has_faiss, import_faiss, kmeans
 
 OURS, FAISS = "cluster stage", "faiss alone"
-PART = 16_384
+PART, IN_MEMORY, ITERATIONS = 32_768, 131_072, 20
 
 
-def random_rows(start: int, stop: int, size: int, num_means: int) -> np.ndarray:
-    means = np.random.default_rng(num_means).standard_normal((num_means, size), np.float32)
-    rng = np.random.default_rng(start)
-    rows = means[rng.integers(num_means, size=stop - start)]
-    rows += 1.5 * rng.standard_normal(rows.shape, np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+def random_rows(num_rows: int, size: int, num_means: int, uneven: bool = False) -> np.ndarray:
+    """Normalized rows around many means, as features of images are, (num_rows, size) float32."""
+    rng = np.random.default_rng(0)
+    means = rng.standard_normal((num_means, size), np.float32)
+    shares = rng.dirichlet(np.full(num_means, 0.5)) if uneven else None
+    rows = np.empty((num_rows, size), np.float32)
+    for start in range(0, num_rows, PART):  # a part at a time, lest the memory of this be that of the process
+        part = rows[start : start + PART]
+        part[:] = means[rng.choice(num_means, len(part), p=shares)]
+        part += (1.0 if uneven else 1.5) * rng.standard_normal(part.shape, np.float32)
+        part /= np.linalg.norm(part, axis=1, keepdims=True)
+    return rows
 
 
-def write_rows(path: Path, num_rows: int, size: int, num_means: int) -> None:
-    rows = np.lib.format.open_memmap(path, "w+", np.float32, (num_rows, size))
-    for start in range(0, num_rows, PART):
-        stop = min(start + PART, num_rows)
-        rows[start:stop] = random_rows(start, stop, size, num_means)
-
-
-def _by_faiss_alone(rows: np.ndarray, number: int) -> np.ndarray:
-    """With its defaults: it learns from 256 rows of each cluster, and assigns all of them together."""
-    return _assigned(rows, import_faiss().Kmeans(rows.shape[1], number, seed=0))
-
-
-def _by_faiss_of_all(rows: np.ndarray, number: int) -> np.ndarray:
-    return _assigned(rows, import_faiss().Kmeans(rows.shape[1], number, seed=0, max_points_per_centroid=len(rows)))
-
-
-def _assigned(rows: np.ndarray, search) -> np.ndarray:
+def _faiss_alone(rows: np.ndarray, number: int, **settings: int) -> np.ndarray:
+    """By default it learns from 256 rows of each cluster, and assigns all of them together."""
+    search = import_faiss().Kmeans(rows.shape[1], number, seed=0, **settings)
     search.train(rows)
     return search.index.search(rows, 1)[1][:, 0]
 
 
-def _by_mini_batches(rows: np.ndarray, number: int) -> np.ndarray:
-    from sklearn.cluster import MiniBatchKMeans
+def _constrained(rows: np.ndarray, number: int) -> np.ndarray:
+    from k_means_constrained import KMeansConstrained
 
-    return MiniBatchKMeans(number, n_init=1, batch_size=4096, random_state=0).fit_predict(rows)
+    limit = -(-len(rows) // number)
+    return KMeansConstrained(number, size_max=limit, n_init=1, max_iter=ITERATIONS, random_state=0).fit_predict(rows)
 
 
 METHODS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     OURS: lambda rows, number: kmeans(rows, number, 0, method=Method("faiss", n_init=1)),
-    FAISS: _by_faiss_alone,
-    "faiss alone, of all rows": _by_faiss_of_all,
-    "scikit-learn, MiniBatchKMeans": _by_mini_batches,
-    "scikit-learn, one start": lambda rows, number: kmeans(rows, number, 0, method=Method(n_init=1)),
+    FAISS: _faiss_alone,
+    "faiss, all rows": lambda rows, number: _faiss_alone(rows, number, max_points_per_centroid=len(rows)),
+    "mini batches": lambda rows, number: MiniBatchKMeans(number, n_init=1, batch_size=4096, random_state=0).fit_predict(
+        rows
+    ),
+    "scikit-learn": lambda rows, number: kmeans(rows, number, 0, method=Method(n_init=1)),
+    "balanced": lambda rows, number: balanced_kmeans(rows, number, 0, ITERATIONS)[1],
+    "k-means-constrained": _constrained,
 }
+LIMITED = ("balanced", "k-means-constrained")
 
 
-class PeakMemory:
-    """The most memory, in bytes, that this process held beside mapped files, more than at the start (Linux)."""
-
-    def __enter__(self) -> "PeakMemory":
-        self.start = self.most = self._held()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.bytes = self.most - self.start
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.02):
-            self.most = max(self.most, self._held())
-
-    @staticmethod
-    def _held() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-def measure(path: Path, name: str, number: int) -> dict[str, float]:
-    """Seconds, those of all cores together, bytes of memory and inertia of one method."""
-    rows = np.load(path, mmap_mode="r")
+def clustered(name: str, number: int, num_rows: int, size: int, num_means: int, uneven: bool) -> Callable:
+    rows = random_rows(num_rows, size, num_means, uneven)
     METHODS[name](rows[:1000], 2)  # libraries are loaded
-    with PeakMemory() as memory:
-        started, cpu_started = time.perf_counter(), time.process_time()
-        labels = METHODS[name](rows, number)
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-    # Features of length 1: what their clusters' means lack of it
-    found = accumulate(labels.astype(int), [rows])
-    inertia = 1 - np.average(np.square(found.centers).sum(axis=1), weights=np.bincount(found.labels))
-    return {"seconds": seconds, "cpu": cpu, "memory": memory.bytes, "inertia": inertia}
+    return lambda: METHODS[name](rows, number)
 
 
-def compare(
-    num_rows: int, size: int, clusters: Sequence[int], num_means: int, names: Sequence[str]
-) -> dict[int, dict[str, dict[str, float]]]:
-    """Number of clusters -> method -> what `measure` found, each in a process of its own."""
-    found: dict[int, dict[str, dict[str, float]]] = {number: {} for number in clusters}
+def inertia(rows: np.ndarray, labels: np.ndarray) -> float:
+    """Mean squared distance of a row of length 1 to the mean of its cluster: what the means lack of that length."""
+    lengths = [np.square(rows[labels == name].mean(axis=0)).sum() for name in range(labels.max() + 1)]
+    return 1 - np.average(np.nan_to_num(lengths), weights=np.bincount(labels))
+
+
+def compare(names: Sequence[str], number: int, *features: int | bool, rounds: int = 1) -> dict[str, list[dict]]:
+    """What each method cost in each round, with its labels."""
+    return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
+
+
+def of_kmeans(options: argparse.Namespace) -> Iterator[str]:
+    features = options.rows, options.size, options.means, bool({*LIMITED} & {*options.methods})
+    rows, lines = random_rows(*features), []
+    for number in options.clusters:
+        costs = {name: result for name, (result,) in compare(options.methods, number, *features).items()}
+        inertias = {name: inertia(rows, result["result"]) for name, result in costs.items()}
+        first = options.methods[0]
+        for name, result in costs.items():
+            sizes = np.bincount(result["result"], minlength=number) / (options.rows / number)
+            cells = f"{result['cpu']:.1f}", f"{result['cpu'] / costs[first]['cpu']:.3f}", mib(result["memory"])
+            cells += f"{sizes.min():.2f} to {sizes.max():.2f}", f"{inertias[name]:.5f}"
+            lines.append([f"{number:,}", name, *cells, f"{inertias[name] / inertias[first]:.3f}"])
+    header = ["clusters", "", "CPU seconds", "relative", "memory", "sizes / mean size", "inertia", "relative"]
+    yield f"# K-means of {options.rows:,} features of size {options.size}"
+    yield table(header, lines)
+    yield f"{described()}, one thread for scikit-learn."
+
+
+def assigned(name: str, folder: Path, num_rows: int, size: int, number: int) -> Callable[[], object]:
+    """Assigns rows that `of_assign` wrote: from disk as the stage does, or the first ones in memory by a peer."""
+    centers, accelerator = random_rows(number, size, number), Accelerator(cpu=True)
+    rows = FeatureStore.open(folder, "this benchmark")["embeddings"]
+
+    def compute(shards: Iterable[range]) -> Iterator[dict[str, np.ndarray]]:
+        for shard in shards:
+            yield {"labels": nearest_centers(rows[shard.start : shard.stop], torch.as_tensor(centers))}
+
+    if name == "assign stage":
+        store = FeatureStore(folder / f"labels_{num_rows}", num_rows, PART)
+        return lambda: store.write(accelerator, "labels", compute)
+    in_memory = rows[:num_rows].astype(np.float32)
+    if name == "scikit-learn":
+        return lambda: pairwise_distances_argmin(in_memory, centers)
+    index = import_faiss().IndexFlatL2(size)
+    index.add(centers)
+    return lambda: index.search(in_memory, 1)[1][:, 0]
+
+
+def of_assign(options: argparse.Namespace) -> Iterator[str]:
+    (number, *_), size, found = options.clusters, options.size, []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "features.npy"
-        write_rows(path, num_rows, size, num_means)
-        for number in clusters:
-            for name in names:
-                # A fork of a process that has used OpenMP would wait for threads that are not there
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                    found[number][name] = process.submit(measure, path, name, number).result()
-    return found
+        part = random_rows(PART, size, options.means).astype(np.float16)  # every part: only how many there are matters
+        half = -(-options.rows // PART) // 2 * PART
+        store = FeatureStore(Path(folder), options.rows, PART)
+        store.write(None, "rows", lambda shards: ({"embeddings": part[: len(shard)]} for shard in shards))
+        peers = ["scikit-learn", *(["faiss"] if has_faiss() else [])]
+        cases = [
+            ("assign stage", options.rows),
+            ("assign stage", half),
+            *((name, min(IN_MEMORY, half)) for name in peers),
+        ]
+        for name, num_rows in cases:
+            found.append(cost(assigned, name, Path(folder), num_rows, size, number))
+    rates = [num_rows / result["seconds"] for (_, num_rows), result in zip(cases, found, strict=True)]
+    lines = [
+        [name, f"{num_rows:,}", f"{rate:,.0f}", f"{rate / rates[0]:.2f}", mib(result["before"] + result["memory"])]
+        for (name, num_rows), rate, result in zip(cases, rates, found, strict=True)
+    ]
+    yield f"# Assigning {size}-d rows to {number:,} centers"
+    yield table(["", "rows", "rows/s", "relative", "peak memory"], lines)
+    yield f"From disk by the stage, in memory by the others. {described()}."
+
+
+COMMANDS = {"kmeans": of_kmeans, "assign": of_assign}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.clustering", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = page_parser("clustering", __doc__)
+    parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--size", type=int, default=768)
-    parser.add_argument("--clusters", type=int, nargs="+", default=[4, 256])
+    parser.add_argument("--clusters", type=int, nargs="+", default=[4, 256], help="assign: one number of centers")
     parser.add_argument("--means", type=int, default=1000, help="that the features lie around")
-    parser.add_argument("--all-rows", type=int, default=100_000)
-    parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
-    args = parser.parse_args()
-    names = list(METHODS) if args.rows <= args.all_rows else [OURS, FAISS]
-    lines = []
-    for number, results in compare(args.rows, args.size, args.clusters, args.means, names).items():
-        for name, found in results.items():
-            relative = {key: f"{found[key] / results[OURS][key]:.3f}" for key in ("cpu", "inertia")}
-            cells = f"{found['seconds']:.1f}", f"{found['cpu']:.1f}", relative["cpu"]
-            cells += (f"{found['memory'] / 2**20:,.0f} MiB",)
-            lines.append([f"{number:,}", name, *cells, f"{found['inertia']:.5f}", relative["inertia"]])
-    header = ["clusters", "", "seconds", "CPU seconds", "relative", "memory", "inertia", "relative"]
-    threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
-    page = "\n".join(
-        [
-            f"# K-means of {args.rows:,} features of size {args.size}",
-            "",
-            markdown_table(header, lines),
-            "",
-            f"{platform.machine()}, {threads} threads (one for scikit-learn's KMeans), faiss "
-            f"{import_faiss().__version__}.",
-        ]
-    )
-    print(page)
-    if args.output is not None:
-        write_text(args.output, page + "\n")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[OURS, FAISS], help="of kmeans")
+    options = parser.parse_args()
+    try:
+        show(options.output, *COMMANDS[options.what](options))
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

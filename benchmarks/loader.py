@@ -4,45 +4,45 @@
 
 The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder with
 metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way is
-measured once in each round, the loop at its start and its end; the medians count. Batches are of 32 pairs, and the
+measured once in each round; the medians count. Batches are of 32 pairs, and the
 first of every way are not timed: workers start while they are made. With W workers, 1 + W times as many images are read
 as by the loop. The loop in two processes at once shows what two workers could reach.
 """
 
-import argparse
 import io
 import itertools
 import json
 import os
-import platform
 import statistics
 import tarfile
 import tempfile
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
-import torch
-import transformers
 from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from benchmarks.page import described, in_turn, page_parser, show, table
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
-from records.files import write_text
-from records.markdown import markdown_table
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
 LOOP = "Pillow's decode and resize in a loop"
 TWO_LOOPS = "two of these loops, in two processes"
-OPEN_CLIP = Augmentation(random_resized_crop=[0.9, 1.0])
-DRAFT = Augmentation(jpeg_draft=True)
+AUGMENTATIONS = {
+    "": None,
+    ", by the image processor itself": None,
+    ", random crops of [0.9, 1]": Augmentation(random_resized_crop=[0.9, 1.0]),
+    ", jpeg_draft": Augmentation(jpeg_draft=True),
+}
 
 
 def photo(seed: int) -> bytes:
@@ -103,22 +103,17 @@ def rate(loader: PairLoader, number: int) -> float:
 def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoader]]:
     """What is measured, and the loader that does it."""
     images = {"source": str(folder / "images")}
-    shards = {"source": str(folder / "shards"), "image_column": "jpg", "caption_column": "txt", "streaming": True}
-    for num_workers in (0, 2):
-        for name, source, augmentation in (
-            ("loaded", images, None),
-            ("loaded, by the image processor itself", images, None),
-            ("loaded, random crops of [0.9, 1]", images, OPEN_CLIP),
-            ("loaded, jpeg_draft", images, DRAFT),
-            ("streamed from a folder", images | {"streaming": True}, None),
-            (f"streamed from {SHARDS} shards", shards, None),
-            (f"indexed in {SHARDS} shards", shards | {"streaming": False, "indexed": True}, None),
-        ):
-            arguments = DataArguments(**source, num_workers=num_workers)
-            loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
-            if "itself" in name:
-                loader.images.prepare.table = None
-            yield f"{name}, {num_workers} workers", loader
+    shards = {"source": str(folder / "shards"), "image_column": "jpg", "caption_column": "txt"}
+    sources = [(f"loaded{name}", images, augmentation) for name, augmentation in AUGMENTATIONS.items()]
+    sources.append(("streamed from a folder", images | {"streaming": True}, None))
+    sources.append((f"streamed from {SHARDS} shards", shards | {"streaming": True}, None))
+    sources.append((f"indexed in {SHARDS} shards", shards | {"indexed": True}, None))
+    for num_workers, (name, source, augmentation) in itertools.product((0, 2), sources):
+        arguments = DataArguments(**source, num_workers=num_workers)
+        loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
+        if "itself" in name:
+            loader.images.prepare.table = None
+        yield f"{name}, {num_workers} workers", loader
 
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
@@ -126,45 +121,32 @@ def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> 
     processor = build_processor("symbols", EDGE, 64)
     processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        write_images(folder, images)
-        rates: dict[str, list[float]] = {LOOP: []}
-        loaders = [(name, loader) for name, loader in ways(folder, processor) if wanted is None or name in wanted]
-        for _ in range(rounds):
-            rates[LOOP].append(pillow_loop(folder, images))
-            if wanted is None:
-                rates.setdefault(TWO_LOOPS, []).append(two_pillow_loops(folder, images))
-            for name, loader in loaders:
+        write_images(Path(folder), images)
+        calls = {LOOP: partial(pillow_loop, Path(folder), images)}
+        if wanted is None:
+            calls[TWO_LOOPS] = partial(two_pillow_loops, Path(folder), images)
+        for name, loader in ways(Path(folder), processor):
+            if wanted is None or name in wanted:
                 # Workers give two batches at once: of few, chance would decide how many fall into the time
-                number = images * (1 + loader.arguments.num_workers)
-                rates.setdefault(name, []).append(rate(loader, number))
-            rates[LOOP].append(pillow_loop(folder, images))
-    return {name: statistics.median(found) for name, found in rates.items()}
+                calls[name] = partial(rate, loader, images * (1 + loader.arguments.num_workers))
+        return {name: statistics.median(rates) for name, rates in in_turn(calls, rounds).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loader", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser("loader", __doc__)
     parser.add_argument("--images", type=int, default=320)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
     args = parser.parse_args()
-    found = medians(args.images, args.rounds)
-    table = [[name, f"{images:,.0f}", f"{images / found[LOOP]:.2f}"] for name, images in found.items()]
-    page = "\n".join(
-        [
-            f"# Reading {args.images} JPEGs of 640 x 480 pixels for a model of {EDGE}",
-            "",
-            markdown_table(["", "images/s", "relative"], table),
-            "",
-            f"Medians of {args.rounds} rounds. {platform.machine()}, {os.cpu_count()} cores, Pillow {PIL.__version__}, "
-            f"torch {torch.__version__}, transformers {transformers.__version__}.",
-        ]
+    rates = medians(args.images, args.rounds)
+    show(
+        args.output,
+        f"# Reading {args.images} JPEGs of 640 x 480 pixels for a model of {EDGE}",
+        table(
+            ["", "images/s", "relative"],
+            [[name, f"{images:,.0f}", f"{images / rates[LOOP]:.2f}"] for name, images in rates.items()],
+        ),
+        f"Medians of {args.rounds} rounds. {described()}, {os.cpu_count()} cores, Pillow {PIL.__version__}.",
     )
-    print(page)
-    if args.output is not None:
-        write_text(args.output, page + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 The model's features are of the training pictures and their web captions.
 """
 
-import argparse
-import platform
 import re
 import time
 from collections import Counter, defaultdict
@@ -17,6 +15,7 @@ import torch
 from datasets import Dataset
 from sklearn.metrics import adjusted_mutual_info_score
 
+from benchmarks.page import described, page_parser, show, table
 from data import symbols
 from data.drawing import COLORS, OPPOSITE
 from data.symbol_kinds import TOPIC_OF, TOPICS
@@ -25,7 +24,6 @@ from evaluation.linear_probe import linear_probe_metrics
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
 from records.files import one_line_errors
-from records.markdown import markdown_table
 from training.balanced_kmeans import balanced_kmeans, nearest_centers
 from training.caption_clusters import group_centers
 from training.feature_clusters import kmeans
@@ -114,11 +112,7 @@ def caption_shares(rows: Dataset) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.symbol_world",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = page_parser("symbol_world", __doc__)
     parser.add_argument("--model", required=True, help="folder or hub name of a dense or sparse CLIP")
     parser.add_argument("--rows", type=int, default=10_000, help="training pictures that are clustered")
     args = parser.parse_args(argv)
@@ -128,36 +122,40 @@ def main(argv: list[str] | None = None) -> None:
         rows = symbols.load("train", "web", args.rows)
         rate = args.rows / (time.perf_counter() - started)
         captions, topics = list(rows["caption"]), list(rows["topic"])
+        encoders = {
+            "TF-IDF": {"dim": 64},
+            "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": {"dim": 16, "max_df": 0.05},
+        }
         found = {
             "whole topics": whole_topics(rows),
             "the model's image features": topics_found(embedder.images(rows), topics),
             "the model's text features": topics_found(embedder.texts(captions), topics),
-            "TF-IDF": topics_found(TfidfEncoder.fit(captions, 64, seed=0).encode(captions), topics),
-            "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": topics_found(
-                TfidfEncoder.fit(captions, 16, seed=0, max_df=0.05).encode(captions), topics
-            ),
         }
+        for name, settings in encoders.items():
+            found[name] = topics_found(TfidfEncoder.fit(captions, seed=0, **settings).encode(captions), topics)
         probe = TASKS["symbols_linear_probe"]
         (train, _), (test, _) = probe.load_train(), probe.load()
-        styles = {"kind": style_probe(train, test, "caption"), "topic": style_probe(train, test, "topic")}
         retrieval = TASKS["symbols_retrieval"].load()[0]
     columns = [*(f"{n} clusters" for n in CLUSTERS), *(f"{n} of {FINE_CENTERS} centers" for n in EXPERTS)]
-    lines = [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in found.items()]
     shares = {
-        "kind told by style alone": styles["kind"],
-        "topic told by style alone": styles["topic"],
+        "kind told by style alone": style_probe(train, test, "caption"),
+        "topic told by style alone": style_probe(train, test, "topic"),
         f"best R@1 image→text of {len(retrieval):,} test pictures": best_recall(retrieval)[0],
         f"best R@1 text→image of {len(retrieval):,} test pictures": best_recall(retrieval)[1],
         **caption_shares(rows),
     }
-    print("# The symbol world\n\nTopics found: adjusted mutual information of topics with clusters.\n")
-    print(markdown_table([f"{args.rows:,} training pictures", *columns], lines) + "\n")
-    print(markdown_table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]))
-    print(
-        f"\nStyle: {', '.join(STYLE)}; a linear probe on {len(train):,} training pictures of one symbol, tested on "
+    show(
+        args.output,
+        "# The symbol world",
+        "Topics found: adjusted mutual information of topics with clusters.",
+        table(
+            [f"{args.rows:,} training pictures", *columns],
+            [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in found.items()],
+        ),
+        table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]),
+        f"Style: {', '.join(STYLE)}; a linear probe on {len(train):,} training pictures of one symbol, tested on "
         f"{len(test):,}. Best R@1: expected of a model that cannot tell pictures of one scene apart. {rate:,.0f} "
-        f"pictures drawn a second. {platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}."
+        f"pictures drawn a second. {described()}.",
     )
 
 

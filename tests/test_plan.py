@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, CLIPConfig
 
-from benchmarks.plan_against_reality import System, run
+from benchmarks.runs import peak_of_stage
 from data import sources
 from training import engine, upcycle
 from training.expected import AtMost, Uncounted
@@ -196,7 +196,7 @@ def test_the_peak_of_a_process(tmp_path):
     recipe = load_recipe(tmp_path / "recipe.yaml", settings)
     memory = plan(recipe, [stage for stage in recipe.stages if stage.name == "tuned"], 1)[0][0].numbers["memory"]
     assert cell("memory", memory) in told
-    peak, _ = run(tmp_path / "recipe.yaml", "tuned", System("", "", settings), tmp_path / "out")
+    peak = peak_of_stage(tmp_path / "recipe.yaml", "tuned", settings, tmp_path / "out")
     assert peak == pytest.approx(memory + 1e6 * float(process), rel=0.15)
 
 

@@ -1,0 +1,104 @@
+"""What the benchmarks share: calls that take turns, processes of their own, and the page that is printed."""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from evaluation.speed import peak_resident
+from records.files import write_text
+from records.markdown import markdown_table
+
+
+def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list]:
+    """What each call returned in each round; in a round every call has its turn, so that whatever slows the machine
+    slows all of them. The first `warm_up` rounds do not count."""
+    results = {name: [] for name in calls}
+    for turn in range(warm_up + rounds):
+        for name, call in calls.items():
+            result = call()
+            if turn >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def median_ratio(numbers: Iterable[float], reference: Iterable[float]) -> float:
+    """The median of the ratios within each round."""
+    return statistics.median(a / b for a, b in zip(numbers, reference, strict=True))
+
+
+def median_of(results: Iterable[Mapping[str, float]], key: str) -> float:
+    return statistics.median(result[key] for result in results)
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of the processor on a CPU, where other programs would disturb the clock, and by the clock elsewhere."""
+    if device.type == "cpu":
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+    torch.accelerator.synchronize(device)
+    start = time.perf_counter()
+    call()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[str, Any]:
+    """What it takes, in a process of its own, to call what `prepare(*arguments)` returns: `seconds` by the clock, `cpu`
+    seconds of the processor, bytes that the process held `before` and of `memory` that came on top at most (on a GPU,
+    all that was allocated there), and the `result`."""
+    # A fork of a process that has used OpenMP would wait for threads that are not there
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_cost, prepare, arguments).result()
+
+
+def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[str, Any]:
+    call = prepare(*arguments)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the largest resident set begins anew
+    before, clock, processor = peak_resident(), time.perf_counter(), time.process_time()
+    result = call()
+    times = {"seconds": time.perf_counter() - clock, "cpu": time.process_time() - processor}
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return times | {"before": before, "memory": allocated or peak_resident() - before, "result": result}
+
+
+def described(device: torch.device | str = "cpu") -> str:
+    """The device and the versions, for a page of results."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
+    return f"{name}{threads}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def mib(number: float) -> str:
+    return f"{number / 2**20:,.0f} MiB"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    return markdown_table([*header], [[str(cell) for cell in row] for row in rows])
+
+
+def page_parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, which prints a page."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
+    return parser
+
+
+def show(output: Path | None, *parts: str) -> None:
+    """Print the parts of a page, and write them to a file if there is to be one."""
+    text = "\n\n".join(parts)
+    print(text)
+    if output is not None:
+        write_text(output, text + "\n")

@@ -1,0 +1,280 @@
+"""What runs of the symbol world's recipes take, whether --plan told it, and whether they survive kills.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.runs time --output benchmarks/results/training_time_cpu.md
+
+time: CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage, with the hidden states below the
+    trained layers kept on disk and without. On a CPU the seconds are those of the processor, since other programs would
+    disturb the clock. The paper (section 5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
+plan: one recipe of each system, shortened. Each stage runs in a process of its own, whose largest resident set is
+    compared with the plan's memory and what a process holds before it begins.
+kills: the same recipes, killed (SIGKILL) at random moments and started again. At the end every file of weights, labels
+    and features has to be that of a run that nobody killed, to the bit, and every score the same.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from benchmarks.page import described, page_parser, show, table
+from records.yaml_files import read_yaml
+from training.plan import cell, held_before, plan
+from training.recipe import Recipe, load_recipe
+from training.runner import run_recipe
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "training" / "recipes"
+TIMED = {
+    "CLIP-MoE": {
+        "clusters": ["features"]
+        + [f"mcl_clusters_{number}" for number in range(1, 5)]
+        + [f"mcl_features_{number}" for number in range(1, 4)],
+        "experts": [f"mcl_{number}" for number in range(1, 5)],
+        "router": ["mcl_unified", "clip_moe"],
+    },
+    "CLIP-FMoE": {
+        "clusters": ["features", "clusters", "sub_clusters"],
+        "experts": [f"clip_fmoe_{number}" for number in range(1, 5)],
+        "router": ["clip_fmoe_unified", "clip_fmoe"],
+    },
+}
+# Of each system a recipe, the stages of it that stay, and what makes them short
+TRAINED = {"defaults.train.data.num_samples": 2048, "defaults.train.max_steps": 8, "defaults.train.save_steps": 3}
+SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "CLIP-UP": ("clip_up_symbols", "dense upcycled clip_up experts", TRAINED),
+    "CLIP-MoE": (
+        "clip_moe_symbols",
+        "features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe",
+        TRAINED | {"defaults.embed.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
+    ),
+    "CLIP-FMoE": (
+        "clip_fmoe_symbols",
+        "captions fused states features clusters sub_clusters clip_fmoe_1 clip_fmoe_2 clip_fmoe_unified clip_fmoe",
+        {
+            "captions.data.num_samples": 1536,
+            "clusters.num_image_clusters": 2,
+            "sub_clusters.num_image_clusters": 3,
+            "defaults.train.save_steps": 4,
+            "clip_fmoe_unified.experts": ["clip_fmoe_1", "clip_fmoe_2"],
+        },
+    ),
+    "MoDE": (
+        "mode_symbols",
+        "captions fine assigned clusters expert_1 expert_2 mode soup",
+        TRAINED
+        | {
+            "defaults.embed_captions.data.num_samples": 2048,
+            "defaults.train.max_steps": None,
+            "defaults.train.num_epochs": 1,
+            "clusters.num_experts": 2,
+            "mode.experts": ["expert_1", "expert_2"],
+            "soup.models": ["expert_1", "expert_2"],
+        },
+    ),
+}
+ABOUT = """`memory` is what the plan says before the stage, with what a process holds before it begins (`≤`: an estimate
+from a bound); `peak` the largest resident set of the stage's process. A stage fits if they differ by at most 15 %.
+{}."""
+# The largest resident set of a command's processes; what the benchmark itself holds would count if it started them
+PEAK = (
+    "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
+)
+
+
+def stage_seconds(folder: Path, with_states: bool) -> dict[str, float]:
+    """Of every stage, in a new folder; `with_states`: hidden states are kept on disk."""
+    overrides = {"output_dir": str(folder)} | ({} if with_states else {"defaults.train.hidden_states": None})
+    recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", overrides)
+    wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}
+    wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"} | ({"states"} if with_states else set())
+    clock, seconds = time.perf_counter if torch.accelerator.is_available() else time.process_time, {}
+    for stage in recipe.stages:
+        if stage.name in wanted:
+            started = clock()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run_recipe(recipe, only=[stage.name])
+            seconds[stage.name] = clock() - started
+    return seconds
+
+
+def of_time(options: argparse.Namespace) -> Iterator[str]:
+    rows = []
+    for with_states in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = stage_seconds(Path(folder), with_states)
+        states, reference = seconds.get("states", 0.0), None
+        for system, parts in TIMED.items():
+            sums = {part: sum(seconds[name] for name in names) for part, names in parts.items()}
+            total = sum(sums.values()) + states
+            reference = reference or total
+            # CLIP-FMoE's experts do not wait for each other; CLIP-MoE's do
+            at_once = total
+            if system == "CLIP-FMoE":
+                at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
+            cells = [
+                system,
+                "yes" if with_states else "no",
+                f"{states:.0f}",
+                *(f"{part:.0f}" for part in sums.values()),
+            ]
+            rows.append(cells + [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)])
+    header = ["system", "hidden states kept", "keeping them", "embed, cluster", "experts", "router", "total"]
+    yield "# Training time"
+    yield table([*header, "experts at once"], rows)
+    yield (
+        f"Seconds; {described()}. In brackets: against CLIP-MoE in the same half of the table. Every stage has one "
+        "epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter."
+    )
+
+
+def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recipe]:
+    """The file of a system's shortened recipe beside its output, what overrides it, and the recipe."""
+    name, stages, overrides = SYSTEMS[system]
+    path = output.with_suffix(".yaml")
+    raw = read_yaml((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    raw["stages"] = [stage for stage in raw["stages"] if stage["name"] in stages.split()]
+    path.write_text(yaml.safe_dump(raw))
+    return path, overrides, load_recipe(path, overrides | {"output_dir": str(output)})
+
+
+def start(path: Path, output: Path, overrides: Mapping[str, Any], before: tuple = (), after: tuple = ()):
+    """A process that runs a recipe; all that it prints goes to a file beside its output."""
+    words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
+    command = [sys.executable, "-m", "training.upcycle", "--config", str(path), "--output-dir", str(output)]
+    with output.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([*before, *command, *after, *words], cwd=ROOT, stdout=log, stderr=log)
+
+
+def peak_of_stage(path: Path, name: str, overrides: Mapping[str, Any], output: Path) -> int:
+    """The largest resident set, in bytes, of a process that runs a stage."""
+    process = start(path, output, overrides, (sys.executable, "-c", PEAK), ("--stages", name))
+    process.wait()
+    lines = output.with_suffix(".log").read_text().splitlines()
+    if process.returncode:
+        sys.exit("\n".join(lines[-20:]))
+    return 1024 * int(lines[-1])
+
+
+def plan_rows(system: str, output: Path) -> Iterator[list[str]]:
+    """For each stage, what the plan says, what was found, and whether both fit."""
+    path, overrides, recipe = short_recipe(system, output)
+    process = held_before()
+    for number, stage in enumerate(recipe.stages):
+        rows, faults = plan(recipe, recipe.stages, 1)
+        if faults:
+            sys.exit("\n".join(faults))
+        memory = rows[number].numbers.get("memory", 0)
+        peak = peak_of_stage(path, stage.name, overrides, output)
+        cells = [stage.name, f"unknown: {memory}", cell("memory", peak), "-", "-"]
+        if not isinstance(memory, str):
+            ratio = peak / (memory + process)
+            cells[1] = cell("memory", memory + process)
+            cells[3:] = f"{ratio:.2f}", "yes" if 0.85 <= ratio <= 1.15 else "no"
+        yield cells
+
+
+def of_plan(options: argparse.Namespace) -> Iterator[str]:
+    yield "# What --plan says, and what a run takes"
+    yield ABOUT.format(described())
+    for system in options.systems:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = list(plan_rows(system, Path(folder) / "run"))
+        yield f"## {system}: {SYSTEMS[system][0]}"
+        yield table(["stage", "memory", "peak", "ratio", "fits"], rows)
+
+
+def killed_after(system: str, output: Path, seconds: float) -> str | None:
+    """Start a run and kill it after so long; the stage that it was in then, or None if it had finished before."""
+    path, overrides, _ = short_recipe(system, output)
+    process = start(path, output, overrides)
+    try:
+        if process.wait(seconds) != 0:
+            sys.exit(output.with_suffix(".log").read_text()[-2000:])
+        return None
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    partial = sorted(path.name.removesuffix(".partial") for path in output.glob("*.partial") if path.is_dir())
+    return partial[0] if partial else "between two stages"
+
+
+def content(path: Path) -> Any:
+    """All that a file holds; of safetensors without the order of its header, which differs from run to run; of results
+    the scores."""
+    if path.suffix == ".json":
+        return json.loads(path.read_text())["metrics"]
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    with safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: (array.dtype.str, array.shape, array.tobytes()) for name, array in arrays.items()
+        }, file.metadata()
+
+
+def require_equal(whole: Path, killed: Path) -> None:
+    patterns = ("**/*.safetensors", "**/*.arrow", "**/tokenizer.json", "*/*--*.json")
+    names = [
+        # without what `datasets` keeps beside a dataset that was read
+        {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern) if path.name[:6] != "cache-"}
+        for folder in (whole, killed)
+    ]
+    different = names[0] ^ names[1]
+    different |= {name for name in names[0] & names[1] if content(whole / name) != content(killed / name)}
+    if different:
+        sys.exit(f"{len(different)} files differ from those of a run that nobody killed: {sorted(different)[:10]}")
+
+
+def of_kills(options: argparse.Namespace) -> Iterator[str]:
+    chance, stages = random.Random(options.seed), Counter()
+    for number, system in enumerate(options.systems):
+        with tempfile.TemporaryDirectory() as folder:
+            whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+            started = time.time()
+            killed_after(system, whole, float("inf"))
+            longest, kills = time.time() - started, len(range(number, options.kills, len(options.systems)))
+            while kills:
+                was_in = killed_after(system, killed, chance.uniform(0, longest))
+                if was_in is None:  # it came to its end: the same once more
+                    require_equal(whole, killed)
+                    shutil.rmtree(killed)
+                else:
+                    stages[f"{system}: {was_in}"] += 1
+                    kills -= 1
+            killed_after(system, killed, float("inf"))
+            require_equal(whole, killed)
+    yield "# Kills of recipes"
+    yield f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed."
+    yield f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {described()}."
+
+
+COMMANDS = {"time": of_time, "plan": of_plan, "kills": of_kills}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = page_parser("runs", __doc__)
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
+    parser.add_argument("--kills", type=int, default=20, help="of all systems together")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments (default: another one each time)")
+    options = parser.parse_args(argv)
+    show(options.output, *COMMANDS[options.what](options))
+
+
+if __name__ == "__main__":
+    main()
