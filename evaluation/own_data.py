@@ -5,7 +5,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
 
@@ -38,8 +38,6 @@ OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
 
 # Settings that decide how rows are read, not which
 READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
-# How kinds of columns start that name what differs in pairs
-NAMES = ("string", "large_string", "int", "uint", "bool", "null")
 
 
 @dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
@@ -78,9 +76,6 @@ class OwnTask:
             raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
         if self.task == "linear_probe" and self.split == self.train_split:
             raise ValueError(f"a linear probe is fitted to another split than {self.split}: set train_split")
-        sides = [f"{column}_{side}" for column in (self.image_column, self.caption_column) for side in range(2)]
-        if self.task == "pairs" and self.label_column in sides:
-            raise ValueError(f"the column {self.label_column} cannot also tell what differs in pairs: set label_column")
         self.arguments()
         return self
 
@@ -89,11 +84,11 @@ class OwnTask:
         of_captions = self.task in ("retrieval", "pairs")
         try:
             return DataArguments(
-                source=_one_spelling(self.dataset),
+                source=self.dataset,
                 split=self.split,
                 num_samples=self.num_samples,
                 image_column=self.image_column,
-                image_root=self.image_root and _one_spelling(self.image_root),
+                image_root=self.image_root,
                 caption_column=self.caption_column if of_captions else self.label_column,
                 captions_per_line=self.captions_per_line and self.task == "retrieval",
                 seed=0,  # of a world: all models are measured on the same pictures
@@ -141,12 +136,6 @@ def in_one_line(error: ValidationError) -> str:
     """What is wrong with the settings of a task."""
     problems = (f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
     return "; ".join(problem.strip() for problem in problems)
-
-
-def _one_spelling(source: str) -> str:
-    """`data/images` for `data/images/` and `./data/images` too; but `symbols/` is a folder, not the world."""
-    plain = str(PurePosixPath(source))
-    return source if plain in (".", *WORLDS) else plain
 
 
 def retrieval_task(arguments: DataArguments) -> Task:
@@ -261,13 +250,6 @@ def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
     columns |= {f"{arguments.caption_column}_{side}": f"caption_{side}" for side in range(2)}
     if attribute_column in (rows.column_names or ()):
         columns[attribute_column] = "attribute"
-        # Of a stream it may be unknown, which is not what is measured
-        feature = (rows.features or {}).get(attribute_column, Value("null"))
-        if not str(getattr(feature, "dtype", feature)).startswith(NAMES):
-            raise ValueError(
-                f"what differs in a pair is a text or an integer, but column {attribute_column} of {arguments.source} "
-                f"holds {feature}: name another column, or none that is there (label_column, --label-column)"
-            )
     return rename_columns(rows, columns, arguments)
 
 
