@@ -220,9 +220,8 @@ def recipe_step(name: str, options: argparse.Namespace) -> Callable[[], dict[str
     """Takes two steps of a recipe, of which the second is timed."""
     from training.contrastive_task import ContrastiveTask
     from training.engine import checkpoint_layers
-    from training.freezing import set_trainable
     from training.gradient_cache import cached_gradient
-    from training.optimizers import make_optimizer
+    from training.optimizers import make_optimizer, set_trainable
     from training.recipe import load_recipe
 
     file, stage_name, preset, changes = RECIPES[name]

@@ -78,7 +78,7 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
     """Numbers of parameters.
 
     Args:
-        trainable: a regular expression, see `training.freezing.set_trainable`.
+        trainable: a regular expression, see `training.optimizers.set_trainable`.
 
     Returns:
         `total`; `activated`, those that one token meets: K of the E experts of each sparse layer; both also of each

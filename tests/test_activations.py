@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from evaluation.costs import count_activations
 from modeling_clip_moe import CLIPMoEModel
 from training.engine import checkpoint_layers
-from training.freezing import set_trainable
+from training.optimizers import set_trainable
 
 WIDE = {"hidden_size": 64, "intermediate_size": 192}
 PAIRS = 2

@@ -14,7 +14,7 @@ from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.splits import common_rows
-from training.expected import count_pairs
+from training.estimates import count_pairs
 
 # Within a cell
 LINE_BREAK = {",": "\n", "\t": " "}

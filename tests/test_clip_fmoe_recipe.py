@@ -26,8 +26,8 @@ from conversion.upcycle import upcycle
 from training.engine import checkpoint_layers
 from training.feature_clusters import FeatureClusters
 from training.features import HiddenStates
-from training.freezing import set_trainable
 from training.loader import PairLoader
+from training.optimizers import set_trainable
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,7 @@ import pytest
 from documents import ROOT
 
 from data.sources import DataArguments
-from training.expected import AtMost, Expected, Uncounted, model_configs
-from training.fits import other_rows, read_otherwise
+from training.estimates import AtMost, Expected, Uncounted, model_configs, other_rows, read_otherwise
 
 
 def fault(theirs, ours):

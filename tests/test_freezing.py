@@ -3,7 +3,7 @@
 import pytest
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from training.freezing import parameter_groups, set_trainable
+from training.optimizers import parameter_groups, set_trainable
 
 
 @pytest.fixture

@@ -280,14 +280,14 @@ def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatc
 
 
 def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train, monkeypatch):
-    data, original = layout("parquet", tmp_path / "a"), stages.steps.train
+    data, original = layout("parquet", tmp_path / "a"), stages.train.train
 
     def train_and_change(*args, **kwargs):
         original(*args, **kwargs)
         layout("parquet", tmp_path / "a", first=100)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.steps, "train", train_and_change)
+        patch.setattr(stages.train, "train", train_and_change)
         with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()

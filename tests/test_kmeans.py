@@ -9,7 +9,7 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
 from training import kmeans as module
-from training.expected import Expected
+from training.estimates import Expected
 from training.kmeans import MANY, Method, choose_method, kmeans
 from training.stages.features import ClusterStage
 

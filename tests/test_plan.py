@@ -20,7 +20,7 @@ from transformers import AutoModel, BertConfig, CLIPConfig
 from benchmarks.runs import peak_of_stage
 from data import sources
 from training import engine, upcycle
-from training.expected import AtMost, Uncounted
+from training.estimates import AtMost, Uncounted
 from training.plan import cell, plan
 from training.recipe import load_recipe
 from training.runner import run_recipe

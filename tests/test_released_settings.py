@@ -19,7 +19,7 @@ from data.sources import DataArguments
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.contrastive_task import drop_activations
 from training.engine import _clip_gradient
-from training.expected import count_pairs
+from training.estimates import count_pairs
 from training.loader import PairLoader
 from training.recipe import load_recipe
 

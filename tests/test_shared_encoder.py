@@ -19,7 +19,7 @@ from modeling_clip_moe import (
     CLIPMoEVisionModel,
     CLIPMoEVisionModelWithProjection,
 )
-from training.freezing import set_trainable
+from training.optimizers import set_trainable
 
 SHARED = {"shared_encoder": True}
 

@@ -17,7 +17,7 @@ from tiny_sources import saved_pairs
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
 from data.tokenizer import learn_tokenizer, pieces_per_word
-from training.manifests import input_fingerprint
+from records.provenance import input_fingerprint
 from training.recipe import load_recipe
 from training.runner import wanted_stages
 

@@ -273,7 +273,7 @@ def test_accumulation_averages_gradients(run, monkeypatch):
 
         return original(accelerator, model, twice, *rest)
 
-    monkeypatch.setattr(stages.steps, "train", repeat)
+    monkeypatch.setattr(stages.train, "train", repeat)
     accumulated = run(output="accumulated", gradient_accumulation_steps=2)
     torch.testing.assert_close(losses(accumulated / "tuned"), losses(plain / "tuned"), atol=1e-5, rtol=0)
 

@@ -19,7 +19,7 @@ from records.files import read_record
 from records.local_names import is_hub_name, meant_here
 from records.messages import what_is_meant
 from records.provenance import MANIFEST
-from training.expected import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
+from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
 from training.stages.base import (

@@ -22,7 +22,7 @@ from modeling_clip_moe import CLIPMoEModel
 from records.files import new_file
 from records.provenance import LOG
 from training.gradient_cache import cached_gradient
-from training.optimizers import OptimizerSettings, make_optimizer
+from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
 from training.training_state import (
     after_not_finite,
     finished_steps,
@@ -33,7 +33,6 @@ from training.training_state import (
     require_support,
     save_checkpoint,
 )
-from training.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ MANY_DROPPED = 0.5
 
 
 class LoopSettings(OptimizerSettings, Protocol):
-    """What the loop asks of the stage that trains: see `training.stages.steps.StepsStage`."""
+    """What the loop asks of the stage that trains: see `training.stages.train.StepsStage`."""
 
     global_batch_size: int
     gradient_accumulation_steps: int

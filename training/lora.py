@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evaluation.costs import meta_model
-from training.freezing import set_trainable
+from training.optimizers import set_trainable
 from training.settings import STRICT
 
 

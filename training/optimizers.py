@@ -1,12 +1,61 @@
-"""The optimizers that a stage may take."""
+"""What of a model trains, the optimizer that trains it, and the average of its weights."""
 
 import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from training.freezing import parameter_groups
+# Biases, norms, the class embedding and the temperature: as CLIP (section 2.5) and everybody after it.
+NO_DECAY = re.compile(r"(bias|norm\d?\.weight|class_embedding|logit_scale)$")
+
+
+def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
+    """Train the parameters in whose name, or one of whose names, the regular expression is found; freeze the others.
+
+    Returns:
+        The names of the trainable and of the frozen parameters.
+
+    Raises:
+        ValueError: the pattern is no regular expression, or is found in no name.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
+    names = {True: [], False: []}
+    found = {
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
+        if compiled.search(name)
+    }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter in found)
+        names[parameter.requires_grad].append(name)
+    if not names[True]:
+        examples = ", ".join(names[False][:3])
+        raise ValueError(f"trainable pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
+    return names[True], names[False]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
+    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
+
+    A parameter is left alone for its name, not for its rank: the stacked biases of experts have two axes.
+    """
+    groups = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[decay_all or NO_DECAY.search(name) is None].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
 
 OptimizerName = Literal["adamw", "adamw_8bit"]
 INSTALL_TORCHAO = "adamw_8bit is torchao's: pip install torchao, or take adamw"
@@ -15,7 +64,7 @@ FUSED = ("cuda", "xpu")
 
 
 class OptimizerSettings(Protocol):
-    """What an optimizer is made of: see `training.stages.steps.StepsStage`."""
+    """What an optimizer is made of: see `training.stages.train.StepsStage`."""
 
     name: str
     optimizer: OptimizerName
@@ -65,3 +114,39 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
         group["lr"].copy_(learning_rate)
+
+
+class WeightAverage:
+    """The exponential moving average of the parameters that train: after each step, decay * average + (1 - decay) *
+    parameter. It begins with the parameters as they are.
+
+    Args:
+        parameters: by name, as the optimizer has them; those that FSDP2 splits stay split.
+        decay: between 0 and 1.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.averages = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self._average = get_ema_multi_avg_fn(decay)
+
+    def update(self) -> None:
+        """A step was taken."""
+        parameters = [parameter.detach() for parameter in self.parameters.values()]
+        self._average(list(self.averages.values()), parameters, None)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block, the parameters have the values of their averages."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.parameters.items():
+            value = parameter.detach().clone()
+            parameter.copy_(self.averages[name])
+            self.averages[name].copy_(value)

@@ -10,9 +10,9 @@ from data.once import opened_once
 from records.provenance import MANIFEST, Record
 from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
 from training.engine import CHECKPOINTS
-from training.expected import AtMost, Unknown, parameters
-from training.manifests import comparable, has_work, require_same
+from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
+from training.runner import comparable, has_work, require_same
 from training.settings import dump
 from training.stages.base import Stage, references
 from training.training_state import latest_checkpoint

@@ -26,10 +26,13 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import require_loadable
+from data.identity import newest_file
 from data.once import opened_once
+from data.sources import DataArguments
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
+    LOG,
     MANIFEST,
     RECIPE,
     Attempt,
@@ -42,11 +45,13 @@ from records.provenance import (
 from training.checks import Outlook, RecipeError, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
-from training.manifests import comparable, has_work, require_same
 from training.recipe import Recipe, dump_recipe, expert_number
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_code, own_description
+
+# How often something is logged or saved, and how data is read ahead, does not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor"}
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 
@@ -275,6 +280,46 @@ class Runner:
                 f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
                 f"{partial}, and run it again"
             )
+
+
+def has_work(partial: Path) -> bool:
+    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is, nor a
+    best model without a checkpoint."""
+    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
+    no_work = (MANIFEST, LOG, CHECKPOINTS)
+    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
+
+
+def comparable(settings: Any) -> Any:
+    """Settings without those of `NOT_COMPARED`; but workers of a stream settle its order, and scores while training may
+    settle which model is kept."""
+    if not isinstance(settings, dict):
+        return settings
+    left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
+    evaluation = settings.get("evaluation")
+    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
+        left_out |= {"evaluation"}
+    return {key: comparable(value) for key, value in settings.items() if key not in left_out}
+
+
+def require_same(folder: Path, new: Record, data: DataArguments | None) -> None:
+    """
+    Args:
+        data: of the stage, where it may be read.
+
+    Raises:
+        ValueError: the record of a folder tells that it was made otherwise, or is damaged.
+    """
+    found = Record.read(folder).differences(new)
+    if not found:
+        return
+    differing = "; ".join(f"{key}: {how}" for key, how in found.items())
+    of_data = all(key.startswith("data.") for key in found)
+    newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in found else ""
+    raise ValueError(
+        f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
+        "anew, or choose another --output-dir"
+    )
 
 
 def _report_of(folder: Path) -> str:

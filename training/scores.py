@@ -24,8 +24,8 @@ from records.files import read_json, save, write_text
 from records.messages import cut
 from records.provenance import weights_fingerprint
 from training.measured_tasks import MeasuredTasks
-from training.random_states import kept_random_states
 from training.settings import STRICT
+from training.training_state import kept_random_states
 
 BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
 # Metrics that a task has only if they stand for it in a table

@@ -7,11 +7,14 @@ checkpoints, and DeepSpeed's, are pickles.
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -21,9 +24,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from records.provenance import file_digest, value_digest
-from training.optimizers import make_states
-from training.random_states import random_states, set_random_states
-from training.weight_average import WeightAverage
+from training.optimizers import WeightAverage, make_states
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of all generators, as JSON can hold them."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist(),
+    }
+
+
+@contextmanager
+def kept_random_states(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn in the block, what is drawn after it is what would have been drawn without it."""
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(states, device)
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    if states["device"] is not None and device.type != "cpu":
+        state = torch.tensor(states["device"], dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(state)
+
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 STATE, RANDOM_STATES = "state.json", "random_states"

@@ -16,8 +16,7 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.caption_clusters import load_caption_clusters
 from training.context import Context
-from training.expected import Expected, bytes_in_memory
-from training.fits import other_encoder, read_otherwise
+from training.estimates import Expected, bytes_in_memory, other_encoder, read_otherwise
 from training.settings import STRICT, Reads
 from training.stages.base import Model, Stage
 from training.stages.data_experts import ENCODER

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from data.pairs import select_columns
 from data.sources import DataArguments, Rows, open_rows
 from training.context import Context
-from training.expected import Expected, bytes_in_memory, bytes_of_rows, size_of_weights
+from training.estimates import Expected, bytes_in_memory, bytes_of_rows, size_of_weights
 from training.settings import STRICT, Reads
 
 

@@ -39,9 +39,8 @@ from training.caption_clusters import (
     save_centers,
 )
 from training.context import Context
-from training.expected import AtMost, Expected, Unknown, size_of_weights
+from training.estimates import AtMost, Expected, Unknown, other_encoder, size_of_weights, too_many
 from training.features import CAPTION_BATCHES_PER_SHARD, captions_of, encoder_features
-from training.fits import other_encoder, too_many
 from training.settings import STRICT, Reads, dump
 from training.stages.base import NumberedData, Stage, inherited
 

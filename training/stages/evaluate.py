@@ -19,7 +19,7 @@ from evaluation.results import write_result
 from modeling_clip_moe import CLIPMoEConfig
 from records.messages import cut
 from training.context import Context
-from training.expected import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
+from training.estimates import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
 from training.stages.base import Model, Stage, models_of

@@ -24,14 +24,17 @@ from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.context import Context
-from training.expected import (
+from training.estimates import (
     AtMost,
     Expected,
     bytes_at_a_time,
     bytes_of_images,
     bytes_of_rows,
+    other_rows,
     text_length,
+    too_many,
     unknown,
+    wrong_weights,
 )
 from training.feature_clusters import (
     FeatureClusters,
@@ -52,7 +55,6 @@ from training.features import (
     no_sparse_layer,
     size_on_disk,
 )
-from training.fits import other_rows, too_many, wrong_weights
 from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
 from training.settings import STRICT, Reads, dump

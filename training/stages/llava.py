@@ -22,12 +22,12 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from records.messages import cut, what_is_meant
 from training.context import Context
 from training.conversations import ConversationLoader, Prompt
-from training.expected import Unknown
-from training.freezing import set_trainable
+from training.estimates import Unknown
 from training.losses import all_reduce_sum
+from training.optimizers import set_trainable
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
-from training.stages.steps import StepsStage
+from training.stages.train import StepsStage
 
 TOWER = "vision_tower"
 

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from data.pairs import present_captions
 from data.sources import Rows
 from training.context import Context
-from training.expected import Unknown
+from training.estimates import Unknown
 from training.losses import contrastive_loss, gather, gathered_rows
 from training.settings import STRICT
 from training.stages.train import TrainStage

@@ -15,7 +15,7 @@ from data.pairs import load_pairs, with_image_root
 from data.sources import DataArguments
 from records.provenance import value_digest
 from training.context import Context
-from training.expected import Expected, unknown
+from training.estimates import Expected, unknown
 from training.settings import STRICT
 from training.stages.base import NumberedData, Stage, inherited
 

@@ -30,8 +30,7 @@ from records.local_names import is_hub_name
 from records.messages import cut, what_is_meant
 from records.provenance import PROCESSOR, model_fingerprint
 from training.context import Context
-from training.expected import Unknown, bytes_in_memory
-from training.fits import read_otherwise, trained_apart
+from training.estimates import Unknown, bytes_in_memory, read_otherwise, trained_apart
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Model, NumberedData, Stage

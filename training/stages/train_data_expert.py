@@ -13,8 +13,7 @@ from data.sources import Rows
 from data.worlds import WORLDS
 from training.caption_clusters import READABLE, load_caption_clusters, load_expert_of_pair
 from training.context import Context
-from training.expected import AtMost
-from training.fits import no_cluster, other_rows
+from training.estimates import AtMost, no_cluster, other_rows
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
 from training.stages.train import TrainStage
