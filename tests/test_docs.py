@@ -134,7 +134,8 @@ def test_the_first_example_prints_what_stands_below_it(capsys):
 
 def test_every_recipe_is_listed():
     recipes = {path.name for path in (ROOT / "training" / "recipes").glob("*.yaml")}
-    assert set(re.findall(r"^\| `(\w+\.yaml)` \|", TEXT[ROOT / "docs" / "recipes.md"], re.MULTILINE)) == recipes
+    cells = re.findall(r"^\| ([^|]+) \|", TEXT[ROOT / "docs" / "recipes.md"], re.MULTILINE)
+    assert set(re.findall(r"`(\w+\.yaml)`", " ".join(cells))) == recipes
 
 
 def test_the_index_of_papers_names_what_is_there():
