@@ -24,9 +24,10 @@ from transformers import logging
 from conversion import publish
 from conversion.publishing import bundle
 from data.sources import DataArguments
-from evaluation import evaluate, experts, report, seeds
+from evaluation import evaluate, experts, report
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
+from model_cards import seeds
 from records.provenance import weights_fingerprint
 from records.result_schema import read_result
 from training.recipe import load_recipe

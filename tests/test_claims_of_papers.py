@@ -11,11 +11,11 @@ import yaml
 from PIL import Image
 
 from data import symbols
-from evaluation.claims import write_claims
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.tasks import TASKS
-from evaluation.verdicts import measure_claim, read_claims, read_scores
+from model_cards.claims import write_claims
+from model_cards.verdicts import measure_claim, read_claims, read_scores
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 RECIPES = CARDS.parent / "training" / "recipes"
@@ -23,7 +23,7 @@ PAPERS = read_claims(CARDS / "claims.yaml")
 
 
 def test_the_committed_page_is_up_to_date(tmp_path):
-    """Made by `python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md`."""
+    """Made by `python -m model_cards.claims model_cards/claims.yaml --output model_cards/claims.md`."""
     write_claims(CARDS / "claims.yaml", tmp_path / "claims.md")
     links = re.compile(r"\]\((?!https:)[^)]*\)")  # as seen from another folder
     made, committed = ((folder / "claims.md").read_text(encoding="utf-8") for folder in (tmp_path, CARDS))

@@ -13,10 +13,11 @@ from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 from conversion import assemble
 from data import symbols
-from evaluation import evaluate, report, seeds
+from evaluation import evaluate, report
 from evaluation.evaluate import evaluate_model
 from evaluation.report import write_report
 from evaluation.tasks import TASKS, find_tasks
+from model_cards import seeds
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 

@@ -243,7 +243,7 @@ def test_linear_probe(embeds):
 
 
 def test_scores_of_a_typed_list(embeds, tmp_path):
-    """On the page of `evaluation.app`: the softmax of the summed logits, with the experts' own temperatures."""
+    """On the page of `examples.app`: the softmax of the summed logits, with the experts' own temperatures."""
     model, image, labels = embeds, symbols.load("test", "web", 1)["image"][0], ["seven", "four", TOOLS[0]]
     image.save(tmp_path / "image.png")
     scores = label_scores(model.measured, tmp_path / "image.png", "\n".join(labels), "a {}")

@@ -1,24 +1,30 @@
-"""Mean and spread over seeds, by hand."""
+"""Mean and spread over seeds, what was learned against what was kept, and bits against parameters: by hand."""
 
 import json
 
 import pytest
-from test_report import result
+import small_evaluation
+from test_report import cells, lines_of, result
+from transformers import CLIPConfig
 
-from evaluation.seeds import main, write_seeds
+from conversion.presets import PRESETS
+from conversion.upcycle import sparse_config
+from model_cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
+from model_cards.seeds import main, write_seeds
+from model_cards.tradeoff import above_line, write_tradeoff
 from records.provenance import Record
+
+figures = small_evaluation.figures
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """Three runs: the dense model always has 50 %, the sparse one 60, 62 and 67."""
-    folders = []
+    """Three runs: the dense model has 50, 51 and 52 %, the sparse one 60, 62 and 67."""
+    folders = [tmp_path / f"seed {number}" for number in range(3)]
     for number, value in enumerate((0.60, 0.62, 0.67)):
-        folder = tmp_path / f"seed {number}"
-        folder.mkdir()
-        for model, score in (("sparse", value), ("dense", 0.5)):
-            write(folder, result(model, value=score))
-        folders.append(folder)
+        folders[number].mkdir()
+        write(folders[number], result("sparse", value=value))
+        write(folders[number], result("dense", value=0.5 + 0.01 * number))
     return folders
 
 
@@ -26,17 +32,24 @@ def write(folder, content):
     (folder / f"{content['task']}--{content['model']}.json").write_text(json.dumps(content))
 
 
-def test_mean_and_deviation(folders, tmp_path):
-    for folder in folders:  # the baseline moves with the seed
-        write(folder, result("dense", value=0.5 + 0.01 * folders.index(folder)))
-    table = write_seeds(folders, tmp_path / "out", baseline="dense")
-    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines()[2:]}
-    assert rows == {"sparse": "63.0 ± 3.6 (+12.0 ± 6.6)", "dense": "51.0 ± 1.0"}
+def test_mean_and_deviation(folders, tmp_path, figures, capsys):
+    main([*map(str, folders), "--output-dir", str(tmp_path / "out"), "--baseline", "dense"])
+    table = capsys.readouterr().out
+    assert lines_of(table)[2:] == [["sparse", "63.0 ± 3.6 (+12.0 ± 6.6)"], ["dense", "51.0 ± 1.0"]]
     text = (tmp_path / "out" / "seeds.md").read_text()
     assert table in text and "3 seeds" in text and "1,000 images" in text and "Commit abc" in text
     scores = json.loads((tmp_path / "out" / "seeds.json").read_text())
     assert [metrics["recall"] for metrics in scores["sparse"]["retrieval"]] == [0.60, 0.62, 0.67]
-    assert list(rows) == list(scores)
+    page = (tmp_path / "out" / "seeds.html").read_text(encoding="utf-8")
+    assert cells(page)[3] == ("63.0 ± 3.6 (+12.0 ± 6.6)", "better") and 'alt="mean and spread"' in page
+    sparse, dense = (line.get_segments()[0] for line in figures[0].axes[0].collections)  # error bars
+    assert [dense[0][1], dense[1][1]] == pytest.approx([50, 52])
+    assert [sparse[0][1], sparse[1][1]] == pytest.approx([63 - 3.6056, 63 + 3.6056], abs=1e-3)
+    write_seeds(folders[:2], tmp_path / "out", baseline="dense")
+    assert cells((tmp_path / "out" / "seeds.html").read_text())[3] == ("61.0 ± 1.4 (+10.5 ± 6.4)", "better")
+    write(folders[1], result("sparse", value=0.8))
+    write_seeds(folders[:2], tmp_path / "out", baseline="dense")
+    assert cells((tmp_path / "out" / "seeds.html").read_text())[3][1] == ""  # ± more than the difference
 
 
 def test_each_seed_has_test_pictures_of_its_own(folders, tmp_path):
@@ -49,23 +62,22 @@ def test_each_seed_has_test_pictures_of_its_own(folders, tmp_path):
         write_seeds(folders, tmp_path / "out")
 
 
-def test_command(folders, tmp_path, capsys):
-    main([*map(str, folders), "--output-dir", str(tmp_path / "out")])
-    assert "63.0 ± 3.6" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (result("other"), "results of different models or tasks"),
         (result("sparse", "pairs"), "'dense' has no result on pairs"),
-        (result("sparse", protocol="all images"), "'dense' but 'all images' for 'sparse'"),
+        (result("sparse", protocol="all images"), "'1,000 images' for 'dense' but 'all images' for 'sparse'"),
+        (result("sparse", changes={"a": "b"}), "changes is None in .*seed 0 but {'a': 'b'} in .*seed 1"),
     ],
 )
 def test_what_cannot_be_averaged(folders, tmp_path, content, message):
     write(folders[1], content)
     with pytest.raises(ValueError, match=message):
         write_seeds(folders, tmp_path / "out")
+
+
+SAME = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -81,40 +93,33 @@ def test_what_cannot_be_averaged(folders, tmp_path, content, message):
     ],
 )
 def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
-    same = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}  # which results of earlier versions lack
     for folder in folders:
         for model in ("sparse", "dense"):
-            write(folder, result(model, **same))
-    for model in ("sparse", "dense"):
-        write(folders[2], result(model, **same | change))
+            write(folder, result(model, **SAME | (change if folder == folders[2] else {})))
     with pytest.raises(ValueError, match=rf"{next(iter(change))} is .* in .* but .* in .*; such scores cannot be"):
         write_seeds(folders, tmp_path / "out")
 
 
 def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
     """The dense model has the same weights in all runs."""
-    for number, folder in enumerate(folders):
-        write(folder, result("dense", weights="dense"))
-        write(folder, result("sparse", weights=f"sparse {number}"))
-    write_seeds(folders, tmp_path / "out")
-    write(folders[2], result("sparse", weights="sparse 0"))
-    with pytest.raises(ValueError, match="seed 2 and .*seed 0 hold results of the same weights: a spread needs runs"):
-        write_seeds(folders, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_model_with_one_weights_in_two_of_three_runs(folders, tmp_path):
+    for weights, message in (
+        (("0", "1", "2"), None),
+        (("0", "1", "0"), "seed 2 and .*seed 0 hold results of the same weights: a spread needs runs"),
+    ):
+        for folder, of_folder in zip(folders, weights, strict=True):
+            write(folder, result("dense", weights="dense"))
+            write(folder, result("sparse", weights=of_folder))
+        if message is None:
+            write_seeds(folders, tmp_path / "out")
+        else:
+            with pytest.raises(ValueError, match=message):
+                write_seeds(folders, tmp_path / "other")
     for number, folder in enumerate(folders):
         write(folder, result("dense", weights=f"dense {number}"))
         write(folder, result("sparse", weights=f"sparse {number // 2}"))
     with pytest.raises(ValueError, match="'sparse' has the same weights in .*seed 0 and .*seed 1, but not in all"):
-        write_seeds(folders, tmp_path / "out")
-
-
-def test_changes_are_not_averaged_with_none(folders, tmp_path):
-    write(folders[1], result("sparse", changes={"routing": "paper"}))
-    with pytest.raises(ValueError, match="changes is None in .*seed 0 but {'routing': 'paper'} in .*seed 1"):
-        write_seeds(folders, tmp_path / "out")
+        write_seeds(folders, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_how_long_the_runs_took(tmp_path):
@@ -143,16 +148,13 @@ def test_too_few(folders, tmp_path):
         write_seeds(folders, tmp_path / "out", baseline="nope")
 
 
-def test_any_name_is_only_text(tmp_path):
+def test_any_name_is_only_text(folders, tmp_path):
     name = "two\nlines | `$a$` <b> _x_"
-    folders = []
     for number in range(2):
-        folders.append(tmp_path / str(number))
-        folders[-1].mkdir()
-        for place, model in enumerate((name, "plain")):
+        for place, model in (("sparse", name), ("dense", "plain")):
             content = result(model, protocol=name, versions={name: "1"}, commit=name)
-            (folders[-1] / f"task--{place}.json").write_text(json.dumps(content))
-    table = write_seeds(folders, tmp_path / "out", baseline=name)
+            (folders[number] / f"retrieval--{place}.json").write_text(json.dumps(content))
+    table = write_seeds(folders[:2], tmp_path / "out", baseline=name)
     escaped = r"two lines \| \`\$a\$\` \<b> \_x\_"
     assert table.splitlines()[2].startswith(f"| {escaped} |")
     text = (tmp_path / "out" / "seeds.md").read_text()
@@ -160,8 +162,103 @@ def test_any_name_is_only_text(tmp_path):
     assert f"Commit {escaped}, {escaped} 1." in text
 
 
-def test_an_output_folder_that_cannot_be_made(folders, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SystemExit) as exit:
-        main([*map(str, folders), "--output-dir", str(tmp_path / "file")])
-    assert exit.value.code.startswith("error: ") and "file" in exit.value.code
+LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned
+
+
+@pytest.mark.parametrize(
+    ("point", "line", "above"),
+    [
+        ((85, 10), LINE, 0),  # on it
+        ((60, 60), LINE, 20),  # between two of its points, 40
+        ((20, 55), LINE, -5),  # where it learned less for forgetting more, what kept more counts
+        ((95, 5), LINE, 5),  # nothing on it keeps so much: the base, which learned nothing
+        ((-1, 40), LINE, -20),
+        ((50, 30), [(60, 0), (40, 10), (55, 40)], -10),  # it comes back
+    ],
+)
+def test_above_a_line(point, line, above):
+    assert above_line(point, line) == pytest.approx(above)
+
+
+def test_tradeoff(tmp_path):
+    """A base, a line of three points, in any order, and a model that is 5, 6 and 7 points above it."""
+
+    def of(*scores):
+        return [{"image_to_text_recall@1": one / 100, "text_to_image_recall@1": one / 100} for one in scores]
+
+    models = {
+        "dense, 100 %": (of(60, 60, 60), of(20, 20, 20)),
+        "base": (of(0, 0, 0), of(100, 100, 100)),
+        "sparse": (of(45, 46, 47), of(80, 80, 80)),
+        "dense, 50 %": (of(40, 40, 40), of(80, 80, 80)),
+    }
+    scores = {model: {"learned": learned, "kept": kept} for model, (learned, kept) in models.items()}
+    (tmp_path / "seeds.json").write_text(json.dumps(scores))
+    table = write_tradeoff(tmp_path, "learned", "kept", "base")
+    assert lines_of(table)[0] == ["model", "learned", "kept", "above dense"]
+    assert lines_of(table)[2:] == [
+        ["dense, 100 %", "60.0 ± 0.0", "20.0 ± 0.0", ""],
+        ["base", "0.0 ± 0.0", "100.0 ± 0.0", ""],
+        ["sparse", "46.0 ± 1.0", "80.0 ± 0.0", "+6.0 ± 2.5"],  # t = 4.30 of 1 / sqrt(3)
+    ]
+    assert table in (tmp_path / "tradeoff.md").read_text() and (tmp_path / "tradeoff.png").stat().st_size > 10_000
+    for arguments, message in (
+        (("learned", "kept", "bass"), "no model 'bass'; there are dense, 100 %, base"),
+        (("names_256", "kept", "base"), "has no results of 'names_256'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_tradeoff(tmp_path, *arguments)
+    (tmp_path / "seeds.json").write_text(json.dumps({name: scores[name] for name in ("base", "sparse")}))
+    with pytest.raises(ValueError, match="no line of weight averages"):
+        write_tradeoff(tmp_path, "learned", "kept", "base")
+
+
+def test_knowledge(tmp_path):
+    """A dense model, twice, and a sparse one: bits and parameters, and the page of both."""
+    width, layers = 8, 2
+    tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    tower |= {"num_attention_heads": 1}
+    dense = CLIPConfig(text_config=tower, vision_config=tower | {"image_size": 16, "patch_size": 8})
+    folders = [tmp_path / "run 0", tmp_path / "run 1"]
+    for folder, share in zip(folders, (0.5, 0.7), strict=True):
+        folder.mkdir()
+        for name, config, told in (("dense", dense, share), ("sparse", sparse_config(dense, PRESETS["clip_up"]), 0.9)):
+            config.save_pretrained(tmp_path / name)
+            metrics = {"image_to_text_information": told - 0.1, "text_to_image_information": told + 0.1}
+            content = {"num_samples": 256, "source": str(tmp_path / name), "metrics": metrics}
+            write(folder, result(name, "names_256", **content, primary=dict.fromkeys(metrics, "information")))
+    of_dense, sparse = read_knowledge(folders)
+    of_layer = 4 * (width * width + width) + 2 * 2 * width
+    of_ffn = 2 * 4 * width * width + 5 * width
+    assert (of_dense.model, of_dense.experts, of_dense.runs) == ("dense", 0, 2)
+    assert of_dense.parameters == of_dense.activated == 2 * layers * (of_layer + of_ffn)
+    # Without the country
+    assert of_dense.share == pytest.approx(0.6) and of_dense.bits == pytest.approx(256 * (0.6 * 8 - 3))
+    # Every second layer of both towers is sparse, and routers of CLIP-UP have no bias
+    assert sparse.experts == 8 and sparse.parameters == of_dense.parameters + 2 * (7 * of_ffn + 8 * width)
+    assert sparse.activated == sparse.parameters - 2 * 6 * of_ffn
+    table = write_knowledge(folders, tmp_path / "page")
+    assert table in (tmp_path / "page" / "knowledge.md").read_text()
+    rows = json.loads((tmp_path / "page" / "knowledge.json").read_text())
+    assert [row["share"] for row in rows] == [pytest.approx(0.6), pytest.approx(0.9)]
+    assert f"{256 * 5 / rows[0]['parameters']:.2f}" in table
+    with pytest.raises(ValueError, match="one is there twice"):
+        read_knowledge([folders[0], folders[0]])
+    for path in folders[0].glob("*.json"):
+        content = json.loads(path.read_text()) | {"metrics": {"recall": 0.5}, "primary": {"recall": "recall"}}
+        path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="no results of a task that tells information"):
+        read_knowledge(folders)
+
+
+def test_dense_model_that_remembers_as_much():
+    def dense(size, share, names=256):
+        return Knowledge("dense", f"names_{names}", names, 0, size, size, share, 1)
+
+    curve = [dense(100, 0.5), dense(1600, 0.875)]
+    sparse = Knowledge("sparse", "names_256", 256, 8, 4000, 1000, 0.625, 1)
+    assert equal_dense(sparse, curve) == pytest.approx(400)  # 1, 2 and 4 bits: half way, of the logarithms
+    # As large, with another learning rate; of another task; that knows nothing
+    others = [dense(1600, 0.4), dense(200, 0.2, 1024), dense(50, 0.0)]
+    assert equal_dense(sparse, [*curve, *others]) == pytest.approx(400)
+    assert equal_dense(Knowledge("sparse", "names_256", 256, 8, 4000, 1000, 0.9, 1), curve) is None

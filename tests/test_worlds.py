@@ -23,8 +23,8 @@ from data.worlds import WORLDS, build_processor
 from evaluation.built_in_tasks import icon_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
-from evaluation.seeds import write_seeds
 from evaluation.tasks import TASKS
+from model_cards.seeds import write_seeds
 from training import upcycle
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones

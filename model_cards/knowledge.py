@@ -1,6 +1,6 @@
 """How much models remember: bits of knowledge against parameters, dense and sparse models in one picture.
 
-    python -m evaluation.knowledge runs/clip_up_names_long/evaluation --output-dir runs/knowledge
+    python -m model_cards.knowledge runs/clip_up_names_long/evaluation --output-dir runs/knowledge
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them, on tasks that tell `information`:
 those on names and icons. To tell N of them apart takes log2 N bits for each; a model knows the share that its held-out
@@ -129,22 +129,14 @@ def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
     rows = []
     for one in knowledge:
         equal = equal_dense(one, knowledge) if one.experts else None
-        rows.append(
-            [
-                one.model,
-                one.task,
-                str(one.experts or "dense"),
-                f"{one.parameters:,}",
-                f"{one.to_remember / one.parameters:.2f}",
-                f"{100 * one.bits / one.to_remember:.1f} %",
-                f"{one.bits / one.parameters:.2f}",
-                "" if equal is None else f"{equal:,.0f} ({one.parameters / equal:.1f} x)",
-                str(one.runs),
-            ]
-        )
-    columns = ["model", "task", "experts", "parameters", "bits a parameter to remember", "remembered"]
-    columns += ["bits a parameter remembered", "dense model that remembers as much", "runs"]
-    table = markdown_table(columns, rows)
+        row = {"model": one.model, "task": one.task, "experts": str(one.experts or "dense")}
+        row["parameters"] = f"{one.parameters:,}"
+        row["bits a parameter to remember"] = f"{one.to_remember / one.parameters:.2f}"
+        row["remembered"] = f"{100 * one.bits / one.to_remember:.1f} %"
+        row["bits a parameter remembered"] = f"{one.bits / one.parameters:.2f}"
+        of_dense = "" if equal is None else f"{equal:,.0f} ({one.parameters / equal:.1f} x)"
+        rows.append(row | {"dense model that remembers as much": of_dense, "runs": str(one.runs)})
+    table = markdown_table(list(rows[0]), [list(row.values()) for row in rows])
     text = (
         "Parameters are those of the towers' layers. A dense model that remembers as much is one between those of the "
         "table, of each size the one that remembers most, however long it trained; in brackets: how many times as many "
@@ -196,7 +188,9 @@ def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evaluation.knowledge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m model_cards.knowledge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a run")
     parser.add_argument("--output-dir", required=True, type=named_folder)

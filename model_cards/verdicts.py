@@ -1,7 +1,7 @@
 """What scores of several seeds say of a claim: whether it holds.
 
 A paper's claims stand in a file, which `read_claims` reads. For each paper it names a folder with `seeds.json` and
-`seeds.md`, as `evaluation.seeds` writes them, or several, made by recipes that share models. Their rows are the models.
+`seeds.md`, as `model_cards.seeds` writes them, or several, made by recipes that share models. Their rows are models.
 `experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which `evaluation.experts` writes as
 `experts.json`, add rows such as "routed", "expert 0" and "K = 2".
 """
@@ -168,17 +168,15 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
     measured, pairs = [], [(task, metric) for task, metrics in claim.scores.items() for metric in metrics]
     for task, metric in pairs:
         percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
-        better = percentages[claim.better]
-        intervals = {}
+        better, of_rivals = percentages[claim.better], []
         for rival in claim.than:
-            ends = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
+            low, high = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
             # Rounded: scores that differ by exactly `by` are equal
-            intervals[rival] = tuple(round(end - claim.by, 9) for end in ends)
-        verdict = verdict_of_all(map(verdict_of, intervals.values()))
-        hardest = (rival for rival in claim.than if verdict_of(intervals[rival]) == verdict)
-        rival = max(hardest, key=lambda row: statistics.mean(percentages[row]))
-        ends = tuple(end + claim.by for end in intervals[rival])
-        measured.append(Measured(task, metric, better, rival, percentages[rival], ends, verdict))
+            verdict = verdict_of((round(low - claim.by, 9), round(high - claim.by, 9)))
+            of_rivals.append(Measured(task, metric, better, rival, percentages[rival], (low, high), verdict))
+        worst = verdict_of_all(one.verdict for one in of_rivals)
+        hardest = (one for one in of_rivals if one.verdict == worst)
+        measured.append(max(hardest, key=lambda one: statistics.mean(one.than)))
     return measured
 
 
@@ -205,8 +203,6 @@ def read_claims(path: Path) -> dict[str, Paper]:
         return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
     except ValidationError as error:
         raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
 def _fault(error: Any) -> str:
@@ -228,7 +224,7 @@ def read_scores(folder: Path) -> Scores | None:
     path = folder / "seeds.json"
     if not path.exists():
         return None
-    scores = _validated(Scores, read_json(path), path)
+    scores = _validated(Scores, path)
     numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
     if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
         found = ", ".join(map(str, sorted(numbers))) or "none"
@@ -286,12 +282,11 @@ def _read_experts(folder: Path, num_seeds: int) -> Scores:
 
 def read_expert_scores(folder: Path, seed: int) -> ExpertScores:
     """What was measured of one seed's single experts."""
-    path = folder / f"experts_{seed}.json"
-    return _validated(ExpertScores, read_json(path), path)
+    return _validated(ExpertScores, folder / f"experts_{seed}.json")
 
 
-def _validated(kind: Any, content: Any, path: Path) -> Any:
+def _validated(kind: Any, path: Path) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(content, strict=True)
+        return TypeAdapter(kind).validate_python(read_json(path), strict=True)
     except ValidationError as error:
         raise ValueError(f"{path} is damaged: {_fault(error.errors()[0])}") from error

@@ -1,6 +1,6 @@
 """Results of the same models with several seeds: mean and spread.
 
-    python -m evaluation.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
+    python -m model_cards.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
 the mean and the sample standard deviation of the main scores and how long each run took, the same scores as a chart,
@@ -54,21 +54,15 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         raise ValueError(
             f"a spread needs the results of at least two different runs, got {', '.join(map(str, folders))}"
         )
-    tables = []
-    for folder in folders:
-        # In the order in which they were measured, which is the recipe's.
-        files = sorted(folder.glob("*--*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
-        if not files:
-            raise ValueError(f"{folder} holds no results of an evaluation")
-        tables.append(arrange(files))
-        require_whole(tables[-1])
+    tables = [_read(folder) for folder in folders]
     first = tables[0]
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
     _require_different_weights(tables, folders)
     if baseline is not None and baseline not in first:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
-    columns = primary_columns(next(iter(first.values())))
+    results = next(iter(first.values()))
+    columns = primary_columns(results)
     rows = [[model, *(_cell(tables, model, *column, baseline) for column in columns)] for model in first]
     table = markdown_table(["model", *columns.values()], rows)
     sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
@@ -77,7 +71,6 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
         sections.append(
             f"In brackets: the mean difference to {name}, ± its paired {LEVEL:.0%} interval over the seeds."
         )
-    results = next(iter(first.values()))
     protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
     sections += [
@@ -93,6 +86,16 @@ def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None 
     }
     pictures = {"seeds.png": lambda path: _draw(tables, columns, path)}
     write_page(output_dir / "seeds", "\n\n".join(filter(None, sections)), pictures, scores)
+    return table
+
+
+def _read(folder: Path) -> Table:
+    """The results in a folder, in the order in which they were measured, which is the recipe's."""
+    files = sorted(folder.glob("*--*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    if not files:
+        raise ValueError(f"{folder} holds no results of an evaluation")
+    table = arrange(files)
+    require_whole(table)
     return table
 
 
@@ -169,7 +172,7 @@ def _took(folder: Path) -> str | None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evaluation.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m model_cards.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a seed")
     parser.add_argument("--output-dir", required=True, type=named_folder)

@@ -1,9 +1,9 @@
 """The claims of papers, each with what was measured and whether it holds.
 
-    python -m evaluation.claims model_cards/claims.yaml --output model_cards/claims.md
+    python -m model_cards.claims model_cards/claims.yaml --output model_cards/claims.md
 
 The page begins with the headlines as a table and as a picture beside it, `claims.png`; all claims follow by paper.
-`evaluation.verdicts` says what the file of claims and the folders of results hold. Claims of folders that are not all
+`model_cards.verdicts` says what the file of claims and the folders of results hold. Claims of folders that are not all
 there yet are "not measured".
 """
 
@@ -21,7 +21,7 @@ from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL
 from evaluation.page import write_page
 from evaluation.report import computed_with
-from evaluation.verdicts import (
+from model_cards.verdicts import (
     CANNOT_BE_TOLD,
     DOES_NOT_HOLD,
     HOLDS,
@@ -52,7 +52,7 @@ Differences are percent points, means of the seeds, with their {LEVEL:.0%} inter
 are pairs of an image and its captions, from where the models part.
 """
 INTRODUCTION = f"""\
-Made by `python -m evaluation.claims`. Figures are percentages, means of the seeds, and of each difference its paired
+Made by `python -m model_cards.claims`. Figures are percentages, means of the seeds, and of each difference its paired
 {LEVEL:.0%} interval over the seeds (Student's t), widened so that all intervals of a claim are right together
 (Bonferroni). "{HOLDS}": the whole interval is above 0. "{DOES_NOT_HOLD}": the whole interval is below 0.
 "{CANNOT_BE_TOLD}": it has 0 in it. Of several models that the first one has to beat, it has to beat each; the figures
@@ -248,11 +248,11 @@ def _difference(measured: Measured) -> str:
 
 
 def _computed_with(folder: Path) -> str:
-    """The line with commit and versions that `evaluation.seeds` wrote, and those of single experts."""
+    """The line with commit and versions that `model_cards.seeds` wrote, and those of single experts."""
     path = folder / "seeds.md"
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Commit ")]
     if not lines:
-        raise ValueError(f"{path} does not say the commit: make it again with python -m evaluation.seeds")
+        raise ValueError(f"{path} does not say the commit: make it again with python -m model_cards.seeds")
     if not (folder / "experts_0.json").exists():
         return lines[-1]
     of_seeds = (read_expert_scores(folder, seed) for seed in range(len(list(folder.glob("experts_*.json")))))
@@ -271,7 +271,7 @@ def _link(path: Path, folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evaluation.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m model_cards.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("claims", type=Path, help="YAML file of claims")
     parser.add_argument("--output", required=True, type=Path, help="the page to write")

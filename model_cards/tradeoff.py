@@ -1,8 +1,8 @@
 """What models learned against what they kept, beside the lines of weight averages.
 
-    python -m evaluation.tradeoff model_cards/names_kept --learned names_learned --kept names_kept --base base
+    python -m model_cards.tradeoff model_cards/names_kept --learned names_learned --kept names_kept --base base
 
-FOLDER has `seeds.json`, as `evaluation.seeds` writes it, and gets `tradeoff.md` and `tradeoff.png`. Models named
+FOLDER has `seeds.json`, as `model_cards.seeds` writes it, and gets `tradeoff.md` and `tradeoff.png`. Models named
 "dense, 10 %" to "dense, 100 %" are the line "dense" of means of the base's weights and of those of the last, so much of
 which is the last's (WiSE-FT, arXiv:2109.01903). Each other model, and each line's end, is compared with every line in
 every seed: how much more it learned than the line has where the line kept as much or more.
@@ -139,7 +139,7 @@ def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Se
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evaluation.tradeoff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m model_cards.tradeoff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="folder with seeds.json")
     parser.add_argument("--learned", required=True, metavar="TASK")
