@@ -1,4 +1,4 @@
-"""The same pairs in every layout, loaded and streamed, give the same training; a split is a split."""
+"""The same pairs in every layout, loaded and streamed, give the same batches; a split is a split."""
 
 import io
 import json
@@ -10,7 +10,6 @@ import PIL.Image
 import pytest
 import torch
 from tiny_sources import write_shard
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -118,92 +117,61 @@ def sources(tmp_path_factory):
     return {name: {"source": str(place / name), **layout(place / name)} for name, layout in LAYOUTS.items()}
 
 
-def tiny_clip(processor):
-    torch.manual_seed(0)
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tokenizer = processor.tokenizer
-    text = CLIPTextConfig(
-        **tower, vocab_size=len(tokenizer), max_position_embeddings=16, eos_token_id=tokenizer.eos_token_id
-    )
-    vision = CLIPVisionConfig(**tower, image_size=16, patch_size=8)
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+def read(settings, processor, size, number, start=0, rank=0, world_size=1, **more):
+    """So many batches."""
+    arguments = DataArguments(**settings, **more)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, size, rank, world_size=world_size)
+    return [batch for _, batch in zip(range(number), loader.batches(start), strict=False)]
 
 
-def losses(loader, processor, number=10):
-    model, losses = tiny_clip(processor), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _, batch in zip(range(number), loader.batches(0), strict=False):
-        loss = model(**batch, return_loss=True).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.fixture(scope="module")
-def expected(sources, processor):
-    """The losses of training on the first layout, and the pairs of each of its epochs."""
-    arguments = DataArguments(**sources["image_folder"])
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 4)
-    return losses(loader, processor), samples(loader, 5)
-
-
-def samples(loader, number):
-    """Pixels and tokens of the pairs of this many batches, in an order that does not depend on theirs."""
+def samples(batches):
+    """Pixels and tokens of the pairs of batches, in an order that does not depend on theirs."""
     found = []
-    for _, batch in zip(range(number), loader.batches(0), strict=False):
-        length = batch["input_ids"].shape[1]
-        tokens = torch.nn.functional.pad(batch["input_ids"], (0, 16 - length), value=-1)
-        mask = torch.nn.functional.pad(batch["attention_mask"], (0, 16 - length))
-        for pixels, ids, there in zip(batch["pixel_values"], tokens, mask, strict=True):
+    for batch in batches:
+        for pixels, ids, there in zip(
+            *(batch[key] for key in ("pixel_values", "input_ids", "attention_mask")), strict=True
+        ):
             found.append((pixels.numpy().tobytes(), ids[there == 1].tolist()))
     return sorted(found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loaded_layouts_train_alike_to_the_bit(layout, sources, processor, expected):
-    arguments = DataArguments(**sources[layout])
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 4)
-    assert losses(loader, processor) == expected[0]
-    assert len(set(expected[0])) == 10
+def require_equal(batches, others):
+    assert len(batches) == len(others)
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(batches, others, strict=True) for key in a)
+
+
+@pytest.fixture(scope="module")
+def expected(sources, processor):
+    """The batches of two epochs of the first layout, loaded."""
+    return read(sources["image_folder"], processor, 4, 10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_streams_have_the_same_samples_an_epoch(layout, num_workers, sources, processor, expected):
-    arguments = DataArguments(**sources[layout], streaming=True, num_workers=num_workers)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 2)
-    assert samples(loader, 10) == expected[1]
-    assert len({pixels for pixels, _ in expected[1]}) == 20
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_processes_share_a_stream(layout, sources, processor, expected):
-    arguments = DataArguments(**sources[layout], streaming=True)
-    loaders = [PairLoader(load_pairs(arguments), processor, arguments, 2, rank, world_size=2) for rank in range(2)]
-    assert sorted(sum((samples(loader, 5) for loader in loaders), [])) == expected[1]
+def test_all_layouts_give_the_same_batches(layout, sources, processor, expected):
+    """To the bit if they are loaded; streams have the same samples an epoch, also those that processes share."""
+    require_equal(read(sources[layout], processor, 4, 10), expected)
+    epoch = samples(expected[:5])
+    assert len({pixels for pixels, _ in epoch}) == 20
+    for num_workers in (0, 2):
+        streamed = read(sources[layout], processor, 2, 10, streaming=True, num_workers=num_workers)
+        assert samples(streamed) == epoch
+    shares = [read(sources[layout], processor, 2, 5, rank=rank, world_size=2, streaming=True) for rank in range(2)]
+    assert samples(sum(shares, [])) == epoch
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "saved"])
-def test_streams_in_the_order_of_their_files_train_alike(layout, sources, processor, monkeypatch):
-    """Without shuffling, streams give the same losses to the bit. (Saved to disk, the order is that of parquet.)"""
+def test_streams_in_the_order_of_their_files_are_alike(layout, sources, processor, monkeypatch):
+    """Without shuffling, to the bit. (Saved to disk, the order is that of parquet.)"""
     monkeypatch.setattr("datasets.IterableDataset.shuffle", lambda rows, **_: rows)
-    found = []
-    for name in (layout, "saved"):
-        arguments = DataArguments(**sources[name], streaming=True)
-        found.append(losses(PairLoader(load_pairs(arguments), processor, arguments, 4), processor))
-    assert found[0] == found[1]
+    require_equal(*(read(sources[name], processor, 4, 10, streaming=True) for name in (layout, "saved")))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_resume_where_they_stopped(layout, num_workers, sources, processor):
-    arguments = DataArguments(**sources[layout], streaming=True, num_workers=num_workers)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 3)
-    whole = [batch for _, batch in zip(range(9), loader.batches(0), strict=False)]  # more than an epoch
-    rest = [batch for _, batch in zip(range(4), loader.batches(5), strict=False)]
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(whole[5:], rest, strict=True) for key in a)
+    options = {"streaming": True, "num_workers": num_workers}
+    whole = read(sources[layout], processor, 3, 9, **options)  # more than an epoch
+    require_equal(read(sources[layout], processor, 3, 4, start=5, **options), whole[5:])
 
 
 # ---- splits
@@ -219,30 +187,33 @@ def test_a_split_is_a_split(layout, streaming, sources):
         load_pairs(DataArguments(**sources[layout], split="nonsense", streaming=streaming))
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-@pytest.mark.parametrize("layout", ["image_folder", "parquet", "shards", "saved"])
-def test_files_that_name_no_split_are_train(layout, streaming, tmp_path):
-    columns = {}
+def write(layout, folder):
+    """Four pairs of files whose names name no split."""
+    folder.mkdir()
     if layout == "image_folder":
-        write_image_folder(tmp_path / "x", range(4))
+        write_image_folder(folder / "x", range(4))
     elif layout == "parquet":
-        (tmp_path / "x").mkdir()
-        rows_of(range(4)).to_parquet(tmp_path / "x" / "0.parquet")
-        (tmp_path / "x" / "test_notes.md").write_text("names of other files name no split")
+        rows_of(range(4)).to_parquet(folder / "0.parquet")
+        (folder / "test_notes.md").write_text("names of other files name no split")
     elif layout == "shards":
-        (tmp_path / "x").mkdir()
-        write_shard(tmp_path / "x" / "0.tar", members(range(4)))
-        (tmp_path / "x" / "0.parquet").write_text("img2dataset writes one beside each shard")
-        columns = {"image_column": "png", "caption_column": "txt"}
+        write_shard(folder / "0.tar", members(range(4)))
+        (folder / "0.parquet").write_text("img2dataset writes one beside each shard")
+        return {"image_column": "png", "caption_column": "txt"}
     else:
-        rows_of(range(4)).save_to_disk(tmp_path / "x")
-    arguments = {"source": str(tmp_path / "x"), "streaming": streaming, **columns}
-    assert len(list(load_pairs(DataArguments(**arguments)))) == 4
+        rows_of(range(4)).save_to_disk(folder)
+    return {}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_that_name_no_split_are_train(layout, streaming, tmp_path):
+    settings = {"source": str(tmp_path / "data"), "streaming": streaming, **write(layout, tmp_path / "data")}
+    assert len(list(load_pairs(DataArguments(**settings)))) == 4
     if layout == "saved":  # it does not know its split
-        assert len(list(load_pairs(DataArguments(**arguments, split="test")))) == 4
+        assert len(list(load_pairs(DataArguments(**settings, split="test")))) == 4
     else:
         with pytest.raises(ValueError, match="has no split 'test', only train"):
-            load_pairs(DataArguments(**arguments, split="test"))
+            load_pairs(DataArguments(**settings, split="test"))
 
 
 def test_files_of_no_split_are_not_left_out_without_a_word(tmp_path, caplog):

@@ -1,5 +1,7 @@
-"""Sources that are damaged, contradictory or dangerous end in one line that names them."""
+"""Pairs from every kind of source; sources that are damaged, contradictory or dangerous end in one line that names
+them."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -10,14 +12,16 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
-from tiny_sources import images_and_texts, png, rows, write_shard
+from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, parquet, picture, png, rows, write_shard
 
-from data.pairs import load_pairs
+from data.images import decode_image
+from data.pairs import load_pairs, select_columns
 from data.sources import DataArguments
 from data.worlds import build_processor
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+TAR = {"image_column": "png", "caption_column": "txt"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,131 @@ def patience(monkeypatch):
 @pytest.fixture(scope="module")
 def processor():
     return build_processor("symbols", 16, 16)
+
+
+# ---- what is read
+
+
+@STREAMING
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_sources(tmp_path, source, streaming):
+    arguments = DataArguments(**source(tmp_path), streaming=streaming)
+    found = list(load_pairs(arguments))
+    assert sorted(row["caption"] for row in found) == sorted(CAPTIONS)
+    for row in found:
+        assert set(row) == {"image", "caption"}
+        number = CAPTIONS.index(row["caption"])
+        assert np.array_equal(decode_image(row["image"], arguments.image_root), picture(number))
+    few = list(load_pairs(dataclasses.replace(arguments, num_samples=3)))
+    assert [row["caption"] for row in few] == [row["caption"] for row in found][:3]
+
+
+def test_unreadable_pairs_are_counted_and_skipped_if_they_are_few(tmp_path, caplog):
+    settings = damaged(tmp_path, 0.02)
+    assert len(load_pairs(DataArguments(**settings, max_unreadable=0.05))) == 196
+    assert "4 of 200 pairs" in caplog.text and "pair 10 (cut.png)" in caplog.text and "skipped" in caplog.text
+    with pytest.raises(ValueError, match=r"pair \d+ \(.*More than max_unreadable = 1%"):
+        load_pairs(DataArguments(**settings))
+
+
+@STREAMING
+def test_captions_one_a_line(tmp_path, streaming):
+    """As in the retrieval shards of CLIP_benchmark."""
+    cells = ["a dog\na brown dog\n", "a cat", "\n a bird \r\n\nit flies", " \n"]
+    write_shard(tmp_path / "x.tar", images_and_texts(range(4), cells))
+    arguments = DataArguments(source=str(tmp_path / "x.tar"), **TAR, max_unreadable=0.5, streaming=streaming)
+    found = [row["caption"] for row in load_pairs(dataclasses.replace(arguments, captions_per_line=True))]
+    assert found[:3] == [["a dog", "a brown dog"], ["a cat"], ["a bird", "it flies"]]
+    assert found[3:] == ([[]] if streaming else [])  # a stream is sorted out as it is read
+    assert [row["caption"] for row in load_pairs(arguments)][:3] == cells[:3]
+
+
+def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
+    found = datasets.IterableDataset.from_generator(lambda: iter([{"picture": "a.png", "text": "a", "more": 1}]))
+    arguments = DataArguments(source="x", image_column="picture", caption_column="text", streaming=True)
+    assert list(select_columns(found, arguments)) == [{"image": "a.png", "caption": "a"}]
+    with pytest.raises(ValueError, match="x has no column 'txt'; its columns are 'picture', 'text', 'more'"):
+        select_columns(found, dataclasses.replace(arguments, caption_column="txt"))
+
+
+@STREAMING
+def test_parquet_files_that_fit_together(tmp_path, streaming):
+    for number, values in enumerate((range(4), np.arange(4.0), [None] * 4)):
+        part = rows(["a caption"] * 4, 4 * number).add_column("number", values)
+        part.to_parquet(tmp_path / f"{number}.parquet")
+    found = load_pairs(DataArguments(source=str(tmp_path), streaming=streaming))
+    assert len({row["image"]["bytes"] for row in found}) == 12
+
+
+def three_shards(folder):
+    for number in range(3):
+        write_shard(folder / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
+    return folder / "1.tar"
+
+
+@STREAMING
+@pytest.mark.parametrize("how", ["--format=gnu", "--format=pax", "--record-size=512", "-z"])
+def test_a_shard_of_another_program_is_whole(tmp_path, streaming, how):
+    three_shards(tmp_path)
+    (tmp_path / "files").mkdir()
+    with tarfile.open(tmp_path / "1.tar") as tar:
+        tar.extractall(tmp_path / "files", filter="data")
+    names = sorted(os.listdir(tmp_path / "files"))
+    subprocess.run(["tar", "-cf", tmp_path / "1.tar", how, "-C", tmp_path / "files", *names], check=True)
+    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 24
+
+
+def test_files_beside_those_that_are_read_do_not_matter(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(4)))
+    for name in ("test.json", "x.md", "broken.parquet"):
+        (tmp_path / name).write_text("something else")
+    assert len(load_pairs(DataArguments(source=str(tmp_path), **TAR))) == 4
+
+
+@pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])
+def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
+    for folder in (name, "v1", "v2", "run_old", "qq", "a"):
+        (tmp_path / folder).mkdir()
+        rows([f"of {folder}"] * 3).to_parquet(str(tmp_path / folder / "0.parquet"))
+    for streaming in (False, True):
+        pairs = load_pairs(DataArguments(source=str(tmp_path / name), streaming=streaming))
+        assert [pair["caption"] for pair in pairs] == [f"of {name}"] * 3
+
+
+# ---- what changes is read anew
+
+
+def set_back(path):
+    os.utime(path, (1e9, 1e9))
+
+
+def test_rows_are_read_anew_from_a_file_that_kept_its_time(tmp_path):
+    for word in ("red", "new"):
+        rows([word] * 3).to_parquet(str(tmp_path / "0.parquet"))
+        set_back(tmp_path / "0.parquet")
+        assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == [word] * 3
+
+
+@pytest.mark.parametrize("column", ["texts", "paths"])
+def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_path, column):
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        (tmp_path / "images" / f"{number}.png").write_bytes(png(number))
+    names = [f"{number}.png" for number in range(4)]
+    images = names if column == "texts" else [{"bytes": None, "path": name} for name in names]
+    (tmp_path / "rows").mkdir()
+    datasets.Dataset.from_dict({"image": images, "caption": names}).to_parquet(str(tmp_path / "rows" / "0.parquet"))
+    arguments = DataArguments(source=str(tmp_path / "rows"), image_root=str(tmp_path / "images"), max_unreadable=0.5)
+    image = tmp_path / "images" / "1.png"
+    for content, number in ((png(1), 4), (b"broken", 3), (png(1), 4)):
+        image.write_bytes(content)
+        set_back(image)
+        assert len(load_pairs(arguments)) == number
+    image.unlink()
+    assert len(load_pairs(arguments)) == 3
+
+
+# ---- what cannot be read
 
 
 def read(processor, source, streaming, batches=30, **settings):
@@ -49,52 +178,26 @@ def error_of(*args, **settings):
     return message
 
 
-TAR = {"image_column": "png", "caption_column": "txt"}
-
-
-def without_its_end(shard, header):
-    return shard[: header.offset]
-
-
-def within_a_header(shard, header):
-    return shard[: header.offset + 200]
-
-
-def within_a_file(shard, header):
-    return shard[: header.offset_data + 10]
-
-
-def no_archive(shard, header):
-    return b"this is no archive"
-
-
-def one_byte_of_a_header(shard, header):
-    return shard[: header.offset] + b"\xff" + shard[header.offset + 1 :]
-
-
-def zeros(shard, header):
-    return shard[: header.offset] + bytes(2 * len(shard))
-
-
-CUT = [without_its_end, within_a_header, within_a_file, no_archive]
-
-
-def three_shards(folder):
-    for number in range(3):
-        write_shard(folder / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
-    return folder / "1.tar"
+DAMAGES = {
+    "without its end": lambda shard, header: shard[: header.offset],
+    "within a header": lambda shard, header: shard[: header.offset + 200],
+    "within a file": lambda shard, header: shard[: header.offset_data + 10],
+    "no archive": lambda shard, header: b"this is no archive",
+    # Only all headers tell
+    "a byte of a header": lambda shard, header: shard[: header.offset] + b"\xff" + shard[header.offset + 1 :],
+    "zeros": lambda shard, header: shard[: header.offset] + bytes(2 * len(shard)),
+}
 
 
 @pytest.mark.parametrize(
-    ("damage", "streaming"),
-    [*((damage, True) for damage in CUT), *((damage, False) for damage in [*CUT, one_byte_of_a_header, zeros])],
+    ("damage", "streaming"), [*((name, True) for name in list(DAMAGES)[:4]), *((name, False) for name in DAMAGES)]
 )
 def test_a_shard_that_is_damaged(tmp_path, processor, streaming, damage):
     """Readers of tars take most of it for the end of the shard, and say nothing."""
     shard = three_shards(tmp_path)
     with tarfile.open(shard) as tar:
         header = tar.getmembers()[4]
-    shard.write_bytes(damage(shard.read_bytes(), header))
+    shard.write_bytes(DAMAGES[damage](shard.read_bytes(), header))
     for _ in range(2):  # nothing was kept
         assert error_of(processor, tmp_path, streaming, **TAR).startswith(f"{shard} is no tar, or is cut")
     pattern = f"{tmp_path}/[01].tar"
@@ -102,82 +205,13 @@ def test_a_shard_that_is_damaged(tmp_path, processor, streaming, damage):
 
 
 @STREAMING
-@pytest.mark.parametrize("how", ["--format=gnu", "--format=pax", "--record-size=512", "-z"])
-def test_a_shard_of_another_program_is_whole(tmp_path, processor, streaming, how):
-    three_shards(tmp_path)
-    (tmp_path / "files").mkdir()
-    with tarfile.open(tmp_path / "1.tar") as tar:
-        tar.extractall(tmp_path / "files", filter="data")
-    names = sorted(os.listdir(tmp_path / "files"))
-    subprocess.run(["tar", "-cf", tmp_path / "1.tar", how, "-C", tmp_path / "files", *names], check=True)
-    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 24
-
-
-@STREAMING
-def test_a_text_that_is_not_utf8(tmp_path, processor, streaming):
-    write_shard(tmp_path / "0.tar", images_and_texts(range(8)))
-    write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
-    message = error_of(processor, tmp_path, streaming, **TAR)
-    assert f"because of {tmp_path / '1.tar'}: UnicodeDecodeError: 'utf-8'" in message
-
-
-@STREAMING
-def test_a_sample_without_its_caption_is_skipped(tmp_path, processor, streaming, caplog):
+def test_shards_with_a_text_that_is_not_utf8_and_without_a_caption(tmp_path, processor, streaming, caplog):
     write_shard(tmp_path / "0.tar", [*images_and_texts(range(10, 30)), ("3.png", png())])
     read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, **TAR)  # what workers log is not captured
     assert "3.png" in caplog.text and "its caption is empty" in caplog.text
-
-
-@STREAMING
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (rows(["a"]).add_column("number", [1]).rename_column("caption", "text"), "has no column caption, but"),
-        (rows(["a"]), "has no column number, but"),
-        (rows(["a"]).add_column("number", [1]).add_column("more", [1]), "has no column more, but"),
-        (rows([3]).add_column("number", [1]), "column caption is number in "),
-        (rows([["a"]]).add_column("number", [1]), "column caption is list in "),
-        (rows(["a"]).add_column("number", ["1"]), "column number is string in "),
-    ],
-    ids=["renamed", "missing", "more", "number", "list", "other column"],
-)
-def test_parquet_files_that_do_not_fit_together(tmp_path, processor, streaming, last, message):
-    for number in range(2):
-        rows(["a caption"] * 8, 10 * number).add_column("number", range(8)).to_parquet(tmp_path / f"{number}.parquet")
-    last.to_parquet(tmp_path / "2.parquet")
-    found = error_of(processor, tmp_path, streaming)
-    assert message in found and str(tmp_path / "2.parquet") in found
-
-
-@STREAMING
-def test_parquet_files_that_do_fit_together(tmp_path, processor, streaming):
-    rows(["a caption"] * 4).add_column("number", range(4)).to_parquet(tmp_path / "0.parquet")
-    rows(["a caption"] * 4, 4).add_column("number", np.arange(4.0)).to_parquet(tmp_path / "1.parquet")
-    rows(["a caption"] * 4, 8).add_column("number", [None] * 4).to_parquet(tmp_path / "2.parquet")
-    read(processor, tmp_path, streaming)
-    assert (
-        len({row["image"]["bytes"] for row in load_pairs(DataArguments(source=str(tmp_path), streaming=streaming))})
-        == 12
-    )
-
-
-@STREAMING
-@pytest.mark.parametrize("damage", ["text", "cut"])
-def test_a_parquet_file_that_is_damaged(tmp_path, processor, streaming, damage):
-    for number in range(2):
-        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
-    whole = (tmp_path / "1.parquet").read_bytes()
-    (tmp_path / "1.parquet").write_bytes(b"no parquet" if damage == "text" else whole[:-50])
-    assert f"{tmp_path / '1.parquet'} is no parquet file or is damaged" in error_of(processor, tmp_path, streaming)
-
-
-def test_no_file_is_looked_for_after_an_error_that_names_it(tmp_path, processor):
-    for number in range(2):
-        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
-    (tmp_path / "1.parquet").write_bytes(b"no parquet")
-    pattern = tmp_path / "*.parquet"
-    message = error_of(processor, pattern, False)
-    assert message.startswith(f"{pattern} cannot be read: {tmp_path / '1.parquet'} is no parquet file or is damaged")
+    write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
+    message = error_of(processor, tmp_path, streaming, **TAR)
+    assert f"because of {tmp_path / '1.tar'}: UnicodeDecodeError: 'utf-8'" in message
 
 
 def test_a_file_that_cannot_be_read_is_not_looked_for_longer_than_is_set(tmp_path, processor, monkeypatch):
@@ -191,14 +225,37 @@ def test_a_file_that_cannot_be_read_is_not_looked_for_longer_than_is_set(tmp_pat
     assert error_of(processor, tmp_path, False, **TAR).startswith(f"{tmp_path} cannot be read: Unicode")
 
 
+def bytes_of(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def table_of(table):
+    return lambda path: table.to_parquet(path)
+
+
+WITH_NUMBER = rows(["a"]).add_column("number", [1])
+
+
 @STREAMING
-def test_a_page_of_a_parquet_file_that_is_damaged(tmp_path, processor, streaming):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (table_of(WITH_NUMBER.rename_column("caption", "text")), "FILE has no column caption, but"),
+        (table_of(rows(["a"])), "FILE has no column number, but"),
+        (table_of(WITH_NUMBER.add_column("more", [1])), "has no column more, but FILE has"),
+        (table_of(rows([3]).add_column("number", [1])), "column caption is number in FILE"),
+        (table_of(rows([["a"]]).add_column("number", [1])), "column caption is list in FILE"),
+        (table_of(rows(["a"]).add_column("number", ["1"])), "column number is string in FILE"),
+        (bytes_of(lambda whole: b"no parquet"), "FILE is no parquet file or is damaged"),
+        (bytes_of(lambda whole: whole[:-50]), "FILE is no parquet file or is damaged"),
+        (bytes_of(lambda whole: whole[:4] + bytes(396) + whole[400:]), "cannot be read because of FILE: "),  # a page
+    ],
+)
+def test_parquet_files_that_are_damaged_or_do_not_fit_together(tmp_path, processor, streaming, damage, message):
     for number in range(2):
-        rows(["a caption"] * 8, 10 * number).to_parquet(tmp_path / f"{number}.parquet")
-    whole = bytearray((tmp_path / "1.parquet").read_bytes())
-    whole[4:400] = bytes(396)  # the footer is whole
-    (tmp_path / "1.parquet").write_bytes(whole)
-    assert f"cannot be read because of {tmp_path / '1.parquet'}: " in error_of(processor, tmp_path, streaming)
+        rows(["a caption"] * 8, 10 * number).add_column("number", range(8)).to_parquet(tmp_path / f"{number}.parquet")
+    damage(tmp_path / "1.parquet")
+    assert message.replace("FILE", str(tmp_path / "1.parquet")) in error_of(processor, tmp_path, streaming)
 
 
 @STREAMING
@@ -229,7 +286,6 @@ def image_folder(folder, metadata):
         '{"file_name": 3, "caption": "a"}',
         '{"file_name": "0.png", "caption": "a"}\n{"file_name": "1.png", "caption": 5}',
         "[]",
-        "null",
         "",
     ],
 )
@@ -249,34 +305,34 @@ def test_metadata_cannot_name_files_outside_of_its_folder(tmp_path, processor, s
     assert f"{folder} cannot be read because of {folder / 'metadata.jsonl'}: Invalid metadata file_name" in message
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "{}", "3", '[{"image": 3, "conversations": [{"from": "gpt", "value": "a"}]}]']
-)
-def test_a_sharegpt4v_file_that_is_damaged(tmp_path, processor, content):
-    (tmp_path / "x.json").write_text(content)
-    assert str(tmp_path / "x.json") in error_of(processor, tmp_path / "x.json", False)
+def test_captions_that_are_no_texts(tmp_path):
+    rows([5]).save_to_disk(tmp_path / "x")
+    for lines in (False, True):
+        with pytest.raises(ValueError, match="its caption is no text but 5"):
+            load_pairs(DataArguments(source=str(tmp_path / "x"), captions_per_line=lines))
 
 
-@STREAMING
-def test_an_empty_folder(tmp_path, processor, streaming):
-    assert str(tmp_path) in error_of(processor, tmp_path, streaming)
-
-
-def test_a_file_of_another_kind(tmp_path, processor):
+def test_what_is_not_there(tmp_path, processor):
+    (tmp_path / "a::b").mkdir()
+    (tmp_path / "a::b" / "0.parquet").touch()
     rows(["a caption"])["image"][0].save(tmp_path / "x.png")
-    error = error_of(processor, tmp_path / "x.png", False)
-    assert "x.png is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in .t" in error
-
-
-def test_no_such_folder(tmp_path, processor):
-    assert "nowhere" in error_of(processor, tmp_path / "nowhere", False)
+    (tmp_path / "empty").mkdir()
+    for source, message in (
+        ("x.png", "x.png is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in .t"),
+        ("a::b", f"{tmp_path / 'a::b'}: rename"),
+        ("empty", str(tmp_path / "empty")),
+        *((name, name) for name in ("nowhere", "nowhere-*.tar", "nowhere.parquet", "nowhere.json")),
+    ):
+        assert message in error_of(processor, tmp_path / source, False)
     assert "user/nowhere" in error_of(processor, "user/nowhere", False)
+    settings = parquet(tmp_path) | {"caption_column": "text"}
+    with pytest.raises(ValueError, match="no column 'text'; its columns are 'picture', 'caption'"):
+        load_pairs(DataArguments(**settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": ""}, "source is empty"),
         ({"source": "  "}, "source is empty"),
         ({"source": "x", "image_column": "caption"}, "the column caption cannot hold both the images and"),
         ({"source": "symbols"}, "num_samples"),
@@ -288,38 +344,11 @@ def test_arguments_that_cannot_be(settings, message):
         DataArguments(**settings)
 
 
-def test_files_beside_those_that_are_read_do_not_matter(tmp_path, processor):
-    write_shard(tmp_path / "0.tar", images_and_texts(range(4)))
-    for name in ("test.json", "x.md", "broken.parquet"):
-        (tmp_path / name).write_text("something else")
-    assert len(os.listdir(tmp_path)) == 4
-    read(processor, tmp_path, False, **TAR)
-    assert len(load_pairs(DataArguments(source=str(tmp_path), **TAR))) == 4
-
-
-@pytest.mark.parametrize("name", ["v[12]", "run*", "[a]", "q?", "{b,c}"])
-def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
-    for folder in (name, "v1", "v2", "run_old", "qq", "a"):
-        (tmp_path / folder).mkdir()
-        rows([f"of {folder}"] * 3).to_parquet(str(tmp_path / folder / "0.parquet"))
-    for streaming in (False, True):
-        pairs = load_pairs(DataArguments(source=str(tmp_path / name), streaming=streaming))
-        assert [pair["caption"] for pair in pairs] == [f"of {name}"] * 3
-
-
-def test_a_folder_whose_name_cannot_be_read(tmp_path, processor):
-    (tmp_path / "a::b").mkdir()
-    (tmp_path / "a::b" / "0.parquet").touch()
-    assert f"{tmp_path / 'a::b'}: rename" in error_of(processor, tmp_path / "a::b", False)
-
-
 @STREAMING
-@pytest.mark.parametrize(
-    "files",
-    [["train/0.parquet", "test/train-style/0.parquet"], ["train-0.parquet", "test-train-overlap.parquet"]],
-    ids=["folders", "files"],
-)
 @pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "files", [["train/0.parquet", "test/train-style/0.parquet"], ["train-0.parquet", "test-train-overlap.parquet"]]
+)
 def test_a_file_of_two_splits_is_refused(tmp_path, processor, streaming, files, split):
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -328,53 +357,12 @@ def test_a_file_of_two_splits_is_refused(tmp_path, processor, streaming, files, 
     assert files[1] in message and "split train" in message and "split test" in message
 
 
-def test_a_class_called_as_a_split_is_refused(tmp_path):
-    for name in ("train/bus", "train/train", "test/bus", "test/train"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "0.png").write_bytes(png())
-    with pytest.raises(ValueError, match=r"test/train/0.png is in the split test and in the split train"):
-        load_pairs(DataArguments(source=str(tmp_path), split="test", caption_column="label"))
-
-
-def test_notes_of_two_splits_do_not_matter(tmp_path):
+def test_a_class_called_as_a_split_is_refused_and_notes_called_so_are_not(tmp_path):
     for name in ("train", "test"):
         image_folder(tmp_path / name, json.dumps({"file_name": "0.png", "caption": name}))
     (tmp_path / "test-train.txt").write_text("notes")
     assert load_pairs(DataArguments(source=str(tmp_path), split="test"))["caption"] == ["test"]
-
-
-def set_back(path):
-    os.utime(path, (1e9, 1e9))
-
-
-def test_rows_are_read_anew_from_a_file_that_kept_its_time(tmp_path):
-    for word in ("red", "new"):
-        rows([word] * 3).to_parquet(str(tmp_path / "0.parquet"))
-        set_back(tmp_path / "0.parquet")
-        assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == [word] * 3
-
-
-@pytest.mark.parametrize("column", ["texts", "paths"])
-def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_path, column):
-    (tmp_path / "images").mkdir()
-    for number in range(4):
-        (tmp_path / "images" / f"{number}.png").write_bytes(png(number))
-    names = [f"{number}.png" for number in range(4)]
-    images = names if column == "texts" else [{"bytes": None, "path": name} for name in names]
-    table = datasets.Dataset.from_dict({"image": images, "caption": names})
-    (tmp_path / "rows").mkdir()
-    table.to_parquet(str(tmp_path / "rows" / "0.parquet"))
-    arguments = DataArguments(source=str(tmp_path / "rows"), image_root=str(tmp_path / "images"), max_unreadable=0.5)
-    image = tmp_path / "images" / "1.png"
-    for content, number in ((png(1), 4), (b"broken", 3), (png(1), 4)):
-        image.write_bytes(content)
-        set_back(image)
-        assert len(load_pairs(arguments)) == number
-    image.unlink()
-    assert len(load_pairs(arguments)) == 3
-
-
-def test_a_dataset_that_was_saved_alone_has_no_slices(tmp_path):
-    datasets.Dataset.from_dict({"image": ["a.png"] * 4, "caption": ["a"] * 4}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"saved as one split: it has no test\[:2\]"):
-        load_pairs(DataArguments(source=str(tmp_path / "saved"), split="test[:2]"))
+    (tmp_path / "test" / "train").mkdir()
+    (tmp_path / "test" / "train" / "0.png").write_bytes(png())
+    with pytest.raises(ValueError, match=r"test/train/0.png is in the split test and in the split train"):
+        load_pairs(DataArguments(source=str(tmp_path), split="test"))
