@@ -4,21 +4,19 @@ import json
 import shutil
 
 import pytest
-import test_lineage
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from published_runs import all_files, card_of, change_weights, lineage_of, made, run, write_analysis, write_result
 
 from conversion import publish
-from conversion.publishing.card import render
 from conversion.publishing.lineage import WORLDS, Data, Lineage
 from data import symbols, worlds
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
 from evaluation.tasks import find_tasks
-from modeling_clip_moe import CLIPMoEConfig
-from records.provenance import Record, weights_fingerprint
+from records.provenance import Record
 
-made, run = test_lineage.made, test_lineage.run
+made, run  # noqa: B018, fixtures
 
 
 def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
@@ -32,8 +30,7 @@ def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
     evaluate_model("run/sparse", find_tasks([own]), "run/scores")
     monkeypatch.chdir(run)
     publish.main([str(folder.parent / "run" / "sparse"), "user/clip", "--dry-run", str(tmp_path / "out")])
-    texts = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
-    assert [file.name for file, text in texts.items() if b"secret" in text] == []
+    assert [file.name for file, text in all_files(tmp_path / "out").items() if b"secret" in text] == []
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "| retrieval, patients.parquet | R@1 image→text |" in card.text and ", split " not in card.text
     assert "all rows of patients.parquet, columns image and caption |" in card.text
@@ -43,18 +40,15 @@ def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
 
 
 def test_ordinary_names_look_as_before(run):
-    test_lineage.write_result(run, weights_fingerprint(str(run / "sparse")), title="zero-shot, unseen kinds")
-    text = test_lineage.card_of(Lineage.of(run / "sparse"), license="apache-2.0").text
+    write_result(run, title="zero-shot, unseen kinds")
+    text = card_of(lineage_of(run), license="apache-2.0").text
     assert "| zero-shot, unseen kinds | group score | 75.0 | 1200 | 1,200 pairs |" in text
     assert "| sparse | upcycle | preset clip_moe, model mean |" in text
 
 
 def test_a_card_tells_whether_the_experts_do_anything(run):
-    (run / "experts").mkdir()
-    weights = weights_fingerprint(str(run / "sparse"))
-    analysis = {"source": str(run / "sparse"), "weights": weights, "summary": test_lineage.SUMMARY}
-    (run / "experts" / "experts.json").write_text(json.dumps(analysis))
-    text = test_lineage.card_of(Lineage.of(run / "sparse")).text
+    write_analysis(run)
+    text = card_of(lineage_of(run)).text
     assert "Do the experts do anything?" in text
     page = MarkdownIt().enable("table").render(text)
     for measured, found in (
@@ -66,18 +60,15 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
         ("how alike the experts are", "CKA 0.500 (pairs: 0.250 to 0.875)"),
     ):
         assert f"<td>{measured}</td>\n<td>{found}</td>" in page
-    analysis["summary"] = {"collapse": []}
-    (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+    write_analysis(run, summary={"collapse": []})
     with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: it lacks entropy, most_"):
-        Lineage.of(run / "sparse")
-    test_lineage.change_weights(run / "sparse")
-    assert "Do the experts" not in test_lineage.card_of(Lineage.of(run / "sparse")).text
+        lineage_of(run)
+    change_weights(run)
+    assert "Do the experts" not in card_of(lineage_of(run)).text
 
 
-def told(lineage, text=None, vision=None, **options):
-    """The text of a card on a model of these towers."""
-    config = CLIPMoEConfig(text_config=text or {}, vision_config=vision or {})
-    return " ".join(ModelCard(str(render(config, lineage, "user/clip", None, None, **options))).text.split())
+def told(lineage, *towers):
+    return " ".join(card_of(lineage, *towers).text.split())
 
 
 OWN, SYMBOLS = (

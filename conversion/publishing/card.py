@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
@@ -30,46 +31,7 @@ TEXT_ENCODERS = {
 LLAVA_TOWER = (1024, 336, 14)
 # Of a stage, those that a card shows
 SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
-# By the preset of conversion.upcycle, or the type of the model
-CITATIONS = {
-    "clip_up": """@article{wang2025clipup,
-  title = {{CLIP-UP}: A Simple and Efficient Mixture-of-Experts {CLIP} Training Recipe with Sparse Upcycling},
-  author = {Wang, Xinze and Chen, Chen and Yang, Yinfei and Chen, Hong-You and Zhang, Bowen and Pal, Aditya and
-            Zhu, Xiangxin and Du, Xianzhi},
-  journal = {arXiv preprint arXiv:2502.00965},
-  year = {2025}
-}""",
-    "clip_moe": """@inproceedings{zhang2025clipmoe,
-  title = {{CLIP-MoE}: Towards Building Mixture of Experts for {CLIP} with Diversified Multiplet Upcycling},
-  author = {Zhang, Jihai and Qu, Xiaoye and Zhu, Tong and Cheng, Yu},
-  booktitle = {Proceedings of the 2025 Conference on Empirical Methods in Natural Language Processing},
-  pages = {5406--5419},
-  year = {2025}
-}""",
-    "clip_fmoe": """@inproceedings{tran2026clipfmoe,
-  title = {{CLIP-FMoE}: Scalable {CLIP} via Fused Mixture-of-Experts with Enforced Specialization},
-  author = {Tran, Luong and Nguyen, Lan-Cuong and Nguyen, Huynh Dang and Dat, Nguyen Cong and Le, Dung D. and
-            Nguyen, Van},
-  booktitle = {International Conference on Learning Representations},
-  url = {https://openreview.net/forum?id=RErUA45pI9},
-  year = {2026}
-}""",
-    "clip_mode": """@inproceedings{ma2024mode,
-  title = {{MoDE}: {CLIP} Data Experts via Clustering},
-  author = {Ma, Jiawei and Huang, Po-Yao and Xie, Saining and Li, Shang-Wen and Zettlemoyer, Luke and
-            Chang, Shih-Fu and Yih, Wen-Tau and Xu, Hu},
-  booktitle = {Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year = {2024}
-}""",
-    "clip": """@inproceedings{radford2021clip,
-  title = {Learning Transferable Visual Models From Natural Language Supervision},
-  author = {Radford, Alec and Kim, Jong Wook and Hallacy, Chris and Ramesh, Aditya and Goh, Gabriel and
-            Agarwal, Sandhini and Sastry, Girish and Askell, Amanda and Mishkin, Pamela and Clark, Jack and
-            Krueger, Gretchen and Sutskever, Ilya},
-  booktitle = {International Conference on Machine Learning},
-  year = {2021}
-}""",
-}
+CITATIONS = yaml.safe_load(TEMPLATE.with_name("citations.yaml").read_text(encoding="utf-8"))
 
 
 def render(

@@ -1,7 +1,8 @@
 """How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
 
+import itertools
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ class Lineage:
         bases, unknown = _bases(folder)
         recipe = _read_recipe(folder.parent / RECIPE)
         inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
-        local = {*inputs, str(recipe.get("output_dir")), *_sources_in_files(made.values())}
+        files = (_source(record) for record in made.values() if "files" in (record.data or {}))
+        local = {*inputs, str(recipe.get("output_dir")), *(name for name in files if name and not is_url(name))}
         local = local.union(*map(local_paths, {origin.parent for origin in made}))
         return cls(
             recipe=without_paths(recipe, local),
@@ -124,7 +126,7 @@ class Lineage:
 
     @property
     def hours(self) -> float:
-        """Of all finished attempts of all stages."""
+        """What all finished attempts took."""
         return sum(attempt.seconds or 0 for attempt in self._all_attempts) / 3600
 
     @property
@@ -148,9 +150,9 @@ class Lineage:
 def _measured(folder: Path) -> dict[str, Any]:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
     weights = weights_fingerprint(str(folder))
-    results, analyses = _results(folder, weights), _analyses(folder, weights)
+    results, analyses = _results(folder, weights), dict(_of_weights("*/experts.json", folder, weights))
     return {
-        "results": {name: _published(read_json(path) | {"source": folder.name}) for name, path in results.items()},
+        "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},
         "experts": [require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
         "pictures": _pictures({path.parent for path in (*results.values(), *analyses)}),
     }
@@ -165,8 +167,7 @@ def _published_record(record: Record, local: Collection[str]) -> Record:
 
 def _published(result: dict[str, Any]) -> dict[str, Any]:
     """A result without what is true on this machine alone."""
-    local = result.pop("local", [])
-    return without_paths(result, local)
+    return without_paths(result, result.pop("local", []))
 
 
 def local_paths(run: Path) -> list[str]:
@@ -183,7 +184,7 @@ def _name(origin: Path, run: Path) -> str:
 
 
 def _stages_before(folder: Path, inputs) -> dict[Path, None]:
-    """A stage's folder after those of the stages that it goes back to, as far as they are what it was made of."""
+    """The unchanged ancestors of a stage, oldest first, then the stage."""
     found: dict[Path, None] = {}
     for _, origin, is_known in inputs(folder):
         if is_known:
@@ -205,11 +206,11 @@ def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
 
 
 def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
-    """Those whose weights it goes on with: not what data were embedded or clustered by."""
+    """The inputs whose weights it goes on with: not what embedded or clustered its data."""
     inputs = list(_all_inputs(folder))
     stage = Record.read(folder).stage
     lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
-    references = [stage.get("model"), *(reference for some in lists for reference in some)]
+    references = [stage.get("model"), *itertools.chain(*lists)]
     return (part for part in inputs if part[0] in references)
 
 
@@ -223,14 +224,6 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
             elif not is_known:
                 unknown.add(start.name)
     return sorted(hub), sorted(unknown)
-
-
-def _sources_in_files(records: Iterable[Record]) -> Iterator[str]:
-    """The sources of data that were files on the machine that read them."""
-    for record in records:
-        source = _source(record)
-        if source is not None and "files" in (record.data or {}) and not is_url(source):
-            yield source
 
 
 def _source(record: Record) -> str | None:
@@ -269,28 +262,23 @@ def _data(settings: dict[str, Any], is_local: bool) -> Data:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-    recipe = read_yaml(text, str(path))
+    recipe = read_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is damaged: it holds no recipe")
     return recipe
 
 
-def _results(folder: Path, weights: str) -> dict[str, Path]:
-    """Name -> file of the results in a run that are of the weights in a folder as they are now.
+def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The results in a run, oldest first, that are of the weights in a folder as they are now.
 
-    Warns of those that only share its name. Of two that differ in nothing but their scores, the later one counts.
+    Warns of those that only share its name.
     """
-    found, others = {}, []
-    for path in sorted(folder.parent.glob("*/*--*.json"), key=lambda path: path.stat().st_mtime):
+    others = []
+    for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
         if result.get("weights") == weights:
-            _require_scores(result, path)
-            found[result["task"], result["protocol"], result["dtype"]] = path
-        elif _is_of(result, folder):
+            yield path, result
+        elif Path(str(result.get("source"))).name == folder.name:
             others.append(path.relative_to(folder.parent).as_posix())
     if others:
         print(
@@ -298,26 +286,19 @@ def _results(folder: Path, weights: str) -> dict[str, Path]:
             f"of which; measure again ({cut(others)})",
             file=sys.stderr,
         )
+
+
+def _results(folder: Path, weights: str) -> dict[str, Path]:
+    """Name -> file of the results in a run that are of these weights. Of two that differ in nothing but their scores,
+    the later one counts."""
+    found = {}
+    for path, result in _of_weights("*/*--*.json", folder, weights):
+        _require_scores(result, path)
+        found[result["task"], result["protocol"], result["dtype"]] = path
     results: dict[str, Path] = {}
     for path in sorted(found.values()):
         results[path.name if path.name not in results else f"{path.parent.name}--{path.name}"] = path
     return results
-
-
-def _analyses(folder: Path, weights: str) -> dict[Path, dict[str, Any]]:
-    """File -> content of the analyses of experts in a run that are of the weights in a folder. Warns as `_results`."""
-    found = {}
-    for path in sorted(folder.parent.glob("*/experts.json")):
-        analysis = read_record(path, dict)
-        if analysis.get("weights") == weights:
-            found[path] = analysis
-        elif _is_of(analysis, folder):
-            print(
-                f"warning: the analysis {path.parent.name} is left out: it is of other weights, or does not say of "
-                "which; delete it and run it again",
-                file=sys.stderr,
-            )
-    return found
 
 
 def _pictures(folders: set[Path]) -> dict[str, Path]:
@@ -326,21 +307,11 @@ def _pictures(folders: set[Path]) -> dict[str, Path]:
     return {path.name: path for path in pictures if path.is_file() and not path.is_symlink()}  # a link may be anything
 
 
-def _is_of(result: dict[str, Any], folder: Path) -> bool:
-    return Path(str(result.get("source"))).name == folder.name
-
-
 def _require_scores(result: dict[str, Any], path: Path) -> None:
     """Raises ValueError for what is no result that a card can tell."""
     require_result(result, str(path))
-    unknown = sorted(set(result["primary"]) - (set(result["metrics"]) & set(TASK_TYPES)))
-    if unknown:
-        raise ValueError(
-            f"{path} is of a task that cards do not know: its score is {', '.join(unknown)}, and they know "
-            f"{', '.join(TASK_TYPES)}"
-        )
+    if unknown := sorted(set(result["primary"]) - (set(result["metrics"]) & set(TASK_TYPES))):
+        raise ValueError(f"{path} is of a task that cards do not know: its score is {cut(unknown)}")
     for name, value in result["metrics"].items():
         if not 0 <= value <= 1:
-            raise ValueError(
-                f"{path}: the score {name} is {value!r:.60}, which is no share from 0 to 1: measure it again"
-            )
+            raise ValueError(f"{path}: the score {name} is {value!r:.60}, no share from 0 to 1: measure it again")

@@ -1,0 +1,119 @@
+"""A finished run on this machine, what may be changed of it, and the card that is made of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from conversion.publishing.card import render
+from conversion.publishing.lineage import Lineage
+from modeling_clip_moe import CLIPMoEConfig
+from records.provenance import weights_fingerprint
+from training.recipe import load_recipe
+from training.runner import run_recipe
+
+BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
+SCORE = 0.75
+# What an analysis says of experts
+SUMMARY = {
+    "collapse": [{"title": "retrieval, my_*photos*: R@1 image→text", "routed": 0.75, "mean": 0.5, "error": 0.0625}],
+    "entropy": {"mean": 1.5, "lowest": 1.25, "highest": 1.75},
+    "most_entropy": 2.0,
+    "agreement": {"mean": 0.5, "lowest": 0.25, "highest": 0.875},
+}
+
+
+def write_recipe(folder, stages):
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({"output_dir": str(folder), "stages": stages}))
+    return load_recipe(path)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    """A run in a folder that nobody else has to know, which goes on with a model of another one."""
+    private = tmp_path_factory.mktemp("made") / "private place"
+    private.mkdir()
+    first = run_recipe(write_recipe(private / "first", [{"name": "mean", "stage": "average", "models": [str(BASE)]}]))
+    upcycled = {"name": "sparse", "stage": "upcycle", "model": str(first / "mean"), "preset": "clip_moe"}
+    return run_recipe(write_recipe(private / "second", [upcycled]))
+
+
+@pytest.fixture
+def run(made, tmp_path) -> Path:
+    """A copy of it, for changes."""
+    return Path(shutil.copytree(made, tmp_path / "private place" / "second"))
+
+
+def weights_of(run):
+    return weights_fingerprint(str(run / "sparse"))
+
+
+def lineage_of(run):
+    return Lineage.of(run / "sparse")
+
+
+def change_json(path, **changes):
+    """Sets keys of a JSON file; of a dictionary in it, those that are given."""
+    content = json.loads(path.read_text())
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(content.get(key), dict)
+        content[key] = content[key] | value if both else value
+    path.write_text(json.dumps(content))
+
+
+def change_stage(run, **changes):
+    change_json(run / "sparse" / "manifest.json", stage=changes)
+
+
+def change_recipe(run, change):
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    change(recipe["stages"])
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def change_weights(run):
+    weights = load_file(run / "sparse" / "model.safetensors")
+    weights["visual_projection.weight"] += 1
+    save_file(weights, run / "sparse" / "model.safetensors", {"format": "pt"})
+
+
+def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **changes):
+    """A result of the run's model as it is now; a key that is None is left out."""
+    result = {
+        "model": "a",
+        "task": "symbols_pairs",
+        "title": "attribute pairs",
+        "protocol": "1,200 pairs",
+        "metrics": {"group": SCORE, "text": 0.8},
+        "num_samples": 1200,
+        "num_skipped": 0,
+        "primary": {"group": "group score"},
+        "source": str(run / "sparse"),
+        "weights": changes["weights"] if "weights" in changes else weights_of(run),
+        "dtype": "float32",
+        "commit": "abc",
+        "versions": {"torch": "2"},
+    } | changes
+    (run / stage).mkdir(exist_ok=True)
+    (run / stage / name).write_text(json.dumps({key: value for key, value in result.items() if value is not None}))
+
+
+def write_analysis(run, weights=None, summary=SUMMARY):
+    analysis = {"source": str(run / "sparse"), "weights": weights or weights_of(run), "summary": summary}
+    (run / "experts").mkdir(exist_ok=True)
+    (run / "experts" / "experts.json").write_text(json.dumps(analysis))
+
+
+def card_of(lineage, text=None, vision=None, **options):
+    """The card on a model of these towers, as it is read."""
+    config = CLIPMoEConfig(text_config=text or {}, vision_config=vision or {})
+    return ModelCard(str(render(config, lineage, "user/clip", **{"license": None, "base_model": None} | options)))
+
+
+def all_files(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
