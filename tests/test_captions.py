@@ -17,12 +17,11 @@ from transformers import CLIPModel
 from data import symbols
 from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
 from data.images import decode_image
-from data.pairs import caption_columns, load_pairs, with_image_root
+from data.pairs import caption_columns, load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
 from training.contrastive_task import ContrastiveTask
 from training.loader import PairLoader
-from training.stages.features import CaptionsStage
 from training.stages.train import TrainStage
 
 TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
@@ -87,10 +86,6 @@ def test_policies(built):
             assert len(tokenizer(packed)["input_ids"]) <= 26
     assert any("" in made for made in captions["caption"])  # two sentences do not make three combinations
     assert all(made[3] for made in captions["caption"])
-
-
-def test_captions_are_seeded(built):
-    rows, tokenizer, policies, captions = built
     again = build_captions(rows, policies, tokenizer, seed=0)
     other = build_captions(rows, policies, tokenizer, seed=1)
     assert list(again["caption"]) == list(captions["caption"]) != list(other["caption"])
@@ -116,20 +111,6 @@ def test_captions_of_files_below_a_folder(tmp_path):
     for row, expected in zip(loaded, symbol_rows, strict=True):
         assert row["caption"] == [expected["caption"], split_sentences(expected["caption"])[0]]
         assert np.array_equal(decode_image(row["image"]), expected["image"])
-
-
-def test_an_image_that_is_missing_stays_missing_below_a_folder():
-    images = [{"path": "x.png", "bytes": None}, None, {"path": None, "bytes": None}]
-    rows = datasets.Dataset.from_dict({"image": images, "caption": ["a", "b", "c"]})
-    rows = rows.cast_column("image", datasets.Image(decode=False))
-    rows = with_image_root(rows, DataArguments(source="x.parquet", image_root="images"))
-    assert [image and image["path"] for image in rows["image"]] == ["images/x.png", None, None]
-
-
-def test_policies_need_texts():
-    rows = datasets.Dataset.from_dict({"image": ["x.png"], "caption": [5]})
-    with pytest.raises(ValueError, match="its caption is no text but 5"):
-        build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
 
 
 def test_policies_leave_missing_captions_out():
@@ -179,12 +160,6 @@ def test_missing_captions_are_counted(caplog):
         PairLoader(rows, processor, arguments, 3, caption_weights=[1.0, 0.0])
 
 
-def test_a_missing_column():
-    arguments = DataArguments(source="symbols", captions="detailed", num_samples=4)
-    with pytest.raises(ValueError, match="has no column 'alt_text'; its columns are .*raw_caption"):
-        caption_columns(arguments, ["alt_text"])
-
-
 def test_columns_that_hold_no_texts(tmp_path):
     images = [Image.new("RGB", (8, 8))] * 2
     rows = {"photo": images, "number": [1, 2], "numbers": [[1], [2]], "none": [None, None], "text": ["a", None]}
@@ -196,15 +171,3 @@ def test_columns_that_hold_no_texts(tmp_path):
     found = caption_columns(source, ["text", "texts", "none"])
     assert sorted(found.column_names) == ["image", "none", "text", "texts"]
     assert found[0]["image"]["bytes"] and found[0]["texts"] == ["a", None]  # not decoded
-
-
-def test_captions_per_line_is_no_setting_of_a_captions_stage():
-    data = {"source": "x", "captions_per_line": True}
-    captions = [{"policy": "full", "column": "caption"}]
-    with pytest.raises(ValueError, match="data.captions_per_line: "):
-        CaptionsStage(name="texts", stage="captions", model="m", data=data, captions=captions)
-
-
-def test_what_a_policy_cannot_be():
-    with pytest.raises(ValueError, match="count and max_tokens are for packed captions, not for full"):
-        CaptionPolicy(policy="full", column="caption", count=2)

@@ -37,6 +37,7 @@ def test_a_learned_tokenizer_is_clip_s(tmp_path):
         assert (loaded.bos_token_id, loaded.eos_token_id) == (len(loaded) - 2, len(loaded) - 1)
         assert loaded.pad_token_id == loaded.eos_token_id
     assert 514 < len(tokenizer) <= 600
+    assert [len(learn_tokenizer(HARBOR_CAPTIONS, size, 12)) for size in (514, 540)] == [514, 540]
     # CLIP's own splitting and lower-casing, and any text whatever
     assert tokenizer.tokenize("HARBOUR the bicycle's") == ["harbour</w>", "the</w>", "bicycle</w>", "'s</w>"]
     for text in ("a café", "日本 🏄", "x%$§ 12"):
@@ -44,11 +45,6 @@ def test_a_learned_tokenizer_is_clip_s(tmp_path):
             text.replace(" ", "")
         )
     assert tokenizer("日本 🏄 ÿ", add_special_tokens=False)["input_ids"].count(tokenizer.unk_token_id) == 0
-
-
-def test_the_vocabulary_has_the_size_that_is_asked_for(tmp_path):
-    assert len(learn_tokenizer(HARBOR_CAPTIONS, vocab_size=540, max_length=12)) == 540
-    assert len(learn_tokenizer(HARBOR_CAPTIONS, vocab_size=514, max_length=12)) == 514
 
 
 def test_the_same_captions_give_the_same_bytes_in_every_process(tmp_path):
@@ -95,22 +91,18 @@ def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
         run(recipe, {"words.vocab_size": 530})
 
 
-def test_all_captions_of_an_image_are_learned_from(run, tmp_path):
-    data = saved_pairs(tmp_path / "pairs", [["", *HARBOR_CAPTIONS[:2]], ["", *HARBOR_CAPTIONS[2:]]])
-    output = run([{**WORDS, "data": data}])
-    one_each = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
-    assert AutoTokenizer.from_pretrained(output / "words").get_vocab() == one_each.get_vocab()
-
-
 def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, tmp_path):
-    rows = {"image": [b"no image"] * len(HARBOR_CAPTIONS), "caption": HARBOR_CAPTIONS}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
+    """All captions of an image are learned from."""
+    captions = [["", *HARBOR_CAPTIONS[:2]], ["", *HARBOR_CAPTIONS[2:]]]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [b"no image"] * 2, "caption": captions}), tmp_path / "x.parquet"
+    )
     words = {key: value for key, value in WORDS.items() if key != "max_length"}
-    data = {"source": str(tmp_path / "rows.parquet")}
-    output = run([{**words, "data": data}, {**DENSE, "tokenizer": "words"}])
+    output = run([{**words, "data": {"source": str(tmp_path / "x.parquet")}}, {**DENSE, "tokenizer": "words"}])
     tokenizer = AutoTokenizer.from_pretrained(output / "dense")
     assert tokenizer.model_max_length == DENSE["text_config"]["max_position_embeddings"] == 16
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(output / "words").get_vocab()
+    vocabulary = learn_tokenizer(HARBOR_CAPTIONS, 600, 16).get_vocab()
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(output / "words").get_vocab() == vocabulary
     assert len(tokenizer("harbour " * 99, truncation=True)["input_ids"]) == 16
 
 
