@@ -1,12 +1,10 @@
-"""Puts whole CLIPs into one `CLIPMoDEModel`, each in a folder of its own (MoDE).
+"""Puts whole CLIPs into one `CLIPMoDEModel`, each in a folder of its own (MoDE)."""
 
-    python -m conversion.assemble OUTPUT --experts FOLDER FOLDER ...
+if __name__ == "__main__":
+    from conversion.commands import assemble
 
-Without clusters all experts have the same weight. The assemble stage of a recipe adds the centers that tasks are routed
-by.
-"""
+    assemble.main()
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_
 from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
-from records.files import new_folder, one_line_errors
 
 # Where the repository keeps the encoder of the metadata
 ENCODER = "metadata_encoder"
@@ -88,23 +85,3 @@ def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
         expected[f"expert {number}: logits"] = model(**inputs).logits_per_image
         found[f"expert {number}: logits"] = mixture(**inputs, routing_weights=alone).logits_per_image
     return check_equal(expected, found)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.assemble",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoDEModel")
-    parser.add_argument(
-        "--experts", nargs="+", required=True, metavar="EXPERT", help="folders or hub names of dense or sparse CLIPs"
-    )
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.experts, folder)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,10 @@
-"""One CLIP whose parameters are the weighted means of those of several.
+"""One CLIP whose parameters are the weighted means of those of several."""
 
-    python -m conversion.average OUTPUT --models FOLDER FOLDER ...
-    python -m conversion.average OUTPUT --models BASE FINE_TUNED --weights 0.3 0.7
+if __name__ == "__main__":
+    from conversion.commands import average
 
-Equal weights give a start for fine-tuning (MoDE appendix D). Between a model and what fine-tuning made of it lies a
-line of models that trade what was learned against what was kept (WiSE-FT, https://arxiv.org/abs/2109.01903).
-"""
+    average.main()
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from transformers import CLIPConfig, CLIPModel
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from records.files import new_folder, one_line_errors
 
 
 def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
@@ -65,20 +61,3 @@ def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float
     require_same(sources)
     average(sources, weights).save_pretrained(folder)
     copy_processor(sources[0], folder)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.average", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the model")
-    parser.add_argument("--models", nargs="+", required=True, metavar="MODEL", help="folders or hub names")
-    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help="one a model, sum 1 (default: all alike)")
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.models, folder, args.weights)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

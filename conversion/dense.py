@@ -1,18 +1,10 @@
-"""Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert.
+"""Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert."""
 
-    python -m conversion.dense clip-moe-l14 expert-2 --expert 2
-    python -m conversion.dense clip-up-b16 expert-2 --expert 2 --scale experts/experts.json
+if __name__ == "__main__":
+    from conversion.commands import dense
 
-SOURCE is a folder or hub name of a `CLIPMoEModel`. `--expert base` takes the dense FFN that stays beside the experts
-in a model with fusion gates. Routers and fusion gates are left out, so right after upcycling every expert gives back
-the original model bit for bit (with `--scale 1`, where one is needed). Before OUTPUT appears, the saved model is loaded
-again and compared in float32 with the sparse model in which the chosen FFN has taken the place of all others.
+    dense.main()
 
-Where the weights of a token's experts do not sum to 1, as in CLIP-UP, the expert's last layer is multiplied by what
-they sum to in the mean, which `python -m evaluation.experts` measures and keeps in `experts.json`.
-"""
-
-import argparse
 import contextlib
 import math
 from collections.abc import Mapping
@@ -27,7 +19,7 @@ from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, kept_rules, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from records.files import new_folder, one_line_errors, read_json
+from records.files import read_json
 from records.provenance import weights_fingerprint
 
 BASE = "base"
@@ -167,36 +159,3 @@ def read_scale(value: str, source: str | Path) -> Scale:
     if weights != weights_fingerprint(str(source)):
         raise ValueError(f"{value} was made of another model than {source}, or of other weights")
     return scales
-
-
-def expert_argument(value: str) -> int | str:
-    """The type of an argument that names an expert."""
-    if value == BASE or value.isdecimal():
-        return value if value == BASE else int(value)
-    raise argparse.ArgumentTypeError(f"{value!r} is neither a number nor {BASE!r}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.dense", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIPMoEModel")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPModel")
-    parser.add_argument(
-        "--expert", type=expert_argument, required=True, metavar="I", help=f"number of the expert, from 0, or {BASE!r}"
-    )
-    parser.add_argument(
-        "--scale",
-        metavar="S",
-        help="where the weights of a token's experts do not sum to 1: what the expert's output is multiplied by, the "
-        "experts.json of evaluation.experts or a number",
-    )
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        scale = None if args.scale is None else read_scale(args.scale, args.source)
-        convert(args.source, folder, args.expert, scale)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,10 @@
-"""Puts a CLIP-MoE into a LLaVA of transformers, in place of its vision tower.
+"""Puts a CLIP-MoE into a LLaVA of transformers, in place of its vision tower."""
 
-    python -m conversion.llava llava-hf/llava-1.5-7b-hf clip-moe-l14-336 llava-moe
+if __name__ == "__main__":
+    from conversion.commands import llava
 
-LLAVA is a folder or hub name of a `LlavaForConditionalGeneration`, TOWER one of a `CLIPMoEModel` or a
-`CLIPMoEVisionModel`. The language model and the projector stay as they are: a tower upcycled from the CLIP that the
-LLaVA was trained with fits at once, any other one of the same width needs the projector trained again. Before OUTPUT
-appears, the saved model is loaded again: its image features must be the projected hidden states of the tower, and its
-language model must compute what it computed. No two LLaVAs are in memory at a time. To load the result,
-`import modeling_clip_moe` first.
-"""
+    llava.main()
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +38,7 @@ from conversion.processors import (
     require_fit,
 )
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
-from records.files import new_folder, one_line_errors, save
+from records.files import save
 from records.messages import what_is_meant
 
 IMAGE_TOKEN = "<image>"
@@ -292,20 +286,3 @@ def llava_processor(config: LlavaConfig, tokenizer: PreTrainedTokenizerBase, ima
         num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,
     )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.llava", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("llava", metavar="LLAVA", help="folder or hub name of a LlavaForConditionalGeneration")
-    parser.add_argument("tower", metavar="TOWER", help="folder or hub name of a CLIPMoEModel or CLIPMoEVisionModel")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the LLaVA")
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.llava, args.tower, folder)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,10 @@
-"""Stretches the text context of a CLIP, dense or sparse, as Long-CLIP does (https://arxiv.org/abs/2403.15378).
+"""Stretches the text context of a CLIP, dense or sparse, as Long-CLIP does (https://arxiv.org/abs/2403.15378)."""
 
-    python -m conversion.long_context openai/clip-vit-large-patch14 clip-l14-248 --length 248
+if __name__ == "__main__":
+    from conversion.commands import long_context
 
-A folder may also hold a text tower alone, with or without its projection, such as Stable Diffusion's text encoders.
-The first 20 rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
-later row and the next one, new rows are interpolated. Before OUTPUT appears, the saved model is loaded again and
-compared with the source on short texts, which it must embed alike.
-"""
+    long_context.main()
 
-import argparse
 import copy
 from pathlib import Path
 
@@ -20,7 +16,6 @@ from conversion.checkpoints import check_equal, load_clip, load_model, sample_in
 from conversion.folders import load_config
 from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
-from records.files import new_folder, one_line_errors
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"
@@ -103,25 +98,3 @@ def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSI
     lengthen(load(source), length, keep).save_pretrained(folder)
     copy_processor(source, folder, length=length)
     verify(source, folder, keep)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.long_context",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a CLIP or its text tower")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the longer model")
-    parser.add_argument("--length", type=int, required=True, help="text positions, such as 248 for a model of 77")
-    parser.add_argument(
-        "--keep", type=int, default=KEPT_POSITIONS, help=f"first positions that stay (default: {KEPT_POSITIONS})"
-    )
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        convert(args.source, folder, args.length, args.keep)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,10 @@
-r"""Converts OpenAI's original CLIP weights, and open_clip's of the same architecture, to transformers' `CLIPModel`.
+"""Converts OpenAI's original CLIP weights, and open_clip's of the same architecture, to transformers' `CLIPModel`."""
 
-    python -m conversion.openai ViT-L-14.pt clip-vit-large-patch14 --processor openai/clip-vit-large-patch14
+if __name__ == "__main__":
+    from conversion.commands import openai
 
-ARCHIVE is one of
-- the TorchScript archive that OpenAI publishes. Loading TorchScript can run code, so the file must be one of the
-  published ones (by its sha256), or come with `--trust-archive`;
-- a state dict saved with `torch.save`, also an open_clip training checkpoint (its "state_dict" entry), loaded with
-  `weights_only=True`;
-- a state dict in a `.safetensors` file.
+    openai.main()
 
-Weights are converted to float32. What the tensors do not say:
-- Activation. OpenAI's models use QuickGELU. open_clip's use the exact GELU, unless their name ends in `-quickgelu` or
-  they are OpenAI's: give `--activation gelu` for them. A wrong choice gives wrong embeddings and no error.
-- Heads. Both use a head width of 64; a model that does not needs `--vision-heads` and `--text-heads`.
-
-Texts are pooled at the highest token id, as in the original: that is what `eos_token_id=2` means to transformers, and
-what the weights published on the Hub say. Set it to the id of the end-of-text token before tokens are added.
-"""
-
-import argparse
 import math
 import re
 import sys
@@ -36,7 +22,7 @@ from conversion.checkpoints import check_equal, check_weights, load_model, load_
 from conversion.folders import loading
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
-from records.files import new_folder, one_line_errors
+from records.files import new_folder
 from records.messages import cut
 from records.provenance import file_digest
 
@@ -326,37 +312,24 @@ def verify(
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.openai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="TorchScript archive or state dict")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPModel")
-    parser.add_argument(
-        "--activation",
-        choices=["quick_gelu", "gelu"],
-        help="default: quick_gelu, with a warning if the file is not one of OpenAI's own",
-    )
-    parser.add_argument("--vision-heads", type=int, help="attention heads of the image encoder (default: width / 64)")
-    parser.add_argument("--text-heads", type=int, help="attention heads of the text encoder (default: width / 64)")
-    parser.add_argument("--processor", help="folder or hub name whose processor is saved with the model")
-    parser.add_argument(
-        "--trust-archive", action="store_true", help="load a TorchScript archive that OpenAI did not publish"
-    )
-    args = parser.parse_args(argv)
-    with one_line_errors(), new_folder(args.output) as folder:
-        state = read_state_dict(args.archive, args.trust_archive)
-        if args.activation is None and not all(key in state for key in SETTINGS):
+def write_model(
+    archive: Path,
+    output: Path,
+    activation: str | None = None,
+    vision_heads: int | None = None,
+    text_heads: int | None = None,
+    processor: str | None = None,
+    trust_archive: bool = False,
+) -> None:
+    """Write an archive as a new folder, and verify it. Raises as `read_state_dict` and `convert` do."""
+    with new_folder(output) as folder:
+        state = read_state_dict(archive, trust_archive)
+        if activation is None and not all(key in state for key in SETTINGS):
             print(
                 "warning: the file does not say which activation the model was trained with: took OpenAI's "
                 "quick_gelu; models trained with open_clip need --activation gelu unless named -quickgelu",
                 file=sys.stderr,
             )
-        model = convert(state, args.activation or "quick_gelu", args.vision_heads, args.text_heads)
-        write(model, folder, args.processor, args.archive)
+        model = convert(state, activation or "quick_gelu", vision_heads, text_heads)
+        write(model, folder, processor, archive)
         verify(state, load_model(CLIPModel, folder))
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

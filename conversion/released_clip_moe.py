@@ -1,17 +1,10 @@
-"""Converts the checkpoints that CLIP-MoE's authors released, and back (https://arxiv.org/abs/2409.19291).
+"""Converts the checkpoints that CLIP-MoE's authors released, and back (https://arxiv.org/abs/2409.19291)."""
 
-    python -m conversion.released_clip_moe clip-moe-4-2-sharegpt4v.pt OUTPUT --processor openai/clip-vit-large-patch14
-    python -m conversion.released_clip_moe FOLDER checkpoint.pt --reverse
+if __name__ == "__main__":
+    from conversion.commands import released_clip_moe
 
-CHECKPOINT is a state dict (`torch.save`, read with `weights_only=True`, or `.safetensors`) in OpenAI's naming in which
-a sparse block has `experts.J.c_fc`, `experts.J.c_proj` and `gate` where a dense one has `mlp` (in or outside of a
-module of that name). Texts have 248 positions: the first 20 rows of their table are those of `positional_embedding`,
-the others those of `positional_embedding_res`. Which layers are sparse and how many experts they have follows from the
-tensors; how many experts compute a token does not (`--num-experts-per-tok`, 2 in what was released). Before OUTPUT
-appears, what was written is read again and compared with the source.
-"""
+    released_clip_moe.main()
 
-import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +36,7 @@ from conversion.openai import verify as verify_archive
 from conversion.presets import PRESETS
 from conversion.rules import Rule, apply_rules, renaming
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
-from records.files import locked, new_file, new_folder, one_line_errors, writing
+from records.files import locked, new_file, new_folder, writing
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 # The stacked tensors of our experts, and the names of one expert's in a checkpoint
@@ -182,32 +175,6 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]
     return verify_archive(state | {"positional_embedding": table}, model, mixture_ffn)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.released_clip_moe",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", metavar="CHECKPOINT", help="checkpoint; with --reverse, folder of a CLIPMoEModel")
-    parser.add_argument(
-        "output", type=Path, metavar="OUTPUT", help="new folder; with --reverse, new .pt or .safetensors file"
-    )
-    parser.add_argument("--reverse", action="store_true", help="from a CLIPMoEModel to the authors' layout")
-    parser.add_argument(
-        "--num-experts-per-tok", type=int, default=2, help="experts that compute each token, K (default: 2)"
-    )
-    parser.add_argument("--processor", help="folder or hub name whose processor is saved with the model")
-    args = parser.parse_args(argv)
-    if args.reverse and args.processor is not None:
-        parser.error("a checkpoint holds no processor: --processor is not for --reverse")
-    with one_line_errors():
-        if args.reverse:
-            write_checkpoint(args.source, args.output)
-        else:
-            write_model(Path(args.source), args.output, args.num_experts_per_tok, args.processor)
-    print(f"wrote {args.output}")
-
-
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes a released checkpoint as a new folder, and verifies it."""
     with new_folder(output) as folder:
@@ -232,7 +199,3 @@ def write_checkpoint(source: str, output: Path) -> None:
                 with partial.open("wb") as file:  # torch's own writer does not say what went wrong
                     torch.save(state, file)
         verify(read_state_dict(partial), model.float())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,10 @@
-"""Makes one CLIP-MoE of a CLIP and the experts trained from it.
+"""Makes one CLIP-MoE of a CLIP and the experts trained from it."""
 
-    python -m conversion.unify BASE OUTPUT --experts EXPERT [EXPERT ...]
+if __name__ == "__main__":
+    from conversion.commands import unify
 
-CLIP-MoE (Diversified Multiplet Upcycling, https://arxiv.org/abs/2409.19291, section 4): BASE and every EXPERT are
-folders or hub names of `CLIPModel`s that differ in the FFNs alone. The FFNs of BASE become expert 0 and those of the
-others experts 1, 2, ... of the sparse layers; routers are new.
+    unify.main()
 
-CLIP-FMoE (section 4.3): BASE and every EXPERT are `CLIPMoEModel`s with one expert and a fusion gate. The experts are
-stacked and their gates averaged, the FFNs of BASE stay beside them; routers are new.
-
-Before OUTPUT appears, the saved model is loaded again, and with every token sent through expert i it is compared with
-the i-th model in float32 (fusion gates closed).
-"""
-
-import argparse
 import dataclasses
 import functools
 import re
@@ -26,13 +17,11 @@ from transformers import CLIPConfig, CLIPModel
 
 from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
-from conversion.folders import load_config
-from conversion.presets import LAYERS, PRESETS, TOWERS, Preset, changed_preset, read_sparse_layers
+from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_config, sparse_ffns
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from records.files import new_folder, one_line_errors
 from records.messages import cut
 
 # Of a sparse FFN with one expert, what stage 1 of CLIP-FMoE may train: a regular expression
@@ -224,41 +213,3 @@ def convert(
     unify(start, models, preset, towers, seed, base_expert).save_pretrained(folder)
     copy_processor(base, folder)
     verify(base, experts, folder)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.unify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("base", metavar="BASE", help="folder or hub name of what the experts were trained from")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoEModel")
-    parser.add_argument("--experts", nargs="+", required=True, metavar="EXPERT", help="experts 1, 2, ...")
-    parser.add_argument("--num-experts-per-tok", type=int, default=2, help="experts that compute each token, K")
-    parser.add_argument(
-        "--towers",
-        nargs="+",
-        choices=TOWERS,
-        default=TOWERS,
-        help="towers to make sparse (default: both); of dense models only",
-    )
-    parser.add_argument(
-        "--sparse-layers",
-        nargs="+",
-        metavar="LAYERS",
-        help=f"{', '.join(LAYERS)} (default: all), or layers from 0 such as 1,3; of each tower as in text=1,3 "
-        "vision=5,7; of dense models only",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the routers (default: 0)")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        if args.sparse_layers is not None and is_sparse(load_config(args.base)):
-            raise ValueError(f"--sparse-layers: {args.base} is sparse already, which settles its sparse layers")
-        layers = read_sparse_layers(args.sparse_layers or ["all"])
-        changes = {"num_experts_per_tok": args.num_experts_per_tok, "sparse_layers": layers}
-        with new_folder(args.output) as folder:
-            convert(args.base, args.experts, folder, changed_preset("clip_moe", changes), args.towers, args.seed)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()

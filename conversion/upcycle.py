@@ -1,19 +1,10 @@
-"""Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs.
+"""Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs."""
 
-    python -m conversion.upcycle openai/clip-vit-base-patch16 clip-up-b16 --preset clip_up
+if __name__ == "__main__":
+    from conversion.commands import upcycle
 
-SOURCE is a folder or hub name of a `CLIPModel`, or of a `CLIPMoEModel` without sparse layers, as a dense CLIP with one
-encoder for images and texts is saved. Experts are copies of the dense FFN (Komatsuzaki et al., 2023,
-https://arxiv.org/abs/2212.05055), routers and fusion gates are new, all else is kept. Before OUTPUT appears, the saved
-model is loaded again and compared with the source in float32: where routing weights sum to 1, equal experts compute
-the dense FFN, so the two agree up to rounding. Where they do not (`--no-norm-topk-prob`, as in the preset clip_up),
-the comparison alone is made with renormalized weights.
+    upcycle.main()
 
-CLIP-FMoE's baseline of five experts without fusion gate:
-    --preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate
-"""
-
-import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,19 +18,14 @@ from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
 
 from conversion.checkpoints import architecture, check_equal, load_dense, load_model, model_outputs, sample_inputs
 from conversion.presets import (
-    LAYERS,
-    PRESETS,
     TOWERS,
     Preset,
-    changed_preset,
-    read_sparse_layers,
     require_towers,
     sparse_layers,
 )
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
-from records.files import new_folder, one_line_errors
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
 FFN_TO_EXPERTS = {
@@ -239,51 +225,8 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
     return check_equal(expected, found)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m conversion.upcycle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", metavar="SOURCE", help="folder or hub name of a dense CLIP")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the CLIPMoEModel")
-    parser.add_argument("--preset", choices=PRESETS, required=True, help="the paper whose architecture to build")
-    parser.add_argument(
-        "--towers", nargs="+", choices=TOWERS, default=TOWERS, help="towers to make sparse (default: both)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of routers and fusion gates (default: 0)")
-    changes = parser.add_argument_group("changes to the preset")
-    changes.add_argument(
-        "--sparse-layers",
-        nargs="+",
-        metavar="LAYERS",
-        help=f"{', '.join(LAYERS)}, or layers from 0 such as 1,3; of each tower as in text=1,3 vision=5,7",
-    )
-    changes.add_argument("--num-experts", type=int, help="experts per sparse layer, E")
-    changes.add_argument("--num-experts-per-tok", type=int, help="experts that compute each token, K")
-    changes.add_argument(
-        "--norm-topk-prob",
-        action=argparse.BooleanOptionalAction,
-        help="whether a token's K weights are made to sum to 1",
-    )
-    changes.add_argument(
-        "--fusion-gate", action=argparse.BooleanOptionalAction, help="whether to keep the dense FFN beside the experts"
-    )
-    changes.add_argument(
-        "--capacity-factor", type=float, help="C: an expert takes at most T / E * C tokens in training"
-    )
-    args = parser.parse_args(argv)
-    given = {
-        field.name: value for field in dataclasses.fields(Preset) if (value := vars(args).get(field.name)) is not None
-    }
-    with one_line_errors():
-        if args.sparse_layers is not None:
-            given["sparse_layers"] = read_sparse_layers(args.sparse_layers)
-        preset = changed_preset(args.preset, given)
-        with new_folder(args.output) as folder:
-            upcycle(load_dense(args.source), preset, args.towers, args.seed).save_pretrained(folder)
-            copy_processor(args.source, folder)
-            verify(args.source, folder)
-    print(f"wrote {args.output}")
-
-
-if __name__ == "__main__":
-    main()
+def convert(source: str | Path, folder: Path, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> None:
+    """Save a dense CLIP as a sparse one, with its processor, and verify it. Raises as `upcycle` does."""
+    upcycle(load_dense(source), preset, towers, seed).save_pretrained(folder)
+    copy_processor(source, folder)
+    verify(source, folder)

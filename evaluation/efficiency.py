@@ -1,20 +1,10 @@
-"""What models cost, dense beside sparse: parameters, multiply-adds, speed and memory.
+"""What models cost, dense beside sparse: parameters, multiply-adds, speed and memory."""
 
-    python -m evaluation.efficiency training/symbol_clip runs/clip_moe_demo/clip_moe --output-dir runs/efficiency
-    python -m evaluation.efficiency ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
+if __name__ == "__main__":
+    from evaluation.commands import efficiency
 
-MODEL is a folder or hub name, or an architecture at a paper's size: ViT-B/32, ViT-B/16 or ViT-L/14, alone or with
-:clip_up, :clip_moe, :clip_fmoe, or :5_experts, which is CLIP-FMoE's baseline. Parameters and multiply-adds are counted
-without computing anything. Where there are weights, speed and memory are measured, too: in rounds, in each of which all
-models have their turn. In brackets: the ratio to the first model, or to --baseline. With --captions, the number of
-different captions that there are to remember, the page tells whether that is much for the models. The papers' tables:
+    efficiency.main()
 
-    CLIP-UP, Table 2         ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
-    CLIP-MoE, section 5.4    ViT-L/14 ViT-L/14:clip_moe
-    CLIP-FMoE, Table 5       ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
-"""
-
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +18,8 @@ from conversion.folders import has_file, load_config, loading
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page import require_free_page, write_page
-from evaluation.results import named_folder
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from modeling_clip_moe import CLIPMoEConfig
-from records.files import one_line_errors
 from records.markdown import escape, markdown_table
 from records.messages import did_you_mean
 from records.provenance import environment, weights_fingerprint
@@ -209,34 +197,3 @@ def _number(value: float) -> str:
     return (
         "" if value == 0 else f"{value:,.0f}" if value >= 10_000 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
     )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m evaluation.efficiency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder, hub name, or as above")
-    parser.add_argument("--baseline", help="the model of the ratios (default: the first)")
-    parser.add_argument("--captions", type=int, metavar="N", help="different captions that there are to remember")
-    parser.add_argument("--output-dir", type=named_folder, help="gets efficiency.md and efficiency.json")
-    parser.add_argument("--batch-size", type=int, default=32, help="images or texts at a time (default: 32)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", help="default: the accelerator, if there is one")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        page = compare_models(
-            args.models,
-            baseline=args.baseline,
-            captions=args.captions,
-            output_dir=args.output_dir,
-            batch_size=args.batch_size,
-            dtype=getattr(torch, args.dtype),
-            device=args.device,
-        )
-    print(page)
-
-
-if __name__ == "__main__":
-    main()

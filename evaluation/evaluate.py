@@ -1,17 +1,14 @@
-"""Measure a model.
+"""Measure a model."""
 
-    python -m evaluation.evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot --output-dir scores
-    python -m evaluation.evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
-    python -m evaluation.evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
+if __name__ == "__main__":
+    import sys
 
-Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings. A command that was
-interrupted goes on where it stopped. Several processes share the work:
+    from evaluation.commands import evaluate
+    from records.processes import launch_cpu_processes
 
-    accelerate launch -m evaluation.evaluate --model FOLDER ...
-"""
+    launch_cpu_processes("evaluation.evaluate", ["-m", "evaluation.evaluate", *sys.argv[1:]])
+    evaluate.main()
 
-import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,22 +19,14 @@ from accelerate.utils import set_seed
 
 from conversion.folders import load_config
 from evaluation.embedder import usable_device
-from evaluation.ensemble import CHANGES, is_mixture, open_model
+from evaluation.ensemble import open_model
 from evaluation.measures import measure
-from evaluation.processes import (
-    first_failure_speaks,
-    joined_processes,
-    launch_cpu_processes,
-    silence_other_processes,
-)
-from evaluation.results import named_folder, require_free, task_name, write_result
+from evaluation.results import require_free, task_name, write_result
 from evaluation.task import Task
-from evaluation.tasks import TASKS_HELP, add_data_options, find_tasks, parse_tasks, wanted_tasks
 from modeling_clip_moe import CLIPMoDEConfig
-from records.files import one_line_errors, output_folder
+from records.files import output_folder
 from records.local_names import paths_here
 from records.provenance import environment, model_fingerprint, weights_fingerprint
-from records.yaml_files import read_yaml
 
 GO_ON = "run the same command again to go on where it stopped"
 
@@ -112,73 +101,9 @@ def _depends_on_batch(model: str | Path) -> bool:
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)
 
 
-def _change(text: str) -> tuple[str, Any]:
-    """The type of an argument NAME=VALUE, whose value is read as that of a recipe."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
-    try:
-        return name, read_yaml(value, name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(" ".join(str(error).split())) from error
-
-
 def _model_name(model: str | Path, name: str | None) -> str:
     if name is None:
         name = (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
     if not name.strip():
         raise ValueError(f"a model needs a name, not {name!r}")
     return name
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m evaluation.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", required=True, help="folder or hub name of a CLIPModel, CLIPMoEModel or CLIPMoDEModel"
-    )
-    parser.add_argument("--tasks", required=True, nargs="+", help=TASKS_HELP)
-    parser.add_argument("--output-dir", required=True, type=named_folder)
-    parser.add_argument("--name", help="what reports call the model (default: its folder's name)")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument(
-        "--change",
-        nargs="+",
-        type=_change,
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"of a mixture, in place of its own configuration: {', '.join(CHANGES)}",
-    )
-    parser.add_argument("--device", help="default: the accelerator, if there is one")
-    parser.add_argument(
-        "--num-workers", type=int, help="that read images (default: none for a few small ones, else up to 8)"
-    )
-    add_data_options(parser)
-    args = parser.parse_args(argv)
-    silence_other_processes()
-    with one_line_errors(GO_ON), first_failure_speaks():
-        state = joined_processes(args.device)
-        wanted = wanted_tasks(parse_tasks(" ".join(args.tasks)), args)
-        is_mixture(args.model)  # raises before any data are read
-        results = evaluate_model(
-            args.model,
-            find_tasks(wanted, args.data_root, args.num_workers, args.test_seed),
-            args.output_dir,
-            name=args.name,
-            batch_size=args.batch_size,
-            device=args.device if state is None else state.device,
-            dtype=getattr(torch, args.dtype),
-            changes=dict(args.change),
-            num_workers=args.num_workers,
-            state=state,
-        )
-    for result in results if state is None or state.is_main_process else []:
-        numbers = ", ".join(f"{metric} {value:.1%}" for metric, value in result["metrics"].items())
-        print(f"{result['task']} ({result['num_samples']} samples, {result['num_skipped']} skipped): {numbers}")
-
-
-if __name__ == "__main__":
-    launch_cpu_processes("evaluation.evaluate", ["-m", "evaluation.evaluate", *sys.argv[1:]])
-    main()

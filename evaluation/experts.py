@@ -1,31 +1,10 @@
-"""What each expert of a sparse model knows, and which tokens it gets.
+"""What each expert of a sparse model knows, and which tokens it gets."""
 
-    python -m evaluation.experts --model runs/clip_moe_demo/clip_moe --tasks symbols_pairs --output-dir experts
+if __name__ == "__main__":
+    from evaluation.commands import experts
 
-Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
-layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside it
-stand the entropy of the routers, in bits, and how alike the experts are.
+    experts.main()
 
-Then every task is measured with all tokens sent through one expert, for every expert (CLIP-MoE Table 1, CLIP-FMoE
-Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
-weight that the experts of a token have together in the routed model.
-
-OUTPUT_DIR gets the page `experts.md`, `experts.html`, the same as `experts.json`, and pictures:
-
-    routing.png         the share of the tokens per expert and layer (CLIP-MoE Figure 3, CLIP-UP Figures 9 and 10)
-    agreement.png       whether experts embed alike: linear CKA of the embeddings of each expert alone
-    expert_words.png    which words each expert of one layer computes more often than by chance
-    patches.png         the expert of every patch of some images, in one layer
-    expert_patches.png  the patches that each expert is surest to get, in that layer (CLIP-UP Figure 11)
-    dropped.png         the patches that capacity drops, with each of some capacity factors (CLIP-UP Figure 7)
-    expert.png          with --expert: all that one expert computes of some images, large (CLIP-UP Figure 11)
-
-Shares, entropies and gates are given over all tokens, and at the tokens that reach the output, which are class tokens
-and end tokens. Where the weights do not sum to 1, `experts.json` also has the scales that `python -m conversion.dense
---scale` takes.
-"""
-
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +33,6 @@ from evaluation.preferences import (
     word_shares,
     word_text,
 )
-from evaluation.results import named_folder
 from evaluation.routing import TOWERS, averaged_experts, chosen_experts, count_tokens
 from evaluation.routing_pictures import (
     draw_agreement,
@@ -65,9 +43,8 @@ from evaluation.routing_pictures import (
     draw_shares,
     draw_words,
 )
-from evaluation.tasks import TASKS_HELP, Task, add_data_options, find_tasks, loaded_once, parse_tasks, wanted_tasks
+from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEModel
-from records.files import one_line_errors
 from records.provenance import environment, weights_fingerprint
 
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
@@ -323,48 +300,3 @@ def _require_texts(tasks: Mapping[str, Task], model: CLIPMoEModel) -> None:
             f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
             "retrieval"
         )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m evaluation.experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder or hub name of a CLIPMoEModel")
-    parser.add_argument("--tasks", required=True, nargs="+", help=TASKS_HELP)
-    parser.add_argument("--output-dir", required=True, type=named_folder)
-    parser.add_argument(
-        "--num-experts-per-tok", type=int, nargs="+", default=[], metavar="K", help="other numbers of experts a token"
-    )
-    parser.add_argument("--text-layer", type=int, metavar="N", help="whose words are drawn (default: the last sparse)")
-    parser.add_argument("--vision-layer", type=int, metavar="N", help="whose patches are drawn")
-    parser.add_argument("--expert", type=int, metavar="N", help="draw this one large, too")
-    parser.add_argument(
-        "--capacity-factors",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="C",
-        help="draw the patches that they drop (default: that of the vision tower in training and twice that)",
-    )
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", help="default: the accelerator, if there is one")
-    add_data_options(parser)
-    args = parser.parse_args(argv)
-    layers = {"text": args.text_layer, "vision": args.vision_layer}
-    with one_line_errors():
-        beginning = analyze_experts(
-            args.model,
-            find_tasks(wanted_tasks(parse_tasks(" ".join(args.tasks)), args), args.data_root, seed=args.test_seed),
-            args.output_dir,
-            num_experts_per_tok=args.num_experts_per_tok,
-            layers={tower: layer for tower, layer in layers.items() if layer is not None},
-            capacity_factors=args.capacity_factors,
-            expert=args.expert,
-            batch_size=args.batch_size,
-            device=args.device,
-        )
-    print(beginning)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,52 +1,10 @@
-"""Several processes that speak as one: what they say appears once, and so does what ends them."""
+"""Several processes that share the work of an evaluation."""
 
-import argparse
-import contextlib
-import logging
 import os
-import signal
-import sys
-import time
-import warnings
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-import psutil
 import torch
 from accelerate import PartialState
-
-# Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
-# the launcher ends all
-PATIENCE = 15
-
-
-def silence_other_processes() -> None:
-    """Warnings, notes and progress bars come from the first process alone."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        return
-    from datasets.utils.logging import disable_progress_bar
-    from transformers.utils import logging as transformers_logging
-
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-
-
-@contextlib.contextmanager
-def first_failure_speaks() -> Iterator[None]:
-    """Of several processes that fail, one alone says why: the first process, or the one that failed first.
-
-    The others wait to be ended by the launcher, which ends all when one has. So does a process that only lost the
-    connection to another: it fails with a RuntimeError.
-    """
-    try:
-        yield
-    except Exception as error:
-        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-        if not alone and (int(os.environ.get("RANK", 0)) > 0 or isinstance(error, RuntimeError)):
-            time.sleep(PATIENCE)
-        raise
 
 
 def joined_processes(device: str | None = None) -> PartialState | None:
@@ -62,65 +20,3 @@ def joined_processes(device: str | None = None) -> PartialState | None:
     use_cpu = device == "cpu" or not torch.accelerator.is_available()
     # One process may have kept all that it has to embed, and waits for another one that has not
     return PartialState(cpu=use_cpu, timeout=timedelta(days=1))
-
-
-def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
-    """Start the processes that `accelerate launch --cpu --num_processes N` asks for, on one machine or several.
-
-    Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
-    line and the file of its `--config_file` do: this function reads them and hands over to torchrun, which is what
-    Accelerate itself uses for GPUs.
-
-    Args:
-        name: how the script or module ends by whose name the launcher was asked to start this program.
-        command: what torchrun is to start, with its arguments.
-    """
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
-        return
-    by = psutil.Process().parent().cmdline()
-    launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
-    asked = _asked_of_accelerate(by[:launched])
-    if asked.num_processes % asked.num_machines:
-        sys.exit(
-            f"error: --num_processes {asked.num_processes} cannot be shared by {asked.num_machines} machines: it is "
-            "the number of all processes, as many on each machine"
-        )
-    if asked.num_processes == 1:
-        return
-    where = ["--standalone"]
-    if asked.num_machines > 1:
-        where = ["--nnodes", str(asked.num_machines), "--node_rank", str(asked.machine_rank)]
-        where += ["--master_addr", asked.main_process_ip, "--master_port", str(asked.main_process_port)]
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    # What it logs of processes that fail: they have said it
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        torchrun([*where, "--nproc_per_node", str(asked.num_processes // asked.num_machines), *command])
-    except ChildFailedError as error:
-        sys.exit(next(iter(error.failures.values())).exitcode)
-    except (KeyboardInterrupt, SignalException) as error:  # the processes have got it, too, and said so
-        sys.exit(128 + getattr(error, "sigval", signal.SIGINT))
-    sys.exit(0)
-
-
-def _asked_of_accelerate(command: Sequence[str]) -> argparse.Namespace:
-    """Where Accelerate's launcher was told to start processes, by its options or by its configuration file."""
-    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    launcher.add_argument("--config_file", "--config-file")
-    launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    launcher.add_argument("--num_machines", "--num-machines", type=int, default=1)
-    launcher.add_argument("--machine_rank", "--machine-rank", type=int, default=0)
-    launcher.add_argument("--main_process_ip", "--main-process-ip")
-    launcher.add_argument("--main_process_port", "--main-process-port", type=int)
-    asked, _ = launcher.parse_known_args(command)
-    if asked.config_file is not None:
-        from accelerate.commands.config.config_args import load_config_from_file
-
-        configured = vars(load_config_from_file(asked.config_file))
-        known = {name: value for name, value in configured.items() if name in asked and value is not None}
-        launcher.set_defaults(**known)
-        asked, _ = launcher.parse_known_args(command)
-    return asked

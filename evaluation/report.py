@@ -1,9 +1,10 @@
-"""Results side by side: tables as markdown and as one HTML page, and a chart.
+"""Results side by side: tables as markdown and as one HTML page, and a chart."""
 
-python -m evaluation.report scores/*.json --output-dir scores
-"""
+if __name__ == "__main__":
+    from evaluation.commands import report
 
-import argparse
+    report.main()
+
 import math
 import re
 from collections import Counter
@@ -16,9 +17,7 @@ import numpy as np
 from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, sampling_error
 from evaluation.page import write_page
-from evaluation.results import named_folder
 from evaluation.task import INFORMATION
-from records.files import one_line_errors
 from records.markdown import escape, item, markdown_table, one_line
 from records.result_schema import TextCounts, read_result, require_result
 
@@ -269,19 +268,3 @@ def draw_scores(
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=names_a_line, frameon=False)
     figure.tight_layout()
     save(figure, path)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m evaluation.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files that evaluation.evaluate wrote")
-    parser.add_argument("--output-dir", required=True, type=named_folder)
-    parser.add_argument("--baseline", help="model to compare the others with")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        print(write_report(args.results, args.output_dir, args.baseline))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,11 @@
 """What models are measured on: built-in tasks, benchmarks, and tasks made of any dataset's columns."""
 
-import argparse
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Discriminator, Tag, ValidationError
 
@@ -27,7 +25,6 @@ TASKS = icon_tasks() | name_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
-TASKS_HELP = f"{', '.join(TASKS)}; with --dataset: {', '.join(OWN_TASKS)}; {MORE}"
 # What a list of tasks may hold: names, and tasks on own data
 Wanted = Annotated[
     Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
@@ -42,11 +39,6 @@ def loaded_once(tasks: Mapping[str, Task]) -> dict[str, Task]:
         name: dataclasses.replace(task, load=cache(task.load), load_train=task.load_train and cache(task.load_train))
         for name, task in tasks.items()
     }
-
-
-def parse_tasks(text: str) -> list[str]:
-    """The names of a command line, between commas or spaces."""
-    return re.split(r"\s*,\s*|\s+", text.strip())
 
 
 def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str]:
@@ -167,50 +159,19 @@ def missing_data(source: str) -> str:
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
 
 
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that `wanted_tasks` reads."""
-    parser.add_argument(
-        "--data-root",
-        help="folder with copies of benchmarks, DATA_ROOT/NAME; those that are not there come from the Hub",
-    )
-    parser.add_argument("--test-seed", type=int, default=0, help="of the pictures of tasks on built-in worlds")
-    columns = parser.add_argument_group(f"any dataset: the tasks {', '.join(OWN_TASKS)}")
-    columns.add_argument("--dataset", help="whatever a recipe's data.source may be")
-    columns.add_argument("--split", default="test")
-    columns.add_argument("--train-split", default="train", help="for linear_probe")
-    columns.add_argument("--num-samples", type=int)
-    columns.add_argument("--image-column", default="image", help="for pairs, the columns IMAGE_COLUMN_0 and _1")
-    columns.add_argument("--image-root")
-    columns.add_argument(
-        "--caption-column",
-        default="caption",
-        help="texts or lists of texts, for retrieval; for pairs, the columns CAPTION_COLUMN_0 and _1",
-    )
-    columns.add_argument(
-        "--captions-per-line", action="store_true", help="each line of a text is a caption, as CLIP_benchmark's shards"
-    )
-    columns.add_argument(
-        "--label-column", default="label", help="for zero_shot and linear_probe; for pairs, what differs in each"
-    )
-    columns.add_argument("--classes", help="file with a class's name on each line, for zero_shot and linear_probe")
-    columns.add_argument(
-        "--templates", nargs="+", default=["a photo of a {}."], help="for zero_shot; or one file of them, one a line"
-    )
+def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
+    """The names, in which tasks on own data are replaced by their settings.
 
-
-def wanted_tasks(names: Sequence[str], options: argparse.Namespace) -> list[Wanted]:
-    """The names, in which tasks on own data are replaced by what the options say of them.
+    Args:
+        own: fields of `OwnTask`, but for its task.
 
     Raises:
-        ValueError: a name is unknown, a task has no dataset, or the options contradict each other.
+        ValueError: a name is unknown, a task has no dataset, or the settings contradict each other.
     """
     require_tasks(names, OWN_TASKS)
-    settings = {
-        field.name: getattr(options, field.name) for field in dataclasses.fields(OwnTask) if field.name != "task"
-    }
-    if not options.dataset and set(names) & set(OWN_TASKS):
+    if not own["dataset"] and set(names) & set(OWN_TASKS):
         raise ValueError(f"the task {next(name for name in names if name in OWN_TASKS)} needs --dataset")
     try:
-        return [OwnTask(task=name, **settings) if name in OWN_TASKS else name for name in names]
+        return [OwnTask(task=name, **own) if name in OWN_TASKS else name for name in names]
     except ValidationError as error:
-        raise ValueError(f"--dataset {options.dataset}: {in_one_line(error)}") from None
+        raise ValueError(f"--dataset {own['dataset']}: {in_one_line(error)}") from None

@@ -1,131 +1,22 @@
-"""Files that appear whole or not at all, folders with one writer at a time, and commands that end in one line."""
+"""Files that appear whole or not at all, and folders with one writer at a time."""
 
 import contextlib
 import json
-import logging
 import os
 import shutil
-import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from filelock import FileLock, Timeout
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from records.messages import shortened
+from records.signals import end_if_told_to
 
-NOTHING_LEFT = "nothing was written"
 MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
-
-# What signals raised. Where one arrives while torch looks at a Python object, torch makes an error of its own of it, or
-# drops it: `end_if_told_to` raises it again.
-_raised: list[BaseException] = []
-
-
-@contextlib.contextmanager
-def one_line_errors(interrupted: str = NOTHING_LEFT) -> Iterator[None]:
-    """Ends the program with one line on stderr and a status that is not 0 for an error that the user can cause.
-
-    Ctrl-C and SIGTERM end it as errors do, so that temporary files are removed. Warnings stand beside progress bars,
-    not within them, and there are no bars where stderr is no terminal.
-
-    Args:
-        interrupted: what is left after Ctrl-C, and how to go on.
-    """
-    with _signals_raise(), _readable_output():
-        try:
-            try:
-                yield
-            except Exception:
-                end_if_told_to()
-                raise
-        except KeyboardInterrupt:
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it again
-            if int(os.environ.get("RANK", 0)) == 0:  # of several processes, all get it
-                print(f"interrupted: {interrupted}", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)
-        except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
-            sys.exit(f"error: weights could not be written or read: {_one_line(error)}")
-        except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
-            sys.exit(f"error: {_one_line(error)}")
-
-
-@contextlib.contextmanager
-def _readable_output() -> Iterator[None]:
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-        transformers_logging.disable_progress_bar()
-        if "datasets" in sys.modules:  # converters do not need it
-            sys.modules["datasets"].disable_progress_bars()
-    logging.captureWarnings(True)
-    # Each prints by itself, so that what it hands on to the root would be printed twice
-    loggers = [logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")]
-    libraries = {logger: logger.propagate for logger in loggers}
-    try:
-        for logger in libraries:
-            logger.propagate = False
-        with logging_redirect_tqdm([logging.getLogger(), *libraries]):
-            yield
-    finally:
-        for logger, propagates in libraries.items():
-            logger.propagate = propagates
-        logging.captureWarnings(False)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that `finally` blocks run, and SIGINT KeyboardInterrupt."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        _raised.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
-        raise _raised[-1]
-
-    def send_again(lost: Any) -> None:
-        """Where a finalizer runs when the signal arrives, Python drops what it raises, and goes on."""
-        if lost.exc_value not in _raised:
-            return hook(lost)
-        number = signal.SIGINT if isinstance(lost.exc_value, KeyboardInterrupt) else signal.SIGTERM
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # not before the finalizer is over
-
-    hook, sys.unraisablehook = sys.unraisablehook, send_again
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            before[signal.SIGINT] = signal.signal(signal.SIGINT, leave)
-        # One of several processes is ended while it waits for the others, in a call that would keep Python from running
-        # the handler
-        if int(os.environ.get("WORLD_SIZE", 1)) <= 1:
-            before[signal.SIGTERM] = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        _raised.clear()
-        for number, handler in before.items():
-            if signal.getsignal(number) is leave:
-                signal.signal(number, handler)
-
-
-def end_if_told_to() -> None:
-    """Ends the program if a signal told it to and what that raised got lost."""
-    if _raised:
-        raise _raised[0]
 
 
 def _absolute(path: str | Path) -> Path:

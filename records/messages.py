@@ -7,6 +7,10 @@ from typing import Any
 NAMES_PER_ERROR = 8
 
 
+class Faults(ValueError):
+    """An error of several lines: one that counts what is wrong, then one for each thing."""
+
+
 def cut(names: Iterable[str]) -> str:
     """Joins names for an error message, the first few in full."""
     names = list(names)

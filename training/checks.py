@@ -17,7 +17,7 @@ from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
 from records.local_names import is_hub_name, meant_here
-from records.messages import what_is_meant
+from records.messages import Faults, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
@@ -53,7 +53,7 @@ def one_line(error: Exception) -> str:
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-class RecipeError(ValueError):
+class RecipeError(Faults):
     """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
 
     One alone stands in the first line.

@@ -1,12 +1,11 @@
-"""What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps.
+"""What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps."""
 
-    python -m training.curves runs/demo runs/clip_up --output-dir curves
+if __name__ == "__main__":
+    from records.command_line import main
+    from training import commands
 
-`--only contrastive_loss` draws that quantity alone. Writes OUTPUT_DIR/curves.png and OUTPUT_DIR/curves.csv, and prints
-the last values of every stage that trained.
-"""
+    main(commands.curves)
 
-import argparse
 import csv
 import json
 import textwrap
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from evaluation.figures import grid, plot_text, plt, save
-from records.files import new_file, one_line_errors, output_folder
+from records.files import new_file, output_folder
 from records.markdown import markdown_table
 from records.provenance import LOG
 
@@ -155,20 +154,10 @@ def last_values(curves: dict[str, Curve]) -> str:
     return markdown_table(["last value", *curves], rows)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run or of one of its stages")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", default=(), metavar="QUANTITY", help="as the columns of curves.csv")
-    args = parser.parse_args(argv)
-    with one_line_errors(), output_folder(args.output_dir):
-        curves = read_curves(args.runs, args.only)
-        write_table(curves, args.output_dir / "curves.csv")
-        draw(curves, args.output_dir / "curves.png")
-    print(last_values(curves))
-
-
-if __name__ == "__main__":
-    main()
+def write_curves(runs: Sequence[Path], output_dir: Path, only: Sequence[str] = ()) -> str:
+    """Write `curves.png` and `curves.csv`. Returns the last values of every stage, as text."""
+    with output_folder(output_dir):
+        curves = read_curves(runs, only)
+        write_table(curves, output_dir / "curves.csv")
+        draw(curves, output_dir / "curves.png")
+    return last_values(curves)

@@ -1,0 +1,72 @@
+"""Processes on CPUs, as `accelerate launch` should start them."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+
+def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
+    """Start the processes that `accelerate launch --cpu --num_processes N` asks for, on one machine or several.
+
+    Without MPI, Accelerate (1.15) starts a single process on the CPU whatever N says, and tells it nothing. Its command
+    line and the file of its `--config_file` do: this function reads them and hands over to torchrun, which is what
+    Accelerate itself uses for GPUs.
+
+    Args:
+        name: how the script or module ends by whose name the launcher was asked to start this program.
+        command: what torchrun is to start, with its arguments.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
+        return
+    by = psutil.Process().parent().cmdline()
+    launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
+    asked = _asked_of_accelerate(by[:launched])
+    if asked.num_processes % asked.num_machines:
+        sys.exit(
+            f"error: --num_processes {asked.num_processes} cannot be shared by {asked.num_machines} machines: it is "
+            "the number of all processes, as many on each machine"
+        )
+    if asked.num_processes == 1:
+        return
+    where = ["--standalone"]
+    if asked.num_machines > 1:
+        where = ["--nnodes", str(asked.num_machines), "--node_rank", str(asked.machine_rank)]
+        where += ["--master_addr", asked.main_process_ip, "--master_port", str(asked.main_process_port)]
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    # What it logs of processes that fail: they have said it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun([*where, "--nproc_per_node", str(asked.num_processes // asked.num_machines), *command])
+    except ChildFailedError as error:
+        sys.exit(next(iter(error.failures.values())).exitcode)
+    except (KeyboardInterrupt, SignalException) as error:  # the processes have got it, too, and said so
+        sys.exit(128 + getattr(error, "sigval", signal.SIGINT))
+    sys.exit(0)
+
+
+def _asked_of_accelerate(command: Sequence[str]) -> argparse.Namespace:
+    """Where Accelerate's launcher was told to start processes, by its options or by its configuration file."""
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    launcher.add_argument("--config_file", "--config-file")
+    launcher.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    launcher.add_argument("--num_machines", "--num-machines", type=int, default=1)
+    launcher.add_argument("--machine_rank", "--machine-rank", type=int, default=0)
+    launcher.add_argument("--main_process_ip", "--main-process-ip")
+    launcher.add_argument("--main_process_port", "--main-process-port", type=int)
+    asked, _ = launcher.parse_known_args(command)
+    if asked.config_file is not None:
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        configured = vars(load_config_from_file(asked.config_file))
+        known = {name: value for name, value in configured.items() if name in asked and value is not None}
+        launcher.set_defaults(**known)
+        asked, _ = launcher.parse_known_args(command)
+    return asked

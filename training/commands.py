@@ -1,0 +1,101 @@
+"""The commands of this room: `clip-moe train` and `curves`, or `accelerate launch training/upcycle.py` and
+`python -m training.NAME`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from records.command_line import Folder, command
+from records.yaml_files import read_yaml
+
+DEMO = Path(__file__).parent / "recipes" / "demo.yaml"
+
+
+@command
+def train(
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    config: Annotated[Path, Parameter(show_default=False)] = DEMO,
+    output_dir: Folder | None = None,
+    stages: str | None = None,
+    experts: str | None = None,
+    plan: Annotated[bool, Parameter(negative=())] = False,
+) -> str | None:
+    """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
+
+        clip-moe train --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+        accelerate launch training/upcycle.py --config training/recipes/demo.yaml
+
+    Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
+    (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
+
+    Args:
+        config: recipe, a YAML file (default: the demo)
+        output_dir: folder for the stages' outputs (default: the recipe's)
+        stages: run only these, e.g. upcycled,clip_up (default: all)
+        experts: train only these, e.g. 1,2, and the stages that they need (default: everything)
+        plan: print what the run would do and take, without computing or writing anything; your own stages
+            (module:Class) are imported
+    """
+    changed = _overrides(overrides)
+    if output_dir is not None:
+        changed["output_dir"] = str(output_dir)
+    only = None if stages is None else _names(stages)
+    numbers = None if experts is None else _numbers(experts)
+    from training.recipe import load_recipe
+
+    recipe = load_recipe(config, changed)
+    from training.upcycle import print_plan, run
+
+    return (print_plan if plan else run)(recipe, only, numbers)
+
+
+def _parts(argument: str) -> list[str]:
+    return [part.strip() for part in argument.split(",")]
+
+
+def _names(argument: str) -> list[str]:
+    if not all(_parts(argument)):
+        raise ValueError(f"--stages takes names of stages, such as upcycled,clip_up, not {argument!r}")
+    return _parts(argument)
+
+
+def _numbers(argument: str) -> list[int]:
+    if not all(number.isdecimal() for number in _parts(argument)):
+        raise ValueError(f"--experts takes numbers, such as 1,2, not {argument!r}")
+    return [int(number) for number in _parts(argument)]
+
+
+def _overrides(arguments: tuple[str, ...]) -> dict[str, object]:
+    """`--a.b 1 --c=2` as {"a.b": 1, "c": 2}."""
+    overrides = {}
+    remaining = list(arguments)
+    while remaining:
+        key = remaining.pop(0)
+        if not key.startswith("--"):
+            raise ValueError(f"{key!r} is not an option: overrides are written --KEY VALUE")
+        key, equals, value = key[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise ValueError(f"--{key} has no value")
+            value = remaining.pop(0)
+        overrides[key] = read_yaml(value, f"--{key}")
+    return overrides
+
+
+@command
+def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
+    """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps.
+
+        clip-moe curves runs/demo runs/clip_up --output-dir curves --only contrastive_loss
+
+    Prints the last values of every stage that trained.
+
+    Args:
+        runs: folders of runs or of their stages
+        output_dir: gets curves.png and curves.csv
+        only: these quantities, as the columns of curves.csv
+    """
+    from training.curves import write_curves
+
+    return write_curves(runs, output_dir, only)
