@@ -3,8 +3,12 @@
 import sys
 
 
-def main() -> None:
-    """What `clip-moe` runs."""
+def main(arguments: list[str] | None = None) -> None:
+    """What `clip-moe` runs.
+
+    Args:
+        arguments: default: those of this program.
+    """
     try:
         from conversion import commands as conversion
         from evaluation import commands as evaluation
@@ -19,20 +23,11 @@ def main() -> None:
         "clip-moe", help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it."
     )
     convert = command_line("convert", help="Weights of other forms, and models made of models.")
-    for command in (
-        conversion.openai,
-        conversion.released_clip_moe,
-        conversion.unify,
-        conversion.assemble,
-        conversion.average,
-        conversion.dense,
-        conversion.long_context,
-        conversion.llava,
-    ):
-        convert.command(command)
-    line.command(conversion.upcycle)
+    for name in "openai released_clip_moe unify assemble average dense long_context llava".split():
+        convert.command(getattr(conversion, name))
     line.command(convert)
     for command in (
+        conversion.upcycle,
         training.train,
         training.curves,
         evaluation.evaluate,
@@ -42,7 +37,7 @@ def main() -> None:
         conversion.publish,
     ):
         line.command(command)
-    run(line)
+    run(line, arguments)
 
 
 if __name__ == "__main__":

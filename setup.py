@@ -1,8 +1,8 @@
 """Installs CLIP-MoE.
 
-``pip install -e .`` in a checkout makes ``modeling_clip_moe``, ``data``, ``conversion``, ``evaluation`` and
-``training`` importable; a wheel carries ``modeling_clip_moe`` alone, so that no package called ``training`` lands in
-anybody's site-packages.
+``pip install -e .`` in a checkout makes all its packages importable, and the command ``clip-moe``. A wheel carries
+``modeling_clip_moe`` and the command's first lines alone, so that no package called ``training`` lands in anybody's
+site-packages.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from setuptools import setup
 
 training = [
     "accelerate>=1.15",
+    "cyclopts>=5.5",
     "datasets>=5.0.1",  # file names in metadata cannot leave their folder
     "evaluate>=0.4.6",
     "filelock>=4.0",
@@ -64,7 +65,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=["modeling_clip_moe"],
+    py_modules=["clip_moe"],
     package_dir={"": "."},
+    entry_points={"console_scripts": ["clip-moe = clip_moe:main"]},
     install_requires=[
         "huggingface_hub>=1.0",
         "safetensors>=0.5",

@@ -23,7 +23,7 @@ from evaluation.embedder import Embedder, usable_device
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
-from records.files import one_line_errors
+from records.command_line import one_line_errors
 from training.balanced_kmeans import balanced_kmeans, nearest_centers
 from training.caption_clusters import group_centers
 from training.feature_clusters import kmeans

@@ -1,6 +1,5 @@
 """The commands of this room: `clip-moe evaluate`, `experts`, `report`, `efficiency`; or `python -m evaluation.NAME`."""
 
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,10 +50,10 @@ class Data:
 
     def wanted(self, tasks: list[str]):
         """The tasks of these names, between commas or spaces."""
-        from evaluation.tasks import wanted_tasks
+        from evaluation.tasks import parse_tasks, wanted_tasks
 
         own = {name: value for name, value in asdict(self).items() if name not in ("data_root", "test_seed")}
-        return wanted_tasks(re.split(r"\s*,\s*|\s+", " ".join(tasks).strip()), own)
+        return wanted_tasks(parse_tasks(" ".join(tasks)), own)
 
 
 @command

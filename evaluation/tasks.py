@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +40,11 @@ def loaded_once(tasks: Mapping[str, Task]) -> dict[str, Task]:
         name: dataclasses.replace(task, load=cache(task.load), load_train=task.load_train and cache(task.load_train))
         for name, task in tasks.items()
     }
+
+
+def parse_tasks(text: str) -> list[str]:
+    """The names of a command line, between commas or spaces."""
+    return re.split(r"\s*,\s*|\s+", text.strip())
 
 
 def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str]:

@@ -33,7 +33,8 @@ from evaluation.own_data import is_template
 from evaluation.preferences import route_images
 from evaluation.results import named_folder
 from evaluation.routing_pictures import draw_patches
-from records.files import new_folder, one_line_errors
+from records.command_line import one_line_errors
+from records.files import new_folder
 from records.messages import cut
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from model_cards.verdicts import (
     read_expert_scores,
     verdict_of_all,
 )
-from records.files import one_line_errors
+from records.command_line import one_line_errors
 from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\

@@ -30,7 +30,7 @@ from evaluation.report import SAME_FOR_TASK, arrange, differ
 from evaluation.results import named_folder, without_seed
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
-from records.files import one_line_errors
+from records.command_line import one_line_errors
 from records.markdown import markdown_table
 from records.provenance import weights_fingerprint
 

@@ -24,7 +24,7 @@ from evaluation.report import (
     require_whole,
 )
 from evaluation.results import named_folder, without_seed
-from records.files import one_line_errors
+from records.command_line import one_line_errors
 from records.markdown import escape, item, markdown_table
 from records.provenance import MANIFEST, Record
 

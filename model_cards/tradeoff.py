@@ -21,7 +21,8 @@ from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.page import write_page
 from evaluation.task import PRIMARY_METRICS
-from records.files import one_line_errors, read_json
+from records.command_line import one_line_errors
+from records.files import read_json
 from records.markdown import markdown_table
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")

@@ -6,24 +6,28 @@ from safetensors.torch import save_file
 from tiny_clip import processor, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from conversion import assemble, average, dense, llava, long_context, openai, released_clip_moe, unify, upcycle
+from conversion import openai, released_clip_moe, upcycle
+from conversion.commands import assemble, average, dense, llava, long_context, unify
+from conversion.commands import openai as openai_command
+from conversion.commands import released_clip_moe as released_clip_moe_command
+from conversion.commands import upcycle as upcycle_command
 
 # Command: its function, and its arguments for folders of sources and an output
 COMMANDS = {
-    "upcycle": (upcycle.main, lambda s, out: [s / "dense", out, "--preset", "clip_moe"]),
+    "upcycle": (upcycle_command.main, lambda s, out: [s / "dense", out, "--preset", "clip_moe"]),
     "dense": (dense.main, lambda s, out: [s / "sparse", out, "--expert", "1"]),
     "average": (average.main, lambda s, out: [out, "--models", s / "dense", s / "dense"]),
     "assemble": (assemble.main, lambda s, out: [out, "--experts", s / "dense", s / "sparse"]),
     "unify": (unify.main, lambda s, out: [s / "dense", out, "--experts", s / "dense"]),
     "long_context": (long_context.main, lambda s, out: [s / "dense", out, "--length", "22", "--keep", "2"]),
     "llava": (llava.main, lambda s, out: [s / "llava", s / "sparse", out]),
-    "openai": (openai.main, lambda s, out: [s / "openai.safetensors", out, "--processor", s / "dense"]),
+    "openai": (openai_command.main, lambda s, out: [s / "openai.safetensors", out, "--processor", s / "dense"]),
     "released_clip_moe": (
-        released_clip_moe.main,
+        released_clip_moe_command.main,
         lambda s, out: [s / "released.safetensors", out, "--processor", s / "dense"],
     ),
     "released_clip_moe --reverse": (
-        released_clip_moe.main,
+        released_clip_moe_command.main,
         lambda s, out: [s / "heads_of_64", out, "--reverse"],
     ),
 }

@@ -11,9 +11,12 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+import clip_moe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -133,8 +136,20 @@ def _python(arguments: list[str]) -> str | None:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run([sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
         return done.stderr.decode() if done.returncode else None
+    room, _, name = arguments[1].partition(".")
+    commands = importlib.import_module(f"{room}.commands") if find_spec(f"{room}.commands") else None
+    command = getattr(commands, {"training.upcycle": "train"}.get(arguments[1], name), None)
     try:
-        importlib.import_module(arguments[1]).main(_smaller(arguments[1:])[1:])
+        (command or importlib.import_module(arguments[1])).main(_smaller(arguments[1:])[1:])
+    except SystemExit as stop:
+        return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
+    return None
+
+
+def _clip_moe(arguments: list[str]) -> str | None:
+    """`clip-moe ARGUMENTS`, in this process. Returns what is wrong, or nothing."""
+    try:
+        clip_moe.main(_smaller(arguments))
     except SystemExit as stop:
         return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
     return None
@@ -188,6 +203,7 @@ def _git(arguments: list[str]) -> str | None:
 
 COMMANDS = {
     "python": _python,
+    "clip-moe": _clip_moe,
     "accelerate": _launched(["accelerate.commands.accelerate_cli"]),
     "torchrun": _launched(["torch.distributed.run"]),
     "pip": _pip,

@@ -21,10 +21,10 @@ from test_report import result
 from tiny_clip import WORDS
 from transformers import logging
 
-from conversion import publish
+from conversion.commands import publish as publish_command
 from conversion.publishing import bundle
 from data.sources import DataArguments
-from evaluation import evaluate, experts, report
+from evaluation.commands import evaluate, experts, report
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
 from model_cards import seeds
@@ -34,7 +34,7 @@ from training.recipe import load_recipe
 from training.runner import run_recipe
 
 MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}
-MAINS["publish"] = publish.main
+MAINS["publish"] = publish_command.main
 # What may stand in place of any value of a JSON file
 VALUES = [
     ...,

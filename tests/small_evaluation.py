@@ -15,7 +15,7 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
 from data.worlds import build_processor
-from evaluation import evaluate
+from evaluation.commands import evaluate
 from evaluation.figures import plt
 from evaluation.tasks import TASKS, name_tasks, symbol_tasks
 

@@ -16,9 +16,9 @@ from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_
 from tiny_sources import write_shard
 
 from data.images import decode_image
-from evaluation import evaluate
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
+from evaluation.commands import evaluate
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import find_tasks, problems_of_data
 from training.recipe import load_recipe

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from published_runs import all_files, card_of, change_weights, lineage_of, made, run, write_analysis, write_result
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.publishing.lineage import WORLDS, Data, Lineage
 from data import symbols, worlds
 from evaluation.evaluate import evaluate_model

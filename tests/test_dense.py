@@ -7,7 +7,8 @@ import torch
 from tiny_clip import error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.dense import extract, main, verify
+from conversion.commands import dense as dense_command
+from conversion.dense import extract, verify
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
@@ -38,7 +39,7 @@ def assert_is_expert(dense, sparse, expert, scales):
 
 
 def command(source, output, *options):
-    main([str(source), str(output), *map(str, options)])
+    dense_command.main([str(source), str(output), *map(str, options)])
     return AutoModel.from_pretrained(output, dtype="auto")
 
 
@@ -140,7 +141,7 @@ def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
         scales.write_text(content.replace("FINGERPRINT", weights_fingerprint(str(folder))))
         options = ["--scale", scales]
     options *= content is not None
-    assert message in error_of(main, folder, tmp_path / "out", "--expert", 2, *options)
+    assert message in error_of(dense_command.main, folder, tmp_path / "out", "--expert", 2, *options)
     assert not (tmp_path / "out").exists()
 
 
@@ -154,10 +155,10 @@ def test_bad_choices_and_sources(sparse, folder, tmp_path, capsys):
         with pytest.raises(ValueError, match=message):
             extract(model, expert)
     dense = saved(tmp_path / "dense", tiny_clip())
-    message = error_of(main, dense, tmp_path / "out", "--expert", 0)
+    message = error_of(dense_command.main, dense, tmp_path / "out", "--expert", 0)
     assert "it is dense: conversion.upcycle makes it sparse" in message
-    message = error_of(main, folder, tmp_path / "out", "--expert", 4)
+    message = error_of(dense_command.main, folder, tmp_path / "out", "--expert", 4)
     assert message == "error: text_config: there is no expert 4, only 0 to 3"
     with pytest.raises(SystemExit):
-        main([str(folder), str(tmp_path / "out"), "--expert", "first"])
+        dense_command.main([str(folder), str(tmp_path / "out"), "--expert", "first"])
     assert "'first' is neither a number nor 'base'" in capsys.readouterr().err

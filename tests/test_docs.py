@@ -10,7 +10,8 @@ from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks,
 
 from data import symbols
 from records.yaml_files import read_yaml
-from training import settings_page, upcycle
+from training import settings_page
+from training.commands import train
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 CARDS = ROOT / "model_cards"
@@ -66,7 +67,7 @@ def checkout(tmp_path_factory, small_tests):
     stand_ins.make_folder(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        upcycle.main(CLIP_MOE_DEMO.split())
+        train.main(CLIP_MOE_DEMO.split())
     return folder
 
 

@@ -24,6 +24,7 @@ from conversion.checkpoints import load_clip
 from conversion.presets import PRESETS, sparse_layers
 from conversion.upcycle import sparse_config
 from evaluation import speed
+from evaluation.commands import efficiency as efficiency_command
 from evaluation.costs import (
     ARCHITECTURES,
     SIZES,
@@ -32,7 +33,7 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
-from evaluation.efficiency import _device_name, _page, main
+from evaluation.efficiency import _device_name, _page
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -160,7 +161,7 @@ def report(dense, sparse, tmp_path_factory):
     models = [str(dense), str(sparse), str(folder / "config"), "ViT-B/32:clip_up"]
     arguments = ["--output-dir", str(folder / "out"), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
     ballast = np.ones(2**27)  # 1 GiB, which is no model's
-    main([*models, *arguments])
+    efficiency_command.main([*models, *arguments])
     del ballast
     return models, folder / "out"
 
@@ -233,7 +234,7 @@ def test_models_are_timed_in_turn(monkeypatch):
 )
 def test_mistakes_end_in_one_line(arguments, message):
     with pytest.raises(SystemExit) as exit:
-        main(arguments)
+        efficiency_command.main(arguments)
     assert exit.value.code.startswith("error: ") and message in exit.value.code
 
 
@@ -242,7 +243,7 @@ def test_a_configuration_that_nothing_can_be_built_of_is_named(sparse, tmp_path)
     config["vision_config"]["patch_size"] = 64  # of images of 32 pixels
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as exit:
-        main([str(tmp_path)])
+        efficiency_command.main([str(tmp_path)])
     assert exit.value.code.startswith(f"error: cannot load {tmp_path}: ")
 
 
@@ -274,7 +275,9 @@ def test_another_page_is_not_overwritten(report, monkeypatch, changes, message):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     arguments = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", models[1]]
     with pytest.raises(SystemExit) as exit:
-        main([*models, *arguments, *changes] if changes[0].startswith("--") else [*changes, *models, *arguments])
+        efficiency_command.main(
+            [*models, *arguments, *changes] if changes[0].startswith("--") else [*changes, *models, *arguments]
+        )
     assert exit.value.code.startswith(f"error: {folder}/efficiency.json holds another result, ")
     assert f"{message}: choose another --output-dir, or delete it" in exit.value.code
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
@@ -301,7 +304,7 @@ def test_names_of_models_are_no_markup():
 
 
 def test_what_there_is_to_remember(capsys):
-    main(["ViT-B/32", "ViT-B/32:clip_up", "--captions", "1024"])
+    efficiency_command.main(["ViT-B/32", "ViT-B/32:clip_up", "--captions", "1024"])
     page = capsys.readouterr().out
     assert "= 10,240 bits" in page
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "| ViT" in line]
@@ -310,4 +313,4 @@ def test_what_there_is_to_remember(capsys):
     assert layers[0] == vision + text
     assert [row[1] for row in rows[-2:]] == [f"{number / 1e6:.2f}" for number in layers]
     with pytest.raises(SystemExit, match="captions must be at least 2, got 1"):
-        main(["ViT-B/32", "--captions", "1"])
+        efficiency_command.main(["ViT-B/32", "--captions", "1"])

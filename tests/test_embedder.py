@@ -167,7 +167,8 @@ SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 from data import symbols
-from evaluation import evaluate, feature_store, processes
+from evaluation import feature_store
+from records import processes
 from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
 

@@ -13,7 +13,9 @@ from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 from conversion import assemble
 from data import symbols
-from evaluation import evaluate, report
+from evaluation import evaluate
+from evaluation.commands import evaluate as evaluate_command
+from evaluation.commands import report
 from evaluation.evaluate import evaluate_model
 from evaluation.report import write_report
 from evaluation.tasks import TASKS, find_tasks
@@ -131,7 +133,9 @@ def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
     folder = shutil.copytree(dense, tmp_path / "model")
     spoil(folder)
     with pytest.raises(SystemExit) as exit:
-        evaluate.main(["--model", f"{folder}", "--tasks", "symbols_retrieval", "--output-dir", f"{tmp_path}/scores"])
+        evaluate_command.main(
+            ["--model", f"{folder}", "--tasks", "symbols_retrieval", "--output-dir", f"{tmp_path}/scores"]
+        )
     assert exit.value.code.startswith("error: ") and message in exit.value.code
     assert not list(tmp_path.glob("scores/**/*.json"))
 
@@ -193,7 +197,7 @@ def test_scores_of_another_measurement_are_not_overwritten(dense, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "measure", None)  # calling it would fail
         with pytest.raises(SystemExit) as exit:
-            evaluate.main([*command, "--dtype", "bfloat16"])
+            evaluate_command.main([*command, "--dtype", "bfloat16"])
         assert f"{path} holds a result of 'dense' with another dtype, 'float32' and not 'bfloat16': " in exit.value.code
         assert "--name" in exit.value.code
         with pytest.raises(ValueError, match="with another protocol, .* and not 'half of them'"):
@@ -229,7 +233,7 @@ def test_scores_of_other_weights_are_not_overwritten(dense, tmp_path, monkeypatc
         patch.setattr(evaluate, "measure", None)  # calling it would fail
         command = ["--model", str(other), "--tasks", "symbols_retrieval,symbols_pairs", "--output-dir", str(tmp_path)]
         with pytest.raises(SystemExit) as exit:
-            evaluate.main(command)
+            evaluate_command.main(command)
     assert f"{path} holds the result of another model, 'dense' from {dense}: " in exit.value.code
     assert "--name" in exit.value.code
     assert json.loads(path.read_text()) == before
@@ -251,7 +255,7 @@ def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place)
     output = tmp_path / place if place == "link" else folder / place
     before = sorted(folder.iterdir())
     with pytest.raises(SystemExit) as exit:
-        evaluate.main(["--model", str(folder), "--tasks", "symbols_pairs", "--output-dir", str(output)])
+        evaluate_command.main(["--model", str(folder), "--tasks", "symbols_pairs", "--output-dir", str(output)])
     assert f"lies in the folder of the model {folder}" in exit.value.code and sorted(folder.iterdir()) == before
 
 
@@ -260,13 +264,15 @@ def test_an_output_folder_is_made_before_the_work(dense, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):
         with pytest.raises(SystemExit) as exit:
-            evaluate.main(["--model", str(dense), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / output)])
+            evaluate_command.main(
+                ["--model", str(dense), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / output)]
+            )
         assert exit.value.code.startswith("error: ") and "file" in exit.value.code
 
 
 def test_tasks_with_blanks_between(dense, tmp_path, capsys):
     command = ["--model", str(dense), "--tasks", " symbols_pairs, symbols_retrieval ", "--output-dir", str(tmp_path)]
-    evaluate.main(command)
+    evaluate_command.main(command)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["symbols_pairs", "symbols_retrieval"]
 
 
@@ -290,7 +296,7 @@ def test_tasks_with_blanks_between(dense, tmp_path, capsys):
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
     with pytest.raises(SystemExit) as exit:
-        evaluate.main(["--model", str(dense), "--output-dir", str(tmp_path / "new"), *arguments])
+        evaluate_command.main(["--model", str(dense), "--output-dir", str(tmp_path / "new"), *arguments])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
     assert not list((tmp_path / "new").glob("*"))
 
@@ -306,15 +312,15 @@ def test_mistakes_end_in_one_line(dense, tmp_path, arguments, message):
 def test_changes_that_cannot_be_read(dense, tmp_path, capsys, change, message):
     command = ["--model", str(dense), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path)]
     with pytest.raises(SystemExit) as exit:
-        evaluate.main([*command, "--change", change])
+        evaluate_command.main([*command, "--change", change])
     assert exit.value.code == 2 and f"argument --change: {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [evaluate.main, report.main, seeds.main])
+@pytest.mark.parametrize("command", [evaluate_command.main, report.main, seeds.main])
 def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, capsys, command):
     """It would be the current folder."""
     monkeypatch.chdir(tmp_path)
-    inputs = ["--model", str(dense), "--tasks", "symbols_pairs"] if command is evaluate.main else ["x"]
+    inputs = ["--model", str(dense), "--tasks", "symbols_pairs"] if command is evaluate_command.main else ["x"]
     with pytest.raises(SystemExit) as exit:
         command([*inputs, "--output-dir", ""])
     assert exit.value.code == 2 and capsys.readouterr().err.endswith("argument --output-dir: a folder needs a name\n")

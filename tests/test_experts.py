@@ -11,16 +11,17 @@ import small_experts
 import torch
 from transformers import AutoModel, CLIPModel
 
+from conversion.commands import dense as dense_command
 from conversion.dense import extract
-from conversion.dense import main as dense_main
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
 from evaluation import experts
 from evaluation.agreement import agreement, linear_cka
+from evaluation.commands import experts as experts_command
 from evaluation.embedder import Embedder
 from evaluation.expert_summary import summarize
-from evaluation.experts import analyze_experts, main
+from evaluation.experts import analyze_experts
 from evaluation.measures import measure
 from evaluation.page import write_page
 from evaluation.preferences import dropped_patches, route_images, route_texts, word_shares, word_text
@@ -158,9 +159,9 @@ def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
         for layer, scale in layers.items():
             assert scale == result["routing"][tower][layer]["all"]["weight"] and 0.26 < scale < 0.9
     assert f"{scales['text']['1']:.3f}" in page
-    dense_main([str(folder), str(tmp_path / "dense"), "--expert", "3", "--scale", str(out / "experts.json")])
+    dense_command.main([str(folder), str(tmp_path / "dense"), "--expert", "3", "--scale", str(out / "experts.json")])
     with pytest.raises(SystemExit, match="give --scale experts.json"):
-        dense_main([str(folder), str(tmp_path / "none"), "--expert", "3"])
+        dense_command.main([str(folder), str(tmp_path / "none"), "--expert", "3"])
 
 
 @slow
@@ -239,7 +240,7 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
 def test_what_cannot_be_done_is_refused_before_the_work(option, message, gated, tmp_path):
     command = ["--model", str(gated[1]), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as exit:
-        main([*command, *option])
+        experts_command.main([*command, *option])
     assert exit.value.code == f"error: {message}" and not (tmp_path / "out").exists()
 
 

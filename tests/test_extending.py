@@ -17,11 +17,11 @@ from test_losses import BATCH, Model, data, gradients
 from tiny_clip import tiny_clip
 from torch.nn.parallel import DistributedDataParallel
 
-from conversion import publish
 from conversion.checkpoints import sample_inputs
+from conversion.commands import publish
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle as upcycled
-from training import upcycle
+from training.commands import train
 from training.contrastive_task import ContrastiveTask
 from training.recipe import dump_recipe, load_recipe, stage_class
 from training.runner import wanted_stages
@@ -125,14 +125,14 @@ def test_manifests_name_the_class_and_its_code(done):
 
 
 def test_the_second_run_skips_all(there, capsys):
-    upcycle.main(["--config", RECIPE])
+    train.main(["--config", RECIPE])
     out = capsys.readouterr().out
     assert [f"{name}: done before, skipped" in out for name in NAMES] == [True] * len(NAMES)
 
 
 def test_a_changed_setting_is_refused(there):
     with pytest.raises(SystemExit) as exit:
-        upcycle.main(["--config", RECIPE, "--expert_1.bias", "-9"])
+        train.main(["--config", RECIPE, "--expert_1.bias", "-9"])
     assert "expert_1 was made with other settings (stage.bias: -10.0 -> -9.0). Delete it to make it anew" in str(
         exit.value
     )
@@ -144,7 +144,7 @@ def test_changed_code_is_refused(there):
     path.write_text(before.replace("arXiv:", ""))
     try:
         with pytest.raises(SystemExit) as exit:
-            upcycle.main(["--config", RECIPE])
+            train.main(["--config", RECIPE])
     finally:
         path.write_text(before)
     assert re.search(r"expert_1 was made with other settings \(code\.my_method\.stages: '\w{12}' -> ", str(exit.value))
@@ -350,7 +350,7 @@ def test_what_is_no_stage_ends_in_one_line(own, stage, message):
     (own / "wrong/syntax.py").write_text("class Stage(:\n")
     (own / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [{"name": "a", "stage": stage}]}))
     with pytest.raises(SystemExit) as exit:
-        upcycle.main(["--config", "recipe.yaml"])
+        train.main(["--config", "recipe.yaml"])
     assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
     assert re.search(message, exit.value.code)
     assert not (own / "out").exists()

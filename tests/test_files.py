@@ -20,7 +20,8 @@ from tiny_clip import processor, tiny_clip
 from conversion.processors import copy_processor
 from conversion.publishing.bundle import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
-from records.files import locked, new_file, new_folder, one_line_errors, respect_umask, write_text
+from records.command_line import one_line_errors
+from records.files import locked, new_file, new_folder, respect_umask, write_text
 
 HOLD = """
 import os, sys, time

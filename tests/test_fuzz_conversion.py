@@ -242,8 +242,8 @@ def test_in_processes_of_their_own(sources, tmp_path):
     for command, (file, damage) in damages.items():
         whole = (sources / file).read_bytes()
         damage(sources / file)
-        main, arguments = COMMANDS[command]
-        line = [sys.executable, "-m", main.__module__, *map(str, arguments(sources, tmp_path / "out"))]
+        _, arguments = COMMANDS[command]
+        line = [sys.executable, "-m", f"conversion.{command}", *map(str, arguments(sources, tmp_path / "out"))]
         result = subprocess.run(
             line, capture_output=True, text=True, env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         )

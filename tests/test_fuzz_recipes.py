@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_runs import recipe
 
-from training import upcycle
+from training.commands import train
 from training.recipe import Recipe, load_recipe
 from training.runner import run_recipe
 
@@ -233,7 +233,7 @@ def test_damaged_arguments_end_in_lines_or_in_the_same_run(finished, damage):
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         try:
-            upcycle.main(["--config", str(finished), *damage])
+            train.main(["--config", str(finished), *damage])
         except SystemExit as exit:
             usage = exit.code == 2 and "error: " in errors.getvalue().splitlines()[-1]  # of argparse
             first, *faults = ["error: "] if usage else str(exit.code).splitlines()  # each fault of a recipe has a line

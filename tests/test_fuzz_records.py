@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_fuzz_recipes import ODD, fuzz, places
 from tiny_runs import recipe, run_recipe_until, same_weights
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.publishing import bundle
-from training import upcycle
+from training.commands import train
 
 FEW, MANY = 5, 300
 PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
@@ -76,7 +76,7 @@ def check(folder, damage, is_published):
     shutil.copytree(folder / "stopped", folder / "out")
     name = damage(folder / "out")
     command = ["--config", folder / "recipe.yaml"]
-    ends = [ended_in(upcycle, [*command, "--plan"]), ended_in(upcycle, command)]
+    ends = [ended_in(train, [*command, "--plan"]), ended_in(train, command)]
     if ends[-1] is None and name not in SETTINGS:
         assert same_weights(folder / "out" / "tuned", folder / "whole" / "tuned"), name
     if is_published:
@@ -86,9 +86,9 @@ def check(folder, damage, is_published):
         assert end is None or end.startswith("error: "), (name, end)
 
 
-def ended_in(module, arguments):
+def ended_in(command, arguments):
     try:
-        module.main([str(argument) for argument in arguments])
+        command.main([str(argument) for argument in arguments])
     except SystemExit as stop:
         return stop.code
     return None

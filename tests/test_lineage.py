@@ -28,7 +28,7 @@ from published_runs import (
 )
 from safetensors.torch import load_file
 
-from conversion import publish
+from conversion.commands import publish
 from records.provenance import Record
 
 made, run  # noqa: B018, fixtures

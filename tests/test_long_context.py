@@ -7,7 +7,8 @@ import torch
 from tiny_clip import error_of, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, main, stretch_positions
+from conversion.commands import long_context
+from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, stretch_positions
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 
@@ -80,7 +81,7 @@ def test_all_else_stays(sparse, dtype):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_command(sparse, tmp_path, capsys):
     model = model_of(sparse)
-    main([str(saved(tmp_path / "short", model)), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    long_context.main([str(saved(tmp_path / "short", model)), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
     assert capsys.readouterr().out.count("largest difference") == 2
     longer, whole = AutoModel.from_pretrained(tmp_path / "long"), AutoProcessor.from_pretrained(tmp_path / "long")
     inputs = whole.tokenizer(["a red cat " * 20, "a"], truncation=True, padding=True, return_tensors="pt")
@@ -98,7 +99,7 @@ def test_a_text_tower_alone(tower, tmp_path, capsys):
     model_of("MoE" in tower.__name__).save_pretrained(tmp_path / "whole")
     model = tower.from_pretrained(tmp_path / "whole").eval()
     model.save_pretrained(tmp_path / "short")
-    main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    long_context.main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
     printed = capsys.readouterr()
     assert printed.out.count("largest difference") == 1 + ("WithProjection" in tower.__name__)
     assert "has no processor" in printed.err
@@ -116,7 +117,7 @@ def test_the_length_that_a_tokenizer_was_used_with_is_forgotten(padding, tmp_pat
     used = processor()
     used(text=["a cat"], padding=padding, truncation=True, max_length=5)
     used.save_pretrained(saved(tmp_path / "short", tiny_clip()))
-    main(
+    long_context.main(
         [str(tmp_path / "short"), str(tmp_path / "long"), "--length", "24", "--keep", "0"]
     )  # no position needs to stay
     assert json.loads((tmp_path / "long" / "tokenizer_config.json").read_text())["model_max_length"] == 24
@@ -132,5 +133,5 @@ def test_the_length_that_a_tokenizer_was_used_with_is_forgotten(padding, tmp_pat
 def test_command_ends_in_one_line(source, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_clip().save_pretrained(tmp_path / "short")
-    assert message in error_of(main, source, "long", "--length", "248")
+    assert message in error_of(long_context.main, source, "long", "--length", "248")
     assert not (tmp_path / "long").exists()

@@ -13,7 +13,7 @@ import torch
 import yaml
 from tiny_runs import DENSE, TUNED, run_stages, weights
 
-from evaluation import processes
+from records import processes
 
 ROOT = Path(__file__).parents[1]
 SBATCH = ROOT / "training" / "slurm" / "upcycle.sbatch"

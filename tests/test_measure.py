@@ -15,8 +15,8 @@ from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
 from data import symbols
-from evaluation import evaluate
 from evaluation.benchmarks.specs import BENCHMARKS
+from evaluation.commands import evaluate
 from evaluation.ensemble import Ensemble, open_model
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import METRICS, measure

@@ -17,6 +17,8 @@ from tiny_runs import stored
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
+from conversion.commands import assemble as assemble_command
+from conversion.commands import average as average_command
 from conversion.folders import load_config
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
@@ -375,12 +377,12 @@ def test_experts_that_do_not_fit_are_refused(out, tmp_path):
 
 def test_commands(out, tmp_path):
     experts = [str(out / "expert_1"), str(out / "expert_2")]
-    assemble.main([str(tmp_path / "mode"), "--experts", *experts])
+    assemble_command.main([str(tmp_path / "mode"), "--experts", *experts])
     model = AutoModel.from_pretrained(tmp_path / "mode")
     assert model.num_experts == 2 and model.set_equal_weights().tolist() == [0.5, 0.5]
-    average.main([str(tmp_path / "mean"), "--models", *experts])
+    average_command.main([str(tmp_path / "mean"), "--models", *experts])
     expected = load_file(out / "mean" / "model.safetensors")
     found = load_file(tmp_path / "mean" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     with pytest.raises(SystemExit, match="error: .*nowhere"):
-        average.main([str(tmp_path / "other"), "--models", str(tmp_path / "nowhere")])
+        average_command.main([str(tmp_path / "other"), "--models", str(tmp_path / "nowhere")])

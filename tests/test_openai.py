@@ -21,13 +21,14 @@ from tiny_clip import error_of, processor
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import openai
+from conversion.commands import openai as openai_command
 from conversion.rules import Rule
 
 STATE = openai_state_dict(**SIZES["ViT-B/32"])
 
 
 def convert(archive, output, *options):
-    openai.main([str(archive), str(output), *map(str, options)])
+    openai_command.main([str(archive), str(output), *map(str, options)])
     return AutoModel.from_pretrained(output, dtype="auto")
 
 
@@ -66,7 +67,10 @@ def test_state_dict_files(kind, tmp_path, capsys):
 def test_torchscript_archive_needs_trust_or_a_published_hash(tmp_path, monkeypatch):
     archive = tmp_path / "ViT-B-32.pt"
     torchscript(STATE, archive)
-    assert "--trust-archive" in error_of(openai.main, archive, tmp_path / "out") and not (tmp_path / "out").exists()
+    assert (
+        "--trust-archive" in error_of(openai_command.main, archive, tmp_path / "out")
+        and not (tmp_path / "out").exists()
+    )
     assert_matches_reference(convert(archive, tmp_path / "trusted", "--trust-archive"), STATE)
     monkeypatch.setitem(openai.SHA256, "this one", hashlib.sha256(archive.read_bytes()).hexdigest())
     assert_matches_reference(convert(archive, tmp_path / "published"), STATE)
@@ -103,7 +107,9 @@ def test_verification_notices_a_wrong_model(tmp_path, monkeypatch):
     rules = [Rule(rule.source, swapped.get(rule.target, rule.target), rule.transform) for rule in openai.RULES]
     monkeypatch.setattr(openai, "RULES", rules)
     torch.save(STATE, tmp_path / "archive.pt")
-    assert "does not compute what the source does" in error_of(openai.main, tmp_path / "archive.pt", tmp_path / "out")
+    assert "does not compute what the source does" in error_of(
+        openai_command.main, tmp_path / "archive.pt", tmp_path / "out"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -114,7 +120,7 @@ def test_processor_is_copied_on_request(tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "out")(text="a cat") == processor()(text="a cat")
     (tmp_path / "empty").mkdir()
     arguments = tmp_path / "archive.pt", tmp_path / "new", "--processor", tmp_path / "empty"
-    assert "neither a tokenizer nor" in error_of(openai.main, *arguments)
+    assert "neither a tokenizer nor" in error_of(openai_command.main, *arguments)
 
 
 class Malicious:
@@ -133,21 +139,21 @@ def test_no_pickle_is_executed(kind, tmp_path):
     else:
         content = STATE | {"extra": Malicious(trace)} if kind == "beside tensors" else Malicious(trace)
         torch.save(content, archive, _use_new_zipfile_serialization=kind != "legacy")
-    assert "holds more than tensors, and was not loaded" in error_of(openai.main, archive, tmp_path / "out")
+    assert "holds more than tensors, and was not loaded" in error_of(openai_command.main, archive, tmp_path / "out")
     assert not trace.exists() and not (tmp_path / "out").exists()
 
 
 def test_files_that_cannot_be_read(tmp_path):
     archive, other = tmp_path / "archive.pt", tmp_path / "archive.safetensors"
-    assert f"there is no file {archive}" in error_of(openai.main, archive, tmp_path / "out")
+    assert f"there is no file {archive}" in error_of(openai_command.main, archive, tmp_path / "out")
     torch.save(STATE, archive)
     for content in (archive.read_bytes()[:30_000], b"", b"<html>not found</html>"):
         archive.write_bytes(content)
-        assert str(archive) in error_of(openai.main, archive, tmp_path / "out")
+        assert str(archive) in error_of(openai_command.main, archive, tmp_path / "out")
     other.write_bytes(b"12345678{}")
-    assert "cannot load" in error_of(openai.main, other, tmp_path / "out")
+    assert "cannot load" in error_of(openai_command.main, other, tmp_path / "out")
     torch.save({"lr": 0.1, "weights": torch.ones(1)}, archive)
-    assert "is not a state dict" in error_of(openai.main, archive, tmp_path / "out")
+    assert "is not a state dict" in error_of(openai_command.main, archive, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

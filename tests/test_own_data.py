@@ -15,7 +15,7 @@ from small_evaluation import plain_embedding, shard
 
 from data import symbols
 from data.sources import DataArguments
-from evaluation import evaluate, experts
+from evaluation.commands import evaluate, experts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import (

@@ -15,4 +15,4 @@ def test_a_module_called_data_is_not_taken_for_ours(tmp_path, command):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", command, "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr

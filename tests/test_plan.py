@@ -19,7 +19,8 @@ from transformers import AutoModel, BertConfig, CLIPConfig
 
 from benchmarks.runs import peak_of_stage
 from data import sources
-from training import engine, upcycle
+from training import engine
+from training.commands import train
 from training.estimates import AtMost, Uncounted
 from training.plan import cell, plan
 from training.recipe import load_recipe
@@ -346,7 +347,7 @@ def test_a_stage_of_ones_own_changes_no_other_row(plan_of, tmp_path, monkeypatch
 def test_faults_come_after_the_plan(tmp_path, capsys):
     command = ["--plan", "--output-dir", str(tmp_path / "out"), "--clip_up_8.global_batch_size", "100000"]
     with pytest.raises(SystemExit) as exit:
-        upcycle.main([*command, "--evaluation.tasks", "[symbol_pairs]"])
+        train.main([*command, "--evaluation.tasks", "[symbol_pairs]"])
     assert re.search(r"clip_up_8 +train +to do +upcycled_8, names", capsys.readouterr().out)
     first, *faults = str(exit.value.code).splitlines()
     assert first.startswith("error: ") and first.endswith("demo.yaml has 2 faults:")

@@ -8,7 +8,7 @@ from transformers import AutoConfig, CLIPConfig
 
 from conversion.presets import PRESETS, TOWERS, changed_preset, read_sparse_layers, sparse_layers
 from conversion.upcycle import sparse_config
-from training.upcycle import main
+from training.commands import train
 
 DENSE = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})  # as ViT-L/14
 
@@ -135,6 +135,6 @@ def test_sparse_layers_of_a_recipe(tmp_path, written, options, text, vision):
     stage = {"name": "sparse", "stage": "upcycle", "model": "training/symbol_clip", "preset": "clip_up"}
     recipe = {"output_dir": str(tmp_path / "out"), "stages": [{**stage, "changes": {"sparse_layers": written}}]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    main(["--config", str(tmp_path / "recipe.yaml"), *options])
+    train.main(["--config", str(tmp_path / "recipe.yaml"), *options])
     config = AutoConfig.from_pretrained(tmp_path / "out" / "sparse")
     assert (config.text_config.moe_layers, config.vision_config.moe_layers) == (text, vision)

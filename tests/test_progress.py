@@ -10,7 +10,6 @@ from tiny_runs import DENSE, SPARSE, TUNED
 
 from evaluation import progress as module
 from evaluation.progress import Progress, progress
-from records.files import one_line_errors
 
 
 def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
@@ -51,13 +50,13 @@ def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
     assert done.stdout.count(f"its log is {tmp_path}/out/tuned.partial/log.jsonl") == 1
 
 
-def test_what_a_library_logs_is_printed_once(capsys):
+def test_what_a_library_logs_beside_a_bar_is_printed_once(capsys):
     names = ("transformers", "datasets", "huggingface_hub", "accelerate", "training")
     before = {name: logging.getLogger(name).handlers[:] for name in names}
     try:
         for name in names[:3]:  # each with a handler of its own, as they have in a new process
             logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
-        with one_line_errors():
+        with module._messages_beside_bars():
             for name in names:
                 logging.getLogger(f"{name}.part").warning("from %s", name)
         printed = capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.presets import PRESETS
 from conversion.publishing import bundle
 from conversion.publishing.trusted_code import require_trusted_code, trusted_copy

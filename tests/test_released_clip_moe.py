@@ -8,8 +8,9 @@ from tiny_clip import error_of, processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion import released_clip_moe
+from conversion.commands import released_clip_moe as released_clip_moe_command
 from conversion.presets import PRESETS
-from conversion.released_clip_moe import convert, export, main
+from conversion.released_clip_moe import convert, export
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
@@ -117,23 +118,25 @@ def test_what_the_layout_cannot_express(state, tower, field, value, message):
 def test_commands_there_and_back(state, tmp_path, capsys):
     torch.save({key: tensor.half() for key, tensor in state.items()}, tmp_path / "released.pt")
     processor(image_size=8).save_pretrained(tmp_path / "processor")
-    main([str(tmp_path / "released.pt"), str(tmp_path / "model"), "--processor", str(tmp_path / "processor")])
+    released_clip_moe_command.main(
+        [str(tmp_path / "released.pt"), str(tmp_path / "model"), "--processor", str(tmp_path / "processor")]
+    )
     assert capsys.readouterr().out.count("largest difference") == 3
     model = AutoModel.from_pretrained(tmp_path / "model")
     assert isinstance(model, CLIPMoEModel) and model.config.text_config.max_position_embeddings == POSITIONS
     assert AutoProcessor.from_pretrained(tmp_path / "model").tokenizer.model_max_length == POSITIONS
-    main([str(tmp_path / "model"), str(tmp_path / "back.pt"), "--reverse"])
+    released_clip_moe_command.main([str(tmp_path / "model"), str(tmp_path / "back.pt"), "--reverse"])
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
-    main([str(tmp_path / "back.pt"), str(tmp_path / "again")])
+    released_clip_moe_command.main([str(tmp_path / "back.pt"), str(tmp_path / "again")])
     again = AutoModel.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
 def test_safetensors_there_and_back_in_a_new_folder(state, tmp_path):
     save_file(state, tmp_path / "released.safetensors")
-    main([str(tmp_path / "released.safetensors"), str(tmp_path / "model")])
-    main([str(tmp_path / "model"), str(tmp_path / "new" / "back.safetensors"), "--reverse"])
+    released_clip_moe_command.main([str(tmp_path / "released.safetensors"), str(tmp_path / "model")])
+    released_clip_moe_command.main([str(tmp_path / "model"), str(tmp_path / "new" / "back.safetensors"), "--reverse"])
     back, exported = load_file(tmp_path / "new" / "back.safetensors"), export(convert(state))
     assert back.keys() == exported.keys() and all(torch.equal(back[key], exported[key]) for key in back)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["back.safetensors"]
@@ -143,7 +146,9 @@ def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
     convert(state).save_pretrained(tmp_path / "model")
     name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
     monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -10 * state[name]})
-    assert "does not compute what the source" in error_of(main, tmp_path / "model", tmp_path / "back.pt", "--reverse")
+    assert "does not compute what the source" in error_of(
+        released_clip_moe_command.main, tmp_path / "model", tmp_path / "back.pt", "--reverse"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -156,5 +161,5 @@ def test_commands_end_in_one_line(state, tmp_path):
         ("training/symbol_clip", "new.pt", ["--reverse"], "a model of type 'clip_moe' is needed"),
         ("training/symbol_clip", "there.pt", ["--reverse"], "already exists"),
     ):
-        assert message in error_of(main, source, tmp_path / output, *options)
+        assert message in error_of(released_clip_moe_command.main, source, tmp_path / output, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.pt", "there.pt"]

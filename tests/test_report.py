@@ -12,7 +12,7 @@ import small_evaluation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation import report
+from evaluation.commands import report
 from evaluation.figures import plot_text
 from evaluation.page import html_page
 from evaluation.report import arrange, best_of, write_report

@@ -17,7 +17,8 @@ from tiny_runs import as_made_before, recipe, same_weights
 
 from data.worlds import build_processor
 from records.provenance import Record
-from training import engine, upcycle
+from training import engine
+from training.commands import train
 from training.recipe import load_recipe
 from training.runner import run_recipe, stage_errors
 
@@ -43,7 +44,7 @@ def write(tmp_path):
 def failed(*arguments):
     """The error of a command: one line."""
     with pytest.raises(SystemExit) as exit:
-        upcycle.main([str(argument) for argument in arguments])
+        train.main([str(argument) for argument in arguments])
     assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
     return exit.value.code
 
@@ -239,7 +240,7 @@ def test_every_error_names_its_stage(write, tmp_path):
 
 
 def test_every_stage_that_makes_a_model_says_how_to_load_it(write, tmp_path, capsys):
-    upcycle.main(["--config", str(write()), "--stages", " dense "])
+    train.main(["--config", str(write()), "--stages", " dense "])
     assert f'AutoModel.from_pretrained("{tmp_path / "out" / "dense"}")' in capsys.readouterr().out
 
 

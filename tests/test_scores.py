@@ -24,6 +24,7 @@ from evaluation.evaluate import evaluate_model
 from records.provenance import weights_fingerprint
 from training import curves, engine
 from training import scores as scores_module
+from training.commands import curves as curves_command
 
 ROOT = Path(__file__).parents[1]
 KINDS = symbols.KIND_SETS["digit"]
@@ -170,7 +171,7 @@ def test_a_damaged_best_model_is_refused_and_the_stage_can_begin_anew(best, kill
 def test_two_processes_score_as_one(measured, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(
-        "from test_scores import add_tasks\nfrom training import upcycle\n\nadd_tasks()\nupcycle.main()\n"
+        "from test_scores import add_tasks\nfrom training.commands import train\n\nadd_tasks()\ntrain.main()\n"
     )
     without = run(tmp_path, EVALUATION | {"at_start": True})
     shutil.rmtree(without)
@@ -278,7 +279,7 @@ def test_own_data_that_only_were_measured_may_change(tmp_path, monkeypatch, capf
 
 
 def test_curves(measured, plain, tmp_path, capsys):
-    curves.main([str(measured.parent), str(plain), "--output-dir", str(tmp_path)])
+    curves_command.main([str(measured.parent), str(plain), "--output-dir", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| out/tuned" in printed and "balance loss" in printed
     with (tmp_path / "curves.csv").open(newline="") as file:
@@ -315,7 +316,7 @@ def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
 
 def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
     with pytest.raises(SystemExit, match="error: .*nowhere has no log.jsonl"):
-        curves.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
+        curves_command.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
     text = (measured / "log.jsonl").read_text()
     (tmp_path / "log.jsonl").write_text(text + '{"step": 7, "lo')  # which is just being written
     assert list(curves.read_log(tmp_path / "log.jsonl")) == list(curves.read_log(measured / "log.jsonl"))
@@ -357,11 +358,11 @@ def test_curves_of_a_stage_that_has_logged_little(tmp_path, capsys):
     log = tmp_path / "log.jsonl"
     log.write_text("")
     with pytest.raises(SystemExit, match=f"error: no step is logged yet in {tmp_path}: try"):
-        curves.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
+        curves_command.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     score = "retrieval-images-test-caption-b757f567/image_to_text_recall@10"
     log.write_text(json.dumps({"step": 10, "loss": 0.5, score: 0.25}))
-    curves.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
+    curves_command.main([str(tmp_path), "--output-dir", str(tmp_path / "out")])
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["last value", tmp_path.name] and rows[2:] == [["step", "10"], ["loss", "0.5"], [score, "0.25"]]
 

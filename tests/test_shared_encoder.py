@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from tiny_clip_moe import assert_same_gradients, inputs, tiny_config, tiny_model
 from transformers import AutoModel, CLIPConfig, CLIPModel
 
+from conversion.commands import upcycle as upcycle_command
 from conversion.dense import extract
 from conversion.presets import PRESETS, changed_preset
-from conversion.upcycle import main, shared_config, sparse_config, upcycle
+from conversion.upcycle import shared_config, sparse_config, upcycle
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from modeling_clip_moe import (
     CLIPMoEConfig,
@@ -146,7 +147,7 @@ def test_upcycled_it_starts_as_the_dense_one(tmp_path):
     dense = shared_model(())
     dense.save_pretrained(tmp_path / "dense")
     command = [str(tmp_path / "dense"), str(tmp_path / "sparse"), "--preset", "clip_up", "--num-experts", "16"]
-    main([*command, "--norm-topk-prob"])
+    upcycle_command.main([*command, "--norm-topk-prob"])
     sparse, batch = CLIPMoEModel.from_pretrained(tmp_path / "sparse"), inputs()
     assert are_one(sparse) and sparse.config.text_config.num_experts == 16
     torch.testing.assert_close(sparse(**batch).logits_per_image, dense(**batch).logits_per_image)

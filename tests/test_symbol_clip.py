@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conversion import upcycle
+from conversion.commands import upcycle
 from data import symbols
 from data.worlds import build_processor
 from evaluation.embedder import Embedder

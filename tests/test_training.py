@@ -25,7 +25,8 @@ from tiny_runs import losses, recipe, same_weights, weights
 from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel
-from training import engine, stages, upcycle
+from training import engine, stages
+from training.commands import train
 from training.recipe import load_recipe
 from training.runner import run_recipe
 from training.training_state import latest_checkpoint, save_checkpoint
@@ -208,14 +209,15 @@ def test_the_process_that_fails_says_why(run, tmp_path):
     script.write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from training import engine, upcycle\n"
-        "from evaluation.processes import launch_cpu_processes\n"
+        "from training import engine\n"
+        "from training.commands import train\n"
+        "from records.processes import launch_cpu_processes\n"
         "launch_cpu_processes('upcycle.py', sys.argv)\n"
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
         "    engine._require_finite = fail\n"
-        "upcycle.main()\n"
+        "train.main()\n"
     )
     done = launch_two(tmp_path, script=str(script))
     assert done.returncode == 1
@@ -404,5 +406,5 @@ UPCYCLED = ["--config", "training/recipes/clip_up_symbols.yaml", "--stages", "up
 def test_mistakes_end_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as exit:
-        upcycle.main([*arguments, "--output-dir", str(tmp_path / "out")])
+        train.main([*arguments, "--output-dir", str(tmp_path / "out")])
     assert exit.value.code.startswith("error: ") and message in exit.value.code

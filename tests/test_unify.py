@@ -8,9 +8,10 @@ from tiny_clip import error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
+from conversion.commands import unify as unify_command
 from conversion.dense import ONLY_EXPERTS, extract, set_fusion_gates
 from conversion.presets import PRESETS
-from conversion.unify import convert, main, unify, verify
+from conversion.unify import convert, unify, verify
 from conversion.upcycle import upcycle
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
@@ -131,7 +132,7 @@ def test_what_cannot_be_unified(base, experts, changes, message):
 @pytest.mark.parametrize("make", [trained, lambda seed: one_expert(seed=seed)])
 def test_command(make, tmp_path, capsys):
     base, *experts = (saved(tmp_path / str(seed), make(seed)) for seed in (None, 1, 2))
-    main([str(base), str(tmp_path / "out"), "--experts", *map(str, experts)])
+    unify_command.main([str(base), str(tmp_path / "out"), "--experts", *map(str, experts)])
     number = AutoModel.from_pretrained(tmp_path / "out").config.text_config.num_experts
     assert capsys.readouterr().out.count("largest difference in expert") == 3 * number
     assert AutoProcessor.from_pretrained(tmp_path / "out")(text="a cat") == processor()(text="a cat")
@@ -144,8 +145,10 @@ def test_command(make, tmp_path, capsys):
 def test_command_ends_in_one_line(tmp_path):
     dense, sparse = saved(tmp_path / "dense", tiny_clip()), saved(tmp_path / "sparse", one_expert())
     strange = saved(tmp_path / "strange", trained(3, "visual_projection"))
-    message = error_of(main, dense, tmp_path / "out", "--experts", dense, strange)
+    message = error_of(unify_command.main, dense, tmp_path / "out", "--experts", dense, strange)
     assert "error: expert 2 was not trained from this base" in message and "visual_projection.weight" in message
-    message = error_of(main, sparse, tmp_path / "out", "--experts", sparse, sparse, "--sparse-layers", "0")
+    message = error_of(
+        unify_command.main, sparse, tmp_path / "out", "--experts", sparse, sparse, "--sparse-layers", "0"
+    )
     assert "--sparse-layers: " in message and "is sparse already" in message
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,9 @@ from tiny_clip import error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, BertConfig, BertModel
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
+from conversion.commands import upcycle as upcycle_command
 from conversion.presets import PRESETS
-from conversion.upcycle import main, upcycle, verify
+from conversion.upcycle import upcycle, verify
 from modeling_clip_moe import CLIPMoEModel
 from records.files import new_folder
 
@@ -35,7 +36,7 @@ def source(dense, tmp_path):
 
 
 def command(source, output, *flags):
-    main([str(source), str(output), *flags])
+    upcycle_command.main([str(source), str(output), *flags])
     return CLIPMoEModel.from_pretrained(output).config
 
 
@@ -155,7 +156,7 @@ def test_old_config_files_are_read_and_cleaned(source, tmp_path):
     ],
 )  # fmt: skip
 def test_impossible_arguments(whole, tmp_path, flags, message):
-    assert message in error_of(main, whole, tmp_path / "out", "--preset", "clip_up", *flags.split())
+    assert message in error_of(upcycle_command.main, whole, tmp_path / "out", "--preset", "clip_up", *flags.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -170,7 +171,7 @@ def test_other_sources_and_outputs_are_refused(whole, dense, tmp_path):
         (tmp_path / "nowhere", "out", f"{tmp_path / 'nowhere'} is neither a folder nor a hub name"),
         (whole, "full", "already exists"),
     ):
-        assert message in error_of(main, source, tmp_path / output, "--preset", "clip_moe")
+        assert message in error_of(upcycle_command.main, source, tmp_path / output, "--preset", "clip_moe")
     assert not (tmp_path / "out").exists()
 
 
@@ -180,7 +181,7 @@ def test_missing_left_over_and_misshapen_tensors_are_named(source, tmp_path):
     weights["vision_model.encoder.layers.9.mlp.fc1.weight"] = torch.zeros(2)
     weights["visual_projection.weight"] = torch.zeros(3, 3)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    message = error_of(main, source, tmp_path / "out", "--preset", "clip_moe")
+    message = error_of(upcycle_command.main, source, tmp_path / "out", "--preset", "clip_moe")
     assert "missing: vision_model.encoder.layers.2.mlp.fc1.weight" in message
     assert "left over: vision_model.encoder.layers.9.mlp.fc1.weight" in message
     assert "of the wrong shape: visual_projection.weight (3, 3), not (16, 32)" in message

@@ -25,7 +25,7 @@ from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
 from evaluation.tasks import TASKS
 from model_cards.seeds import write_seeds
-from training import upcycle
+from training.commands import train
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 RECIPE = """
@@ -126,7 +126,7 @@ def test_a_recipe_with_kinds_that_are_not_there_ends_in_one_line(dense, tmp_path
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE.replace("DENSE", str(dense)).replace("KINDS", "plannet"))
     with pytest.raises(SystemExit) as stop:
-        upcycle.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
+        train.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
     assert str(stop.value.code).startswith("error: ") and "\n" not in str(stop.value.code)
     assert "symbols have no set of kinds 'plannet'" in str(stop.value.code) and not (tmp_path / "out").exists()
 
@@ -151,7 +151,7 @@ def test_icons_without_their_extra_end_in_one_line(stages, dense, tmp_path, monk
     file = tmp_path / "recipe.yaml"
     file.write_text(f"output_dir: out\nstages: {stages.replace('DENSE', str(dense))}")
     with pytest.raises(SystemExit) as stop:
-        upcycle.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
+        train.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
     assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in str(stop.value.code)
     assert len(str(stop.value.code).splitlines()) <= 2 and not (tmp_path / "out").exists()
 

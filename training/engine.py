@@ -135,7 +135,7 @@ def train(
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             kept_of_it = checkpoints, step, settings.save_total_limit, average
             save_checkpoint(accelerator, task, optimizer, *kept_of_it)
-    progress.bar.close()
+    progress.close()
     state_dict = weights()
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}

@@ -8,7 +8,7 @@ import torch
 from backbones import BASE, dense_clip
 from transformers import AutoProcessor
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel

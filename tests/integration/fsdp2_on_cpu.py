@@ -3,13 +3,15 @@
 import sys
 from pathlib import Path
 
+from training.commands import train
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from training import context, engine, runner, upcycle
+from training import context, engine, runner
 
 make_accelerator, save_checkpoint = context.make_accelerator, engine.save_checkpoint
 
@@ -31,4 +33,4 @@ context.make_accelerator = runner.make_accelerator = with_fsdp2
 if "--interrupt" in sys.argv:
     sys.argv.remove("--interrupt")
     engine.save_checkpoint = save_and_fail
-upcycle.main(sys.argv[1:])
+train.main(sys.argv[1:])

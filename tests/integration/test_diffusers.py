@@ -15,6 +15,7 @@ from tiny_models import sdxl, stable_diffusion, tokenizer
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from conversion import long_context
+from conversion.commands import long_context as long_context_command
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
@@ -49,7 +50,7 @@ def towers(repository, tmp_path_factory):
         for number, tower in ((1, FIRST[kind]), (2, SECOND[kind])):
             folder = place / f"{kind}_{number}_{SHORT}"
             tower.from_pretrained(place / kind).save_pretrained(folder)
-            long_context.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
+            long_context_command.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
     return place
 
 

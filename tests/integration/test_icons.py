@@ -13,7 +13,7 @@ from data import icons, worlds
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from evaluation.tasks import TASKS
-from training import upcycle
+from training.commands import train
 
 pytest.importorskip("resvg_py", reason="the icons extra is not installed")
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,7 @@ def test_the_sheet(tmp_path):
 
 def test_the_recipe_runs(tmp_path, capsys):
     steps = [f"--{stage}.max_steps" for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")]
-    upcycle.main(
+    train.main(
         [
             *["--config", str(ROOT / "training/recipes/clip_up_icons.yaml"), "--output-dir", str(tmp_path / "out")],
             *[word for step in steps for word in (step, "2")],

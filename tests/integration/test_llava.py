@@ -13,6 +13,7 @@ from tiny_models import IMAGE_TOKEN, save_dense_llava, tiny_llava
 from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
 
 from conversion import llava as conversion
+from conversion.commands import llava as llava_command
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
@@ -80,8 +81,8 @@ def test_it_generates_and_trains_and_loads_again(tower, inputs, tmp_path):
 def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(dense_llava, repository, tmp_path):
     base = CLIPModel.from_pretrained(BASE)
     upcycle(base, PRESETS["clip_moe"], seed=0).vision_model.save_pretrained(tmp_path / "tower")
-    conversion.main([str(dense_llava), str(tmp_path / "tower"), str(tmp_path / "upcycled")])
-    conversion.main([str(dense_llava), str(repository), str(tmp_path / "trained")])
+    llava_command.main([str(dense_llava), str(tmp_path / "tower"), str(tmp_path / "upcycled")])
+    llava_command.main([str(dense_llava), str(repository), str(tmp_path / "trained")])
 
     processor = AutoProcessor.from_pretrained(tmp_path / "trained")
     image = Image.effect_noise((40, 32), 80).convert("RGB")
@@ -98,7 +99,7 @@ def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(den
 def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_path):
     CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=48, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
     with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 96, the tower's have 48"):
-        conversion.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
+        llava_command.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
     config = CLIPMoEVisionConfig(
         hidden_size=96, num_hidden_layers=2, num_attention_heads=3, image_size=64, patch_size=8
     )
@@ -106,11 +107,11 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
     with pytest.raises(
         SystemExit, match="error: the image processor of .* makes images of 3 x 32 x 32, but .* takes 3 x 64 x 64"
     ):
-        conversion.main([str(dense_llava), str(tmp_path / "large"), str(tmp_path / "out")])
+        llava_command.main([str(dense_llava), str(tmp_path / "large"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: .*has no vision tower of a CLIP-MoE: it is of type 'clip'"):
-        conversion.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
+        llava_command.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: .*a model of type 'llava' is needed"):
-        conversion.main([str(BASE), str(tmp_path / "narrow"), str(tmp_path / "out")])
+        llava_command.main([str(BASE), str(tmp_path / "narrow"), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

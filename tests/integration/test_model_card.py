@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_models import save_dense_llava, stable_diffusion
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, LlavaForConditionalGeneration
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.publishing import card as card_module
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import CLIPModel
 
 from data import symbols
-from evaluation import evaluate
+from evaluation.commands import evaluate
 from evaluation.retrieval import retrieval_metrics
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from modeling_clip_moe import CLIPMoDEModel

@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion import publish
+from conversion.commands import publish
 from conversion.presets import PRESETS
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage

@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+from training.commands import train
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from training import context, runner, upcycle
+from training import context, runner
 
 
 def with_zero3(output_dir, mixed_precision, trackers) -> Accelerator:
@@ -24,4 +26,4 @@ def with_zero3(output_dir, mixed_precision, trackers) -> Accelerator:
 
 
 context.make_accelerator = runner.make_accelerator = with_zero3
-upcycle.main(sys.argv[1:])
+train.main(sys.argv[1:])
