@@ -24,8 +24,9 @@ from accelerate import Accelerator
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin
 
-from benchmarks.page import cost, described, in_turn, mib, page_parser, show, table
+from benchmarks.page import cost, described, mib, page_parser, show, table
 from evaluation.feature_store import FeatureStore
+from evaluation.speed import in_turn
 from training.balanced_kmeans import balanced_kmeans, nearest_centers
 from training.kmeans import Method, has_faiss, import_faiss, kmeans
 

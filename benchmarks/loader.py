@@ -27,11 +27,12 @@ import PIL.Image
 from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.page import described, in_turn, page_parser, show, table
+from benchmarks.page import described, page_parser, show, table
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
+from evaluation.speed import in_turn
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224

@@ -18,18 +18,6 @@ from records.files import write_text
 from records.markdown import markdown_table
 
 
-def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list]:
-    """What each call returned in each round; in a round every call has its turn, so that whatever slows the machine
-    slows all of them. The first `warm_up` rounds do not count."""
-    results = {name: [] for name in calls}
-    for turn in range(warm_up + rounds):
-        for name, call in calls.items():
-            result = call()
-            if turn >= warm_up:
-                results[name].append(result)
-    return results
-
-
 def median_ratio(numbers: Iterable[float], reference: Iterable[float]) -> float:
     """The median of the ratios within each round."""
     return statistics.median(a / b for a, b in zip(numbers, reference, strict=True))

@@ -32,11 +32,12 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel
 from transformers.models.clip.modeling_clip import CLIPMLP
 
-from benchmarks.page import cost, described, in_turn, median_of, median_ratio, mib, page_parser, seconds, show, table
+from benchmarks.page import cost, described, median_of, median_ratio, mib, page_parser, seconds, show, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
 from evaluation.retrieval import retrieval_metrics
+from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
 from training.losses import contrastive_loss

@@ -48,13 +48,8 @@ def paper_config(name: str) -> CLIPConfig | CLIPMoEConfig | None:
 
 def _dense_config(vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection) -> CLIPConfig:
     def tower(width: int, layers: int, heads: int) -> dict[str, int]:
-        return {
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "projection_dim": projection,
-        }
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "projection_dim": projection}
+        return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
 
     return CLIPConfig(
         text_config=tower(text, text_layers, text_heads),

@@ -107,14 +107,17 @@ def _device_name(device: torch.device) -> str:
 
 # Column -> what is in it, of the costs of a model
 COUNTED = {
-    "M parameters": lambda costs: costs["parameters"]["total"] / 1e6,
-    "activated": lambda costs: costs["parameters"]["activated"] / 1e6,
-    "text": lambda costs: costs["parameters"]["text"] / 1e6,
-    "activated, text": lambda costs: costs["parameters"]["text_activated"] / 1e6,
-    "vision": lambda costs: costs["parameters"]["vision"] / 1e6,
-    "activated, vision": lambda costs: costs["parameters"]["vision_activated"] / 1e6,
-    "one expert": lambda costs: costs["parameters"]["expert"] / 1e6,
-    "routers, gates": lambda costs: costs["parameters"]["routers"] / 1e6,
+    title: lambda costs, name=name: costs["parameters"][name] / 1e6
+    for title, name in {
+        "M parameters": "total",
+        "activated": "activated",
+        "text": "text",
+        "activated, text": "text_activated",
+        "vision": "vision",
+        "activated, vision": "vision_activated",
+        "one expert": "expert",
+        "routers, gates": "routers",
+    }.items()
 }
 MULTIPLY_ADDS = {
     "G multiply-adds of an image": lambda costs: costs["multiply_adds"]["image"] / 1e9,
@@ -127,17 +130,14 @@ MEASURED = {
     "images/s": lambda costs: costs["measured"]["images_per_second"],
     "captions/s": lambda costs: costs["measured"]["texts_per_second"],
     "peak MiB": lambda costs: costs["measured"]["peak_memory"] / 2**20,
-    "peak MiB above start": lambda costs: _own_memory(**costs["measured"]) / 2**20,
+    "peak MiB above start": lambda costs: (
+        (costs["measured"]["peak_memory"] - costs["measured"].get("memory_before", 0)) / 2**20
+    ),
 }
 
 
 def _both(costs: Mapping[str, Any]) -> int:
     return costs["multiply_adds"]["image"] + costs["multiply_adds"]["text"]
-
-
-def _own_memory(peak_memory: int, memory_before: int = 0, **_: float) -> int:
-    """What the model and its batch take."""
-    return peak_memory - memory_before
 
 
 def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:

@@ -5,51 +5,57 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from conversion.checkpoints import load_clip, sample_inputs
 
+Key = TypeVar("Key", bound=Hashable)
 ROUNDS = 7
 # A model's turn takes at least so long, so that small ones are not lost in the noise
 SECONDS_OF_A_TURN = 0.2
+
+
+def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[Key, list]:
+    """What each call returned in each round; in a round every call has its turn, so that whatever slows the machine
+    slows all of them. The first `warm_up` rounds do not count."""
+    results = {name: [] for name in calls}
+    for turn in range(warm_up + rounds):
+        for name, call in calls.items():
+            result = call()
+            if turn >= warm_up:
+                results[name].append(result)
+    return results
 
 
 def measure_speed(
     models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, float]]:
     """Model -> `images_per_second` and `texts_per_second`, by the clock: medians of rounds in each of which all models
-    have their turn, so that whatever slows the machine down slows all of them. All are in memory at a time.
+    have their turn. All are in memory at a time.
 
     Raises:
         ValueError: there is too little memory; else as `conversion.checkpoints.load_clip`.
     """
     with _too_little_memory(models, batch_size, device, dtype):
-        rates = _rates(models, batch_size, device, dtype)
+        turns = {}
+        for name in models:
+            calls = _calls(name, batch_size, device, dtype)
+            for unit, call in zip(("images_per_second", "texts_per_second"), calls, strict=True):
+                _seconds(call, 1, device)
+                repeats = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
+                turns[name, unit] = partial(_seconds, call, repeats, device)
+        seconds = in_turn(turns, ROUNDS)
+    rates = {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
     return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
-
-
-def _rates(
-    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
-) -> dict[tuple[str, str], float]:
-    calls = {}
-    for name in models:
-        image, text = _calls(name, batch_size, device, dtype)
-        calls |= {(name, "images_per_second"): image, (name, "texts_per_second"): text}
-    repeats, seconds = {}, {key: [] for key in calls}
-    for key, call in calls.items():
-        _seconds(call, 1, device)
-        repeats[key] = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
-    for _ in range(ROUNDS):
-        for key, call in calls.items():
-            seconds[key].append(_seconds(call, repeats[key], device) / repeats[key])
-    return {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
 
 
 @contextmanager
@@ -135,12 +141,13 @@ def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype)
 
 
 def _seconds(call: Callable[[], None], times: int, device: torch.device) -> float:
+    """A call takes, in the mean of so many."""
     _wait_for(device)
     started = time.perf_counter()
     for _ in range(times):
         call()
     _wait_for(device)
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / times
 
 
 def _wait_for(device: torch.device) -> None:
