@@ -1,5 +1,6 @@
 """All converters, with tiny sources that each of them takes."""
 
+import pytest
 import torch
 from openai_reference import openai_state_dict
 from safetensors.torch import save_file
@@ -41,6 +42,15 @@ def run(command, sources, output, *arguments):
     except SystemExit as stop:
         return stop.code
     return None
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """What `COMMANDS` convert, and a mixture; who damages it mends it, or takes a copy."""
+    folder = tmp_path_factory.mktemp("sources")
+    make_sources(folder)
+    assert run("assemble", folder, folder / "mixture") is None
+    return folder
 
 
 def make_sources(folder):

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from converters import COMMANDS, make_sources, run
+from converters import COMMANDS, run, sources
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
@@ -23,13 +23,7 @@ from conversion.processors import load_processor
 from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    make_sources(folder)
-    assert run("assemble", folder, folder / "mixture") is None
-    return folder
+sources  # noqa: B018, a fixture
 
 
 @pytest.fixture

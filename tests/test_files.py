@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converters import COMMANDS, make_sources, run
+from converters import COMMANDS, run, sources
 from filelock import FileLock
 from safetensors.torch import save_file
 from tiny_clip import processor, tiny_clip
@@ -35,11 +35,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    make_sources(folder)
-    return folder
+sources  # noqa: B018, a fixture
 
 
 @pytest.fixture

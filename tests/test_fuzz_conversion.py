@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 import pytest
-from converters import COMMANDS, make_sources, run
+from converters import COMMANDS, run, sources
 from safetensors.torch import load_file, save_file
 from transformers import logging
 
@@ -41,14 +41,13 @@ FIELDS = {
     "text_config": ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "eos_token_id"],
 }
 cases = collections.Counter()
+sources  # noqa: B018, a fixture
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    make_sources(folder)
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
     logging.disable_progress_bar()
-    yield folder
+    yield
     logging.enable_progress_bar()
     print(f"\n{sum(cases.values())} cases: {dict(cases)}")
 

@@ -25,19 +25,36 @@ BASE = ROOT / "training" / "symbol_clip"
 def ran(tmp_path, monkeypatch) -> Path:
     """A file that is there once planted code has run; the code lies in a folder that `elsewhere--evil` names."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
     plant_module(tmp_path / "elsewhere", tmp_path / "ran")
     return tmp_path / "ran"
 
 
+@pytest.fixture
+def source(tmp_path, ran) -> Path:
+    """A dense model with planted code beside it."""
+    shutil.copytree(BASE, tmp_path / "source")
+    plant_module(tmp_path / "source", ran)
+    return tmp_path / "source"
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse") / "model"
+    upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(folder)
+    return folder
+
+
 def plant_module(folder, ran):
+    folder.mkdir(exist_ok=True)
     code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('ran')\n"
     code += "from transformers import CLIPConfig as Config, CLIPModel as Model, CLIPProcessor as Processor\n"
     (folder / "evil.py").write_text(code + "from transformers import CLIPTokenizer as Tokenizer\n")
+    (folder / "payload.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
 
 
 def change(path, **changes):
     settings = json.loads(path.read_text()) if path.is_file() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings | changes))
 
 
@@ -55,18 +72,14 @@ def files(folder):
 
 def assert_clean(folder):
     """No file of planted code, nor one that names it."""
-    assert not {name for name in files(folder) if "evil" in name or name.endswith((".pkl", ".bin"))}
-    texts = {name: path.read_text() for name, path in files(folder).items() if path.suffix in (".json", ".py")}
-    assert not {name for name, text in texts.items() if "evil" in text}
     for name, path in files(folder).items():
+        assert "evil" not in name and path.suffix not in (".pkl", ".bin")
+        assert path.suffix not in (".json", ".py") or "evil" not in path.read_text(), name
         if path.suffix == ".py":
             assert path.read_bytes() == (ROOT / "modeling_clip_moe" / path.name).read_bytes(), name
 
 
-def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
-    source = tmp_path / "source"
-    shutil.copytree(BASE, source)
-    plant_module(source, ran)
+def test_planted_code_neither_runs_nor_is_published(source, ran, tmp_path, capsys):
     plant_processor(source)
     text = json.loads((source / "config.json").read_text())["text_config"]
     change(
@@ -95,7 +108,7 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
 
 
 def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, capsys):
-    source, dense = tmp_path / "source", CLIPModel.from_pretrained(BASE)
+    source, out, dense = tmp_path / "source", tmp_path / "out", CLIPModel.from_pretrained(BASE)
     CLIPMoDEModel.from_experts([dense, upcycle(dense, PRESETS["clip_moe"], seed=0)]).save_pretrained(source)
     AutoProcessor.from_pretrained(BASE).save_pretrained(source)
     plant_processor(source)
@@ -106,39 +119,30 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
     change(encoder / "encoder.json", kind="transformers", name="bert", source="runs/bert", pooling="mean")
     for folder in (source, source / "expert_0", source / "expert_1", encoder, encoder / "model"):
         plant_module(folder, ran)
-        (folder / "payload.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     for name in ("config.json", "expert_0/config.json", "expert_1/config.json", "metadata_encoder/model/config.json"):
         own = json.loads((source / name).read_text()).get("auto_map", {})
         change(source / name, auto_map=own | {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"})
     (source / "modeling_clip_moe.py").write_text("import evil\n")
-    publish.main([str(source), "user/mixture", "--dry-run", str(tmp_path / "out")])
+    publish.main([str(source), "user/mixture", "--dry-run", str(out)])
     assert not ran.exists()
-    assert_clean(tmp_path / "out")
+    assert_clean(out)
     warnings = capsys.readouterr().err
     assert "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'" in warnings
     assert "metadata_encoder/evil.py, metadata_encoder/model/evil.py, metadata_encoder/model/payload.pkl" in warnings
-    for name in (".", "expert_1"):
-        config = json.loads((tmp_path / "out" / name / "config.json").read_text())
-        own = config["auto_map"]["AutoModelForZeroShotImageClassification"]
-        assert own in ("modeling_clip_mode.CLIPMoDEModel", "modeling_clip_moe.CLIPMoEModel")
-    assert load_encoder(tmp_path / "out" / "metadata_encoder").encode(["a star"]).shape == (1, 8)
+    for name, own in ((".", "modeling_clip_mode.CLIPMoDEModel"), ("expert_1", "modeling_clip_moe.CLIPMoEModel")):
+        config = json.loads((out / name / "config.json").read_text())
+        assert config["auto_map"]["AutoModelForZeroShotImageClassification"] == own
+    assert load_encoder(out / "metadata_encoder").encode(["a star"]).shape == (1, 8)
+    assert {"expert_0/model.safetensors", "expert_1/config.json", "modeling_clip_mode.py"} <= files(out).keys()
+    assert "A mixture of 2 CLIPs" in (out / "README.md").read_text()
 
 
-def test_a_type_that_is_not_known_asks_nobody(ran, tmp_path, monkeypatch):
-    shutil.copytree(BASE, tmp_path / "source")
-    plant_module(tmp_path / "source", ran)
-    change(tmp_path / "source" / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+def test_a_type_that_is_not_known_asks_nobody(source, ran, tmp_path, monkeypatch):
+    change(source / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))  # what transformers would take for consent
-    with pytest.raises(SystemExit, match=f"error: cannot load {tmp_path}/source: .*`evil`"):
-        publish.main([str(tmp_path / "source"), "user/x", "--dry-run", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=f"error: cannot load {source}: .*`evil`"):
+        publish.main([str(source), "user/x", "--dry-run", str(tmp_path / "out")])
     assert not ran.exists()
-
-
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sparse") / "model"
-    upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -154,18 +158,14 @@ def sparse(tmp_path_factory) -> Path:
     ],
 )
 def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, message):
-    folder = tmp_path / "folder"
-    shutil.copytree(sparse, folder)
+    folder = shutil.copytree(sparse, tmp_path / "folder")
     require_trusted_code(folder)
-    path = folder / file
-    path.parent.mkdir(exist_ok=True)
     if changes is None:
-        path.unlink()
+        (folder / file).unlink()
     elif isinstance(changes, dict):
-        change(path, **changes)
+        change(folder / file, **changes)
     else:
-        path.write_text(changes)
-    plant_module(tmp_path / "elsewhere", ran)
+        (folder / file).write_text(changes)
     with pytest.raises(ValueError, match=message):
         bundle.verify(CLIPModel.from_pretrained(BASE), folder)
     assert not ran.exists()
@@ -175,41 +175,34 @@ def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, mes
     ("file", "content", "message"),
     [
         ("config.json", "{", "config.json is no JSON"),
-        ("config.json", "[" * 100_000, "config.json is no JSON"),
-        ("metadata_encoder/model/modules.json", '[{"path": "", "type": "evil.Module"}]', "modules.json: .*evil.Module"),
-        (
-            "metadata_encoder/model/1_Dense/config.json",
-            '{"activation_function": "os.abort"}',
-            "config.json: .*os.abort",
-        ),
+        ("metadata_encoder/modules.json", '[{"path": "", "type": "evil.Module"}]', "modules.json: .*evil.Module"),
+        ("metadata_encoder/1_Dense/config.json", '{"activation_function": "os.abort"}', "config.json: .*os.abort"),
     ],
 )
-def test_what_cannot_be_left_out_is_refused(tmp_path, file, content, message):
-    shutil.copytree(BASE, tmp_path / "source")
-    (tmp_path / "source" / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "source" / file).write_text(content)
-    with pytest.raises(ValueError, match=message), trusted_copy(tmp_path / "source"):
+def test_what_cannot_be_left_out_is_refused(source, file, content, message):
+    (source / file).parent.mkdir(parents=True, exist_ok=True)
+    (source / file).write_text(content)
+    with pytest.raises(ValueError, match=message), trusted_copy(source):
         raise AssertionError
 
 
-def test_an_auto_map_of_any_shape_is_left_out(tmp_path):
-    shutil.copytree(BASE, tmp_path / "source")
+def test_an_auto_map_of_any_shape_is_left_out(source):
     for auto_map in ("evil.Model", ["evil.Model"], 3, {"AutoModel": {"pil": "evil.Model"}}):
-        change(tmp_path / "source" / "config.json", auto_map=auto_map)
-        with trusted_copy(tmp_path / "source") as copy:
+        change(source / "config.json", auto_map=auto_map)
+        with trusted_copy(source) as copy:
             assert "auto_map" not in json.loads((copy / "config.json").read_text())
             assert torch.equal(CLIPModel.from_pretrained(copy).logit_scale, CLIPModel.from_pretrained(BASE).logit_scale)
 
 
 def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
-    encoder = tmp_path / "source" / "metadata_encoder"
+    encoder, out = tmp_path / "source" / "metadata_encoder", tmp_path / "out"
     shutil.copytree(sparse, encoder / "model")
     (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
-    (encoder / "encoder.json").write_text('{"kind": "transformers", "name": "ours", "source": "/home/me/ours"}')
+    change(encoder / "encoder.json", kind="transformers", name="ours", source="/home/me/ours")
     with trusted_copy(tmp_path / "source") as copy:
-        bundle.write_encoder(copy / "metadata_encoder", tmp_path / "out")
-    bundle.forget_this_machine(tmp_path / "out")
-    require_trusted_code(tmp_path / "out")
-    assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(tmp_path / "out").keys()
-    assert_clean(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "encoder.json").read_text())["source"] == "ours"
+        bundle.write_encoder(copy / "metadata_encoder", out)
+    bundle.forget_this_machine(out)
+    require_trusted_code(out)
+    assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(out).keys()
+    assert_clean(out)
+    assert json.loads((out / "encoder.json").read_text())["source"] == "ours"

@@ -22,7 +22,6 @@ from conversion.presets import PRESETS
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
-from modeling_clip_moe import CLIPMoDEModel
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -73,15 +72,17 @@ def hub(tmp_path):
         yield server
 
 
-def command(arguments, **environment):
+def python(*arguments, hub=None, token=hub_server.TOKEN, cwd=ROOT, **environment):
+    """Runs Python, with the server as the Hub."""
+    environment |= hub_server.environment(hub, token) if hub else {}
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        [sys.executable, "-m", "conversion.publish", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
+
+
+def publish_to(hub, *arguments, **options):
+    return python("-m", "conversion.publish", *arguments, hub=hub, **options)
 
 
 def test_the_folder_has_all_that_others_look_for(published):
@@ -137,9 +138,7 @@ def test_the_card_validates(published, hub, tmp_path):
     program = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
 
     def validate(card):
-        command = [sys.executable, "-c", program, str(card)]
-        environment = {**os.environ, **hub_server.environment(hub)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return python("-c", program, card, hub=hub)
 
     done = validate(published / "README.md")
     assert done.returncode == 0, done.stderr
@@ -159,7 +158,7 @@ def test_how_long_it_took_is_recorded(run):
 
 
 def test_published_and_loaded_by_name(run, hub, tmp_path):
-    done = command([run / "clip_up", "user/clip-moe-symbols", "--private"], **hub_server.environment(hub))
+    done = publish_to(hub, run / "clip_up", "user/clip-moe-symbols", "--private")
     assert done.returncode == 0, done.stderr
     assert "/user/clip-moe-symbols" in done.stdout and hub.private == {"user/clip-moe-symbols": True}
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -181,14 +180,7 @@ from PIL import Image
 print(classify(Image.new("RGB", (32, 32)), candidate_labels=["star", "heart"])[0]["label"])
 """
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, **hub_server.environment(hub), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", code, hub=hub, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("star", "heart")
     with torch.no_grad():
@@ -203,14 +195,7 @@ def test_a_recipe_publishes_at_its_end(hub, tmp_path):
         "push_to_hub": {"sparse": "user/from-a-recipe"},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = subprocess.run(
-        [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")],
-        cwd=ROOT,
-        env={**os.environ, **hub_server.environment(hub)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-m", "training.upcycle", "--config", tmp_path / "recipe.yaml", hub=hub)
     assert done.returncode == 0, done.stderr
     assert "/user/from-a-recipe" in done.stdout
     files = hub.files("user/from-a-recipe")
@@ -229,11 +214,11 @@ def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("what", ["fail_commits", "fail_uploads"])
 def test_an_interrupted_upload_is_repeated(run, hub, what):
     setattr(hub, what, 1 if what == "fail_commits" else 100)  # the library repeats uploads by itself, a few times
-    first = command([run / "clip_up", "user/symbols"], **hub_server.environment(hub))
+    first = publish_to(hub, run / "clip_up", "user/symbols")
     assert first.returncode != 0 and hub.files("user/symbols") == {}
     assert "error: the upload to user/symbols was cut off" in first.stderr
     hub.fail_uploads = 0
-    second = command([run / "clip_up", "user/symbols"], **hub_server.environment(hub))
+    second = publish_to(hub, run / "clip_up", "user/symbols")
     assert second.returncode == 0, second.stderr
     files = hub.files("user/symbols")
     assert LEGACY < set(files)
@@ -242,7 +227,7 @@ def test_an_interrupted_upload_is_repeated(run, hub, what):
 
 def test_without_permission_nothing_is_published(run, hub):
     for name, token in (("user/symbols", "hf_nobody"), ("somebody/symbols", hub_server.TOKEN)):
-        done = command([run / "clip_up", name], **hub_server.environment(hub, token))
+        done = publish_to(hub, run / "clip_up", name, token=token)
         assert done.returncode != 0 and ("401" in done.stderr or "403" in done.stderr)
     assert not hub.repositories() and not list(hub.objects.iterdir())
 
@@ -253,28 +238,11 @@ def test_branches_and_pull_requests(published, hub, monkeypatch):
         "print(upload(Path(sys.argv[1]), 'user/symbols', revision='next')); "
         "print(upload(Path(sys.argv[1]), 'user/symbols', pull_request=True))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(published)],
-        cwd=ROOT,
-        env={**os.environ, **hub_server.environment(hub)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", program, published, hub=hub)
     assert done.returncode == 0, done.stderr
     assert hub.files("user/symbols") == {}
     assert "README.md" in hub.files("user/symbols", "next") and "README.md" in hub.files("user/symbols", "refs/pr/1")
     assert done.stdout.strip().endswith("/discussions/1")
-
-
-def test_a_mixture_is_published_with_its_experts(tmp_path):
-    model = CLIPMoDEModel.from_experts([CLIPModel.from_pretrained(BASE), CLIPModel.from_pretrained(BASE)])
-    model.save_pretrained(tmp_path / "mode")
-    AutoProcessor.from_pretrained(BASE).save_pretrained(tmp_path / "mode")
-    publish.main([str(tmp_path / "mode"), "user/mode", "--dry-run", str(tmp_path / "out")])
-    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
-    assert {"expert_0/model.safetensors", "expert_1/config.json", "modeling_clip_mode.py"} <= names
-    assert "A mixture of 2 CLIPs" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_dense_model_needs_no_code(tmp_path):
@@ -284,20 +252,19 @@ def test_a_dense_model_needs_no_code(tmp_path):
     assert "A CLIP without sparse layers." in card and "trust_remote_code" not in card and "custom_code" not in card
 
 
-def test_what_cannot_be_published_is_refused(published, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="error: .*Repo id"):
-        publish.main([BASE, "no name", "--dry-run", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="error: runs/nothing is no folder"):
-        publish.main(["runs/nothing", "user/x", "--dry-run", str(tmp_path / "a")])
+def test_what_cannot_be_published_is_refused(tmp_path):
     sparse = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0)
     sparse.save_pretrained(tmp_path / "bare")
     sparse.vision_model.save_pretrained(tmp_path / "tower")
-    with pytest.raises(SystemExit, match="error: .* holds several models; publish one of bare, tower in it"):
-        publish.main([str(tmp_path), "user/x", "--dry-run", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="error: .* is of type 'clip_moe_vision_model'; whole CLIPs are published"):
-        publish.main([str(tmp_path / "tower"), "user/x", "--dry-run", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="error: .*has no tokenizer"):
-        publish.main([str(tmp_path / "bare"), "user/x", "--dry-run", str(tmp_path / "a")])
+    for source, name, message in (
+        (BASE, "no name", ".*Repo id"),
+        ("runs/nothing", "user/x", "runs/nothing is no folder"),
+        (tmp_path, "user/x", ".* holds several models; publish one of bare, tower in it"),
+        (tmp_path / "tower", "user/x", ".* is of type 'clip_moe_vision_model'; whole CLIPs are published"),
+        (tmp_path / "bare", "user/x", ".*has no tokenizer"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: {message}"):
+            publish.main([str(source), name, "--dry-run", str(tmp_path / "a")])
     assert not (tmp_path / "a").exists()
 
 
