@@ -1,7 +1,6 @@
 """Where results of evaluations lie, and what their tasks and files are called; `records.result_schema` says what is
 in one."""
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -83,10 +82,3 @@ def _plain(text: str, length: int = LONGEST_SLUG) -> str:
 def content_hash(content: dict[str, Any] | Sequence[Any] | str) -> str:
     """Eight letters that tell plain values apart."""
     return value_digest(content)[:8]
-
-
-def named_folder(text: str) -> Path:
-    """The type of an argument that names a folder: of an empty one, `Path` would make the current folder."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("a folder needs a name")
-    return Path(text)

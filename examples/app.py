@@ -7,7 +7,6 @@ A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whol
 images of a folder. `--space` does not open the page: it writes a Space for the Hub that shows it.
 """
 
-import argparse
 import html
 import io
 import logging
@@ -31,9 +30,8 @@ from evaluation.embedder import Embedder, usable_device
 from evaluation.ensemble import Ensemble, concatenate, open_model
 from evaluation.own_data import is_template
 from evaluation.preferences import route_images
-from evaluation.results import named_folder
 from evaluation.routing_pictures import draw_patches
-from records.command_line import one_line_errors
+from records.command_line import Folder, command
 from records.files import new_folder
 from records.messages import cut
 
@@ -271,7 +269,7 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
             "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\nMade by `examples.app`.\n",
             # Without +cpu and the like, which PyPI does not have
             "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
-            "app.py": f"from examples.app import main\n\nmain({arguments!r})\n",
+            "app.py": f"from examples.app import app\n\napp.main({arguments!r})\n",
         }
         for name, text in files.items():
             (space / name).write_text(text, encoding="utf-8")
@@ -327,34 +325,43 @@ def _names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.app", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="a folder or Hub name")
-    parser.add_argument("--baseline", help="a folder or Hub name of the model beside it, such as the dense one")
-    parser.add_argument("--images", help="folder of images to search in; they are embedded first")
-    parser.add_argument("--cache-dir", type=named_folder, help="folder that keeps their embeddings; default: nowhere")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
-    parser.add_argument("--space", type=named_folder, help="write a Space into this folder instead")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        if args.space:
-            write_space(args.space, args.model, args.baseline, args.images)
-            print(f"{args.space} is a Space: hf upload USER/NAME {args.space} --repo-type space puts it on the Hub")
-            return
-        import_gradio()  # before the work
-        sources, device = list(dict.fromkeys(filter(None, [args.model, args.baseline]))), usable_device(None)
+@command
+def app(
+    model: str,
+    /,
+    *,
+    baseline: str | None = None,
+    images: str | None = None,
+    cache_dir: Folder | None = None,
+    port: int | None = None,
+    space: Folder | None = None,
+) -> str | None:
+    """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
 
-        def opened(cache_dir: Path | None) -> dict[str, Model]:
-            named = zip(_names(sources), sources, strict=True)
-            return {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
+    Args:
+        model: a folder or Hub name.
+        baseline: a folder or Hub name of the model beside it, such as the dense one.
+        images: folder of images to search in; they are embedded first.
+        cache_dir: folder that keeps their embeddings (default: nowhere).
+        port: default: the first free one from 7860 on.
+        space: write a Space into this folder instead.
+    """
+    if space:
+        write_space(space, model, baseline, images)
+        return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"
+    import_gradio()  # before the work
+    sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
 
-        models = opened(None)  # what visitors send is not kept
-        keepers = opened(args.cache_dir) if args.cache_dir else None
-        search = ImageSearch(models, args.images, keepers) if args.images else None
-        build_page(models, search).launch(server_port=args.port, ssr_mode=False)
+    def opened(cache_dir: Path | None) -> dict[str, Model]:
+        named = zip(_names(sources), sources, strict=True)
+        return {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
+
+    models = opened(None)  # what visitors send is not kept
+    keepers = opened(cache_dir) if cache_dir else None
+    search = ImageSearch(models, images, keepers) if images else None
+    build_page(models, search).launch(server_port=port, ssr_mode=False)
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    app.main()

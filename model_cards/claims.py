@@ -7,7 +7,6 @@ The page begins with the headlines as a table and as a picture beside it, `claim
 there yet are "not measured".
 """
 
-import argparse
 import os
 import statistics
 from collections import Counter
@@ -39,7 +38,7 @@ from model_cards.verdicts import (
     read_expert_scores,
     verdict_of_all,
 )
-from records.command_line import one_line_errors
+from records.command_line import command
 from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\
@@ -81,8 +80,13 @@ class Judged:
     folder: Path | None
 
 
-def write_claims(path: Path, output: Path) -> str:
+@command
+def write_claims(claims: Path, output: Path) -> str:
     """Write the page of all claims and, where there are headlines, their picture beside it.
+
+    Args:
+        claims: YAML file of claims.
+        output: the page to write.
 
     Returns:
         The table of how many claims hold, a row a paper.
@@ -91,21 +95,21 @@ def write_claims(path: Path, output: Path) -> str:
         OSError: a file cannot be read or written.
         ValueError: as `read_claims`, `read_all_scores` and `measure_claim`; or `output` is the file of claims.
     """
-    if output.resolve() == path.resolve():
+    if output.resolve() == claims.resolve():
         raise ValueError(f"{output} is the file of claims: choose another --output")
     sections, counts, all_judged = [], [], []
-    for title, paper in read_claims(path).items():
-        folders = [path.parent / results for results in paper.results]
+    for title, paper in read_claims(claims).items():
+        folders = [claims.parent / results for results in paper.results]
         try:
             scores, origin = read_all_scores(folders)
             where = " and ".join(map(str, folders))
             judged = [
-                _judge(number, claim, scores, origin, where, path.parent)
+                _judge(number, claim, scores, origin, where, claims.parent)
                 for number, claim in enumerate(paper.claims, len(all_judged) + 1)
             ]
-            sections.append(_section(title, paper, judged, scores, path.parent, output.parent))
+            sections.append(_section(title, paper, judged, scores, claims.parent, output.parent))
         except ValueError as error:
-            raise ValueError(f"{path}: {title}: {error}") from error
+            raise ValueError(f"{claims}: {title}: {error}") from error
         counts.append([title, *(str(sum(one.verdict == verdict for one in judged)) for verdict in VERDICTS)])
         all_judged += judged
     summary = markdown_table(["paper", *VERDICTS], counts)
@@ -269,16 +273,5 @@ def _link(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(path, folder)).as_posix()
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m model_cards.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("claims", type=Path, help="YAML file of claims")
-    parser.add_argument("--output", required=True, type=Path, help="the page to write")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        print(write_claims(args.claims, args.output))
-
-
 if __name__ == "__main__":
-    main()
+    write_claims.main()

@@ -11,7 +11,6 @@ embeddings and projections have the same number in a dense model and in its spar
 `knowledge.png` and `knowledge.json`.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ from evaluation.costs import count_parameters, meta_model
 from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
 from evaluation.report import SAME_FOR_TASK, arrange, differ
-from evaluation.results import named_folder, without_seed
+from evaluation.results import without_seed
 from evaluation.task import INFORMATION
 from modeling_clip_moe import CLIPMoEConfig
-from records.command_line import one_line_errors
+from records.command_line import Folder, command
 from records.markdown import markdown_table
 from records.provenance import weights_fingerprint
 
@@ -123,8 +122,13 @@ def equal_dense(one: Knowledge, others: Sequence[Knowledge]) -> float | None:
     return None
 
 
-def write_knowledge(folders: Sequence[Path], output_dir: Path) -> str:
-    """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table. Raises as `read_knowledge`."""
+@command
+def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
+    """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table. Raises as `read_knowledge`.
+
+    Args:
+        folders: of results, one a run.
+    """
     knowledge = read_knowledge(folders)
     rows = []
     for one in knowledge:
@@ -186,18 +190,5 @@ def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
     save(figure, path)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m model_cards.knowledge",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a run")
-    parser.add_argument("--output-dir", required=True, type=named_folder)
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        print(write_knowledge(args.folders, args.output_dir))
-
-
 if __name__ == "__main__":
-    main()
+    write_knowledge.main()

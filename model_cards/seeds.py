@@ -7,7 +7,6 @@ the mean and the sample standard deviation of the main scores and how long each 
 `seeds.png`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed.
 """
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,8 @@ from evaluation.report import (
     primary_columns,
     require_whole,
 )
-from evaluation.results import named_folder, without_seed
-from records.command_line import one_line_errors
+from evaluation.results import without_seed
+from records.command_line import Folder, command
 from records.markdown import escape, item, markdown_table
 from records.provenance import MANIFEST, Record
 
@@ -35,7 +34,8 @@ SAME_FOR_SEEDS = (*SAME_FOR_TASK, "dtype", "changes", "batch_size", "device", "c
 Table = dict[str, dict[str, dict]]
 
 
-def write_seeds(folders: Sequence[Path], output_dir: Path, baseline: str | None = None) -> str:
+@command
+def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | None = None) -> str:
     """Write `seeds.md`, `seeds.png`, `seeds.html` and `seeds.json`.
 
     Args:
@@ -170,17 +170,5 @@ def _took(folder: Path) -> str | None:
     return f"{minutes:.0f} minutes on {', '.join(hardware)}, commit {', '.join(commits)}"
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m model_cards.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="+", type=Path, help="folders of results, one a seed")
-    parser.add_argument("--output-dir", required=True, type=named_folder)
-    parser.add_argument("--baseline", help="model to compare the others with")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        print(write_seeds(args.folders, args.output_dir, args.baseline))
-
-
 if __name__ == "__main__":
-    main()
+    write_seeds.main()

@@ -8,7 +8,6 @@ which is the last's (WiSE-FT, arXiv:2109.01903). Each other model, and each line
 every seed: how much more it learned than the line has where the line kept as much or more.
 """
 
-import argparse
 import itertools
 import re
 import statistics
@@ -21,7 +20,7 @@ from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, paired_interval
 from evaluation.page import write_page
 from evaluation.task import PRIMARY_METRICS
-from records.command_line import one_line_errors
+from records.command_line import command
 from records.files import read_json
 from records.markdown import markdown_table
 
@@ -44,6 +43,7 @@ def above_line(point: Point, line: Sequence[Point]) -> float:
     return learned - max(reached)
 
 
+@command
 def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     """Write `tradeoff.md` and `tradeoff.png`.
 
@@ -138,18 +138,5 @@ def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Se
     save(figure, path)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m model_cards.tradeoff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder with seeds.json")
-    parser.add_argument("--learned", required=True, metavar="TASK")
-    parser.add_argument("--kept", required=True, metavar="TASK")
-    parser.add_argument("--base", required=True, metavar="MODEL", help="what the lines begin with")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        print(write_tradeoff(args.folder, args.learned, args.kept, args.base))
-
-
 if __name__ == "__main__":
-    main()
+    write_tradeoff.main()

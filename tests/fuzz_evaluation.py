@@ -33,7 +33,7 @@ from records.result_schema import read_result
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
-MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.main, "experts": experts.main}
+MAINS = {"evaluate": evaluate.main, "report": report.main, "seeds": seeds.write_seeds.main, "experts": experts.main}
 MAINS["publish"] = publish_command.main
 # What may stand in place of any value of a JSON file
 VALUES = [

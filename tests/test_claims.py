@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from evaluation.figures import plt
 from evaluation.intervals import paired_interval
-from model_cards.claims import MARKS, main, write_claims
+from model_cards.claims import MARKS, write_claims
 from model_cards.verdicts import (
     CANNOT_BE_TOLD,
     DOES_NOT_HOLD,
@@ -94,13 +94,13 @@ def test_the_page(folder, capsys):
     assert f"3 seeds: [results](results). {COMMIT}" in text
     assert re.search(r"\| Paper \| 3 +\| 2 +\| 4 +\| 1 +\| 1 ", text)
     assert "claims.png" not in text and not (folder / "claims.png").exists()  # there are no headlines
-    main([str(folder / "claims.yaml"), "--output", str(folder / "other.md")])
+    write_claims.main([str(folder / "claims.yaml"), "--output", str(folder / "other.md")])
     assert "| Paper | 3 " in capsys.readouterr().out
     assert (folder / "other.md").read_text() == text
     for names in (("claims.yaml", "claims.yaml"), ("none.yaml", "claims.md")):
         source, output = (str(folder / name) for name in names)
         with pytest.raises(SystemExit, match="^error: [^\n]+$"):
-            main([source, "--output", output])
+            write_claims.main([source, "--output", output])
     (folder / "results" / "seeds.json").unlink()
     text = page(folder, claim(), LACKING)
     assert [row[-1] for row in rows(text)] == ["not measured"] * 2 and "There are no results yet." in text

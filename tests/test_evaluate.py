@@ -316,7 +316,7 @@ def test_changes_that_cannot_be_read(dense, tmp_path, capsys, change, message):
     assert exit.value.code == 2 and f"argument --change: {message}" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [evaluate_command.main, report.main, seeds.main])
+@pytest.mark.parametrize("command", [evaluate_command.main, report.main, seeds.write_seeds.main])
 def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, capsys, command):
     """It would be the current folder."""
     monkeypatch.chdir(tmp_path)

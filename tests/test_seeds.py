@@ -10,7 +10,7 @@ from transformers import CLIPConfig
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from model_cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
-from model_cards.seeds import main, write_seeds
+from model_cards.seeds import write_seeds
 from model_cards.tradeoff import above_line, write_tradeoff
 from records.provenance import Record
 
@@ -33,7 +33,7 @@ def write(folder, content):
 
 
 def test_mean_and_deviation(folders, tmp_path, figures, capsys):
-    main([*map(str, folders), "--output-dir", str(tmp_path / "out"), "--baseline", "dense"])
+    write_seeds.main([*map(str, folders), "--output-dir", str(tmp_path / "out"), "--baseline", "dense"])
     table = capsys.readouterr().out
     assert lines_of(table)[2:] == [["sparse", "63.0 ± 3.6 (+12.0 ± 6.6)"], ["dense", "51.0 ± 1.0"]]
     text = (tmp_path / "out" / "seeds.md").read_text()

@@ -112,10 +112,10 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
     versions = {"torch": "2.13.0+cpu"}
     monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
     arguments = [str(model), "--baseline", "user/dense", "--images", str(images), "--space", str(tmp_path / "space")]
-    app.main(arguments)
+    app.app.main(arguments)
     space = tmp_path / "space"
-    called = f"main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}'])"
-    assert (space / "app.py").read_text() == f"from examples.app import main\n\n{called}\n"
+    called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}'])"
+    assert (space / "app.py").read_text() == f"from examples.app import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
     assert header["python_version"] == f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -129,7 +129,7 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
     assert found == {"a.png.png", "below/b.JPG.png", "c.png.png"}
     assert (space / "examples" / "app.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
-        app.main(arguments)
+        app.app.main(arguments)
 
 
 def test_a_space_gets_pixels_alone(tmp_path, caplog):
@@ -178,20 +178,20 @@ def test_only_the_embeddings_of_the_folders_images_are_kept(dense, images, tmp_p
     pages = []
     page = type("Blocks", (), {"launch": lambda *_, **__: None})
     monkeypatch.setattr(app, "build_page", lambda *parts: (pages.append(parts), page())[1])
-    app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
+    app.app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
     ((models, search),) = pages
     kept = list((tmp_path / "kept").iterdir())
     assert len(kept) == 1 and search.find("dense", "a red circle")
     label_scores(models["dense"], images / "a.png", "7", "{}")
     assert list((tmp_path / "kept").iterdir()) == kept
     monkeypatch.setattr(Embedder, "model", None)
-    app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
+    app.app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
     assert np.array_equal(pages[1][1].images["dense"], search.images["dense"])  # which no model embedded again
 
 
 def test_without_gradio(dense, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match="error: the page and a Space need gradio, .* `make app` .* `.venv-app/bin"):
-        app.main([str(dense)])
+        app.app.main([str(dense)])
     assert app._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
     assert app._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

@@ -111,7 +111,9 @@ def test_the_page_tells_what_is_there():
 
 
 def test_the_sheet(tmp_path):
-    worlds.main(["icons", "--contact-sheet", str(tmp_path / "icons.png"), "--kinds", "other artists", "--number", "12"])
+    worlds.draw_contact_sheet.main(
+        ["icons", "--contact-sheet", str(tmp_path / "icons.png"), "--kinds", "other artists", "--number", "12"]
+    )
     assert (tmp_path / "icons.png").stat().st_size > 1000
 
 
