@@ -188,7 +188,7 @@ def without_flags():
     [
         (not_finite(), "not all finite"),
         (without_flags(), "NotImplementedError: Unknown pixel format flags 0"),
-        *((value, "") for value in (None, {}, {"bytes": None, "path": None}, 3, "", "nul\0.png", ".")),
+        *((value, None) for value in (None, {}, {"bytes": None, "path": None}, 3, "", "nul\0.png", ".")),
         ("nowhere.png", "'nowhere.png': relative paths start from image_root or else"),
     ],
 )
