@@ -46,8 +46,8 @@ SECONDS_KEPT = 3600  # what visitors upload
 # Of a Space: the folders of this repository that the page runs on, and the packages
 ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation", "examples")
 REQUIREMENTS = """
-accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml safetensors
-scikit-learn threadpoolctl torch tqdm transformers
+accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
+safetensors scikit-learn threadpoolctl torch tqdm transformers
 """.split()
 
 
