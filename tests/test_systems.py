@@ -1,0 +1,980 @@
+"""The papers' recipes on models of a few thousand parameters, one run of each: what every stage makes, what moves, that
+killed, divided and repeated runs end in the same bits, and what is refused."""
+
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import load_from_disk
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+from tiny_recipes import tiny_run
+from tiny_runs import as_made_before, losses, stored, weights
+from transformers import AutoModel, AutoProcessor, CLIPModel
+
+from conversion import assemble, average
+from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.commands import assemble as assemble_command
+from conversion.commands import average as average_command
+from conversion.folders import load_config
+from conversion.presets import PRESETS
+from conversion.processors import copy_processor
+from conversion.upcycle import upcycle
+from data import symbols
+from data.contact_sheet import contact_sheet
+from data.identity import data_fingerprint
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from data.symbol_kinds import TOPICS
+from evaluation.ensemble import concatenate, open_model
+from evaluation.evaluate import evaluate_model
+from evaluation.linear_probe import linear_probe_metrics
+from evaluation.measures import measure
+from evaluation.report import best_of
+from evaluation.retrieval import retrieval_metrics
+from evaluation.sentence_encoders import load_encoder
+from evaluation.tasks import Task, find_tasks
+from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
+from training import runner
+from training.caption_clusters import load_caption_clusters, load_expert_of_pair
+from training.engine import checkpoint_layers
+from training.feature_clusters import FeatureClusters, load_feature_clusters, split
+from training.features import HiddenStates
+from training.loader import PairLoader, _Collate
+from training.optimizers import set_trainable
+from training.recipe import load_recipe
+from training.samplers import ClusterBatchSampler
+
+ROOT = Path(__file__).parents[1]
+CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
+STAGES = {
+    "clip_moe": CLIP_MOE,
+    "clip_fmoe": ["dense", "captions", "fused", "states", "features", "clusters", "sub_clusters"]
+    + ["expert_1", "expert_2", "unified", "clip_fmoe"],
+    "mode": "dense captions fine assigned coarse expert_1 expert_2 mode".split(),
+}
+DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
+CPU = torch.device("cpu")
+FFN = "vision_model.encoder.layers.1.mlp"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory):
+    """The function that runs a system's recipe, whose `whole` is the finished recipe; tests only read it."""
+
+    @functools.cache
+    def run_once(name):
+        run = tiny_run(name, tmp_path_factory)
+        run.whole = run("whole")
+        return run
+
+    return run_once
+
+
+def remade(run, stages, overrides=None, change=None, **options):
+    """A copy of the finished run, perhaps changed, in which these stages are made anew with other settings."""
+    output = Path(tempfile.mkdtemp(dir=run.folder)) / "out"
+    shutil.copytree(run.whole, output)
+    for name in stages:
+        shutil.rmtree(output / name)
+    if change is not None:
+        change(output)
+    return run(output, overrides, only=stages, **options)
+
+
+def arrays(folder, names):
+    """All tensors of these stages, by their files."""
+    return {
+        path.relative_to(folder): load_file(path) for name in names for path in (folder / name).rglob("*.safetensors")
+    }
+
+
+def assert_same(first, second, names, **tolerance):
+    torch.testing.assert_close(arrays(second, names), arrays(first, names), **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+def change_weights(folder, change):
+    tensors = weights(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    as_made_before(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "pattern", "number"),
+    [
+        ("clip_moe", "dense", "expert_1", r"\.layers\.\d+\.mlp\.fc[12]\.(weight|bias)$", 16),
+        ("clip_moe", "expert_1", "expert_2", r"\.layers\.\d+\.mlp\.fc[12]\.(weight|bias)$", 16),
+        ("clip_moe", "unified", "clip_moe", r"\.mlp\.router\.weight$", 4),
+        ("clip_fmoe", "fused", "expert_1", r"layers\.3\.mlp\.(experts|fusion_gate)\.", 10),
+        ("clip_fmoe", "fused", "expert_2", r"layers\.3\.mlp\.(experts|fusion_gate)\.", 10),
+        ("clip_fmoe", "unified", "clip_fmoe", r"layers\.3\.mlp\.(router|fusion_gate)\.", 4),
+    ],
+)
+def test_what_moves(system, name, before, after, pattern, number):
+    old, new = (weights(system(name).whole / stage) for stage in (before, after))
+    moved = {key for key in old if not torch.equal(old[key], new[key])}
+    assert moved == {key for key in old if re.search(pattern, key)} and len(moved) == number
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
+    run, output = system(name), system(name).folder / "separate"
+    if name == "clip_moe":  # whose second expert goes on from the first
+        with pytest.raises(ValueError, match="the stage 'expert_1' has not finished"):
+            run(output, experts=[2])
+    first, second = ([1], [2]) if name == "clip_moe" else ([2], [1])
+    run(output, experts=first)
+    assert not (output / f"expert_{second[0]}").exists()
+    run(output, experts=second)
+    assert not (output / STAGES[name][-1]).exists()
+    run(output, only=[stage for stage in STAGES[name][-2:] if "expert" not in stage])
+    assert_same(run.whole, output, STAGES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_two_processes_end_in_the_same_models(system, name):
+    run = system(name)
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "2"]
+    command += ["training/upcycle.py", "--config", str(run.folder / "recipe.yaml")]
+    command += ["--output-dir", str(run.folder / "two"), "--stages", ",".join(STAGES[name])]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same(run.whole, run.folder / "two", STAGES[name], atol=1e-4, rtol=0)
+    for stage in (run.whole / stage for stage in STAGES[name]):
+        if (stage / "log.jsonl").exists():
+            torch.testing.assert_close(losses(run.folder / "two" / stage.name), losses(stage), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_killed_inside_stages(system):
+    """SIGKILL while an expert and while the routers train, after their first checkpoint: they go on from there, and end
+    in the same bits."""
+    run = system("clip_moe")
+    output = run.folder / "killed"
+    command = [sys.executable, "-m", "training.upcycle", "--config", str(run.folder / "recipe.yaml")]
+    for name in ("expert_1", "clip_moe"):
+        checkpoint = output / f"{name}.partial" / "checkpoints" / "step-00000002"
+        process = subprocess.Popen([*command, "--output-dir", str(output)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        while process.poll() is None and not checkpoint.exists():
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it finished before it was killed"
+        assert checkpoint.parent.is_dir() and not (output / name).exists()
+        first = (output / f"{name}.partial" / "log.jsonl").read_text().splitlines()[:2]
+        run(output, only=[name])
+        assert (output / name / "log.jsonl").read_text().splitlines()[:2] == first  # with the speed of that run
+    run(output)
+    assert_same(run.whole, output, CLIP_MOE)
+
+
+@pytest.mark.parametrize("place", ["before the rename", "while checkpoints are deleted"])
+def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
+    """All is written but not renamed, or renamed and half cleaned up: nothing is lost or repeated."""
+    run, output = system("clip_moe"), system("clip_moe").folder / place
+    shutil.copytree(run.whole, output)
+    shutil.rmtree(output / "expert_2")
+    replace, rmtree, step, count = os.replace, shutil.rmtree, torch.optim.AdamW.step, itertools.count()
+
+    def stop_before_rename(old, new):
+        if Path(new) == output / "expert_2":
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    def stop_in_between(folder, **options):
+        if Path(folder) == output / "expert_2" / "checkpoints":
+            next(Path(folder).iterdir()).rename(output / "half")
+            raise KeyboardInterrupt
+        rmtree(folder, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if place == "before the rename":
+            patch.setattr(runner.os, "replace", stop_before_rename)
+        else:
+            patch.setattr(runner.shutil, "rmtree", stop_in_between)
+        run(output, only=["expert_2"])
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: next(count) and None or step(*args))
+    run(output, only=["expert_2"])
+    assert next(count) == (2 if place == "before the rename" else 0)  # from the checkpoint of step 4, and not at all
+    assert not (output / "expert_2" / "checkpoints").exists()
+    assert_same(run.whole, output, ["expert_2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", range(1, len(CLIP_MOE)))
+def test_started_again_at_every_boundary(system, last, monkeypatch):
+    """A run that ends right after stage number `last` goes on with the next one and repeats none."""
+    run, made, original = system("clip_moe"), [], runner.Runner.run_stage
+    output = run.folder / f"boundary_{last}"
+
+    def stop_after(run_, stage):
+        original(run_, stage)
+        made.append(stage.name)
+        if len(made) == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner.Runner, "run_stage", stop_after)
+        run(output)
+    assert made == CLIP_MOE[:last]
+    written = {name: (output / name).stat().st_mtime_ns for name in made}
+    run(output)
+    assert {name: (output / name).stat().st_mtime_ns for name in made} == written
+    assert_same(run.whole, output, CLIP_MOE)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "starts"), [("clip_moe", "features_0", [0, 32, 64]), ("clip_fmoe", "states", [0, 24, 48])]
+)
+def test_what_embeds_goes_on_where_it_stopped(system, monkeypatch, name, stage, starts):
+    run = system(name)
+    output, original, calls = run.folder / "interrupted", PairLoader.in_order, []
+    shutil.copytree(run.whole, output)
+    shutil.rmtree(output / stage)
+
+    def in_order(loader, start, stop):
+        calls.append(start)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(loader, start, stop)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PairLoader, "in_order", in_order)
+        run(output, only=[stage])
+    assert calls == starts and not (output / stage).exists()
+    done, size = (
+        sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        for folder in (output / f"{stage}.partial", run.whole / stage)
+    )
+    usage = shutil.disk_usage(output)
+    with monkeypatch.context() as patch:  # a disk with room for the rest, but not for all
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - done))
+        patch.setattr(PairLoader, "in_order", lambda *args: calls.append(args[1]) or original(*args))
+        run(output, only=[stage])
+    assert calls[3] == starts[-1]
+    assert_same(run.whole, output, [stage])
+
+
+MISTAKES = [
+    ("clip_moe", {"unified.changes": {"sparse_layers": [9]}}, "unified", "sparse_layers of the text tower has 9, but"),
+    (
+        "clip_moe",
+        {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 10}
+        | {"expert_1.global_batch_size": 90},
+        "expert_1",
+        "an epoch of . batches has no step of 10 accumulation steps",
+    ),
+    ("clip_moe", {"clip_moe.balance_top_k": 4}, "clip_moe", "clip_moe.balance_top_k: 4 of 3 experts"),
+    (
+        "clip_fmoe",
+        {"expert_1.trainable": r"layers\.2\.mlp"},
+        "expert_1",
+        "frozen layers below the first sparse ones are needed",
+    ),
+    (
+        "clip_fmoe",
+        {"unified.changes": {"norm_topk_prob": False}},
+        "unified",
+        "sparse already, which settles norm_topk_prob",
+    ),
+    ("clip_fmoe", {"unified.towers": ["vision"]}, "unified", "sparse already, which settles towers"),
+    (
+        "clip_fmoe",
+        {"unified.changes": {"fusion_gate": False}},
+        "unified",
+        "with fusion gates, which cannot be left out",
+    ),
+    ("clip_fmoe", {"unified.experts": ["expert_1", "dense"]}, "unified", "a model of type 'clip_moe' is needed"),
+    (
+        "clip_fmoe",
+        {"states.caption_weights": None},
+        "states",
+        "need caption_weights where images have several captions",
+    ),
+    ("clip_fmoe", {"states.model": "towers"}, "states", "text_model has no sparse layer, so no layers below it"),
+    (
+        "clip_fmoe",
+        {"expert_1.model": "dense", "expert_1.trainable": "fc1"},
+        "expert_1",
+        "go with a sparse model, but dense",
+    ),
+    ("clip_fmoe", {"expert_1.caption_weights": [0.5, 0.6]}, "expert_1", "sum to 1.1, not to 1"),
+    ("mode", {"captions.encoder": "nowhere/at/all"}, "captions", "nowhere/at/all"),
+    ("mode", {"mode.captions": None}, "mode", "clusters and captions go together"),
+    ("mode", {"evaluation.oracles": {"best": ["one", "three"]}}, "evaluation", "oracles.best needs rows of the models"),
+    ("mode", {"expert_1.global_batch_size": 128}, "expert_1", "cluster 0 .* fewer than global_batch_size 128"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "stage", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_mistakes_leave_nothing_behind(system, tmp_path, name, overrides, stage, message):
+    run, output = system(name), tmp_path / "out"
+    if overrides.get("states.model"):
+        overrides = {"states.model": str(tmp_path / "towers")}
+        dense = CLIPModel.from_pretrained(run.whole / "dense")
+        upcycle(dense, PRESETS["clip_fmoe"], ["vision"]).save_pretrained(tmp_path / "towers")
+        copy_processor(run.whole / "dense", tmp_path / "towers")
+    shutil.copytree(run.whole, output)
+    shutil.rmtree(output / stage)
+    with pytest.raises((ValueError, OSError), match=message):
+        run(output, overrides, only=[stage])
+    assert not (output / stage).exists()
+
+
+# CLIP-MoE
+
+
+def test_clip_moe_stages_and_sheets(system, tmp_path):
+    run = system("clip_moe")
+    assert {path.name for path in run.whole.iterdir()} == {*CLIP_MOE, "recipe.yaml"}
+    assert not list(run.whole.glob("*/checkpoints"))
+    experts = weights(run.whole / "clip_moe")
+    for number, name in enumerate(("dense", "expert_1", "expert_2")):
+        dense = weights(run.whole / name)
+        for ffn in (
+            f"{tower}.encoder.layers.{layer}.mlp" for tower in ("text_model", "vision_model") for layer in (0, 1)
+        ):
+            assert torch.equal(experts[f"{ffn}.experts.up_proj"][number], dense[f"{ffn}.fc1.weight"])
+            assert torch.equal(experts[f"{ffn}.experts.down_proj_bias"][number], dense[f"{ffn}.fc2.bias"])
+    pairs = load_pairs(load_recipe(run.whole / "recipe.yaml").stages[1].data)
+    clusters = load_feature_clusters(run.whole / "clusters_2", data_fingerprint(pairs))
+    image, text = np.divmod(clusters.tuples[clusters.labels, 1], 2)
+    titles = {
+        "clusters.png": [f"image {i}, text {t}" for i, t in zip(image, text, strict=True)],
+        "accumulated_clusters.png": [f"cluster {label}" for label in clusters.labels],
+    }
+    for name, of_samples in titles.items():
+        contact_sheet(tmp_path / name, pairs, np.array(of_samples), None, seed=0)
+        assert (run.whole / "clusters_2" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_clip_moe_features_and_labels(system):
+    whole = system("clip_moe").whole
+    rows = load_pairs(load_recipe(whole / "recipe.yaml").stages[1].data)
+    features = {name: stored(whole / "features_0", name) for name in ("image", "text")}
+    assert all(array.shape == (90, 16) for array in features.values())
+    model, processor = (kind.from_pretrained(whole / "dense") for kind in (AutoModel, AutoProcessor))
+    for index in (0, 57, 89):  # the dense model's own embedding of that row
+        row = rows[index]
+        inputs = processor(text=[row["caption"]], images=[row["image"]], return_tensors="pt", truncation=True)
+        with torch.no_grad():
+            outputs = model(**inputs)
+        np.testing.assert_allclose(features["image"][index], outputs.image_embeds[0], atol=1e-5)
+        np.testing.assert_allclose(features["text"][index], outputs.text_embeds[0], atol=1e-5)
+    first, second = (load_feature_clusters(whole / f"clusters_{n}", data_fingerprint(rows)) for n in (1, 2))
+    assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
+    assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
+
+
+def test_unused_samples_are_reported_before_training(system, capsys):
+    run = system("clip_moe")
+    sizes = np.bincount(load_arrays(run.whole / "clusters_1" / "clusters.safetensors")["labels"])
+    unused, small = 90 - sum(size // 8 * 8 for size in sizes.tolist()), (sizes < 8).sum()
+    remade(run, ["expert_1"], {"expert_1.small_clusters": "drop"})
+    printed = capsys.readouterr().out
+    expected = (
+        f"small_clusters: drop (chosen), {small} of them smaller than a batch; batches of one cluster leave {unused}"
+    )
+    assert f"{expected} of 90 samples" in printed and "small_clusters: merge, 0 of them" in printed
+    assert printed.index("unused in an epoch") < printed.index("6 steps of 8 pairs")
+
+
+def test_a_base_in_half_precision(system):
+    """Experts train in float32; the sparse model keeps it."""
+
+    def halve(output):
+        AutoModel.from_pretrained(output / "dense", dtype=torch.float16).save_pretrained(output / "dense")
+        as_made_before(output / "dense")
+
+    output = remade(system("clip_moe"), ["expert_1", "unified"], {"unified.experts": ["expert_1"]}, halve)
+    tensors = weights(output / "unified")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert torch.equal(tensors[f"{FFN}.experts.up_proj"][1], weights(output / "expert_1")[f"{FFN}.fc1.weight"])
+
+
+def test_features_that_are_not_finite(system):
+    """Of weights that are: their products are too large."""
+
+    def enlarge(output):
+        change_weights(output / "expert_1", lambda tensors: tensors["visual_projection.weight"].fill_(3e38))
+
+    with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are not finite"):
+        remade(system("clip_moe"), ["features_1"], change=enlarge)
+
+
+@pytest.mark.slow
+def test_clip_moe_ablations(system):
+    """Random clusters of equal size, accumulated as others are; second stages that start from the base, as the released
+    code does, or from the first one: at a rate of nearly nothing they stay there."""
+    random = {"num_image_clusters": 1, "num_text_clusters": 1, "num_random_clusters": 3}
+    settings = {f"clusters_{n}.{key}": value for n in (1, 2) for key, value in random.items()}
+    whole, stages = (
+        system("clip_moe").whole,
+        ["clusters_1", "expert_1", "features_1", "clusters_2", "expert_2", "unified"],
+    )
+    slow = {"expert_2.learning_rate": 1e-7}
+    continued = remade(system("clip_moe"), stages, settings | slow)
+    restarted = remade(system("clip_moe"), ["expert_2", "unified"], slow | {"expert_2.model": "dense"})
+    first, second = (load_arrays(continued / f"clusters_{n}" / "clusters.safetensors") for n in (1, 2))
+    assert np.bincount(first["labels"]).tolist() == [30, 30, 30] and len(second["tuples"]) == 9  # each of 3 by each
+    assert (second["tuples"][second["labels"]][:, 0] == first["labels"]).all()
+    for output, start in ((continued, continued / "expert_1"), (restarted, whole / "dense")):
+        ffns = torch.stack([weights(output / name)[f"{FFN}.fc1.weight"] for name in ("dense", "expert_1", "expert_2")])
+        assert 0 < (ffns[2] - weights(start)[f"{FFN}.fc1.weight"]).abs().max() < 1e-6
+        assert (ffns[1] - ffns[0]).abs().max() > 1e-3
+        assert torch.equal(weights(output / "unified")[f"{FFN}.experts.up_proj"], ffns)
+
+
+# CLIP-FMoE
+
+
+def test_fused_models_start_as_the_dense_one(system):
+    dense, fused = (AutoModel.from_pretrained(system("clip_fmoe").whole / name) for name in ("dense", "fused"))
+    inputs = sample_inputs(dense.config)
+    found = model_outputs(fused, inputs)
+    assert all(torch.equal(found[name], expected) for name, expected in model_outputs(dense, inputs).items())
+    # No backward goes below the first layer that trains
+    set_trainable(fused.train(), r"\.(experts|fusion_gate)\.")
+    checkpoint_layers(fused)
+    seen = []
+    for tower in (fused.text_model, fused.vision_model):
+        for layer in tower.encoder.layers:
+            layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    fused(**inputs).logits_per_image.sum().backward()
+    assert len(seen) >= 8 and not any(seen)
+
+
+def test_every_expert_has_its_own_cluster(system):
+    whole = system("clip_fmoe").whole
+    found = load_arrays(whole / "sub_clusters" / "clusters.safetensors")
+    first_level = load_arrays(whole / "clusters" / "clusters.safetensors")["labels"]
+    assert (found["tuples"][found["labels"], 0] == first_level).all()
+    assert found["tuples"].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    sizes = np.bincount(found["labels"])
+    for number, name in enumerate(("expert_1", "expert_2")):
+        (stage,) = (stage for stage in load_recipe(whole / "recipe.yaml").stages if stage.name == name)
+        labels = stage.labels(FeatureClusters(**found), 8, Accelerator(cpu=True))
+        assert ((labels >= 0) == (first_level == number)).all()
+        assert len(losses(whole / name)) == 2 * sum(size // 8 for size in sizes[2 * number : 2 * number + 2])
+
+
+def test_clusters_of_captions_are_those_of_the_loss(system):
+    """Text features are the captions' mean, weighted as the loss weighs them, not the raw caption's."""
+    run = system("clip_fmoe")
+    rows = load_from_disk(run.whole / "captions")
+    assert len(rows) == 120 and {len(captions) for captions in rows["caption"]} == {3}
+    model, processor = (kind.from_pretrained(run.whole / "dense") for kind in (AutoModel, AutoProcessor))
+    output = remade(run, ["features"], {"features.caption_weights": None})
+    (images, found), (raw_images, raw) = (
+        [stored(folder / "features", name) for name in ("image", "text")] for folder in (run.whole, output)
+    )
+    assert np.array_equal(images, raw_images)
+    missing = 0
+    for row, feature, of_raw in zip(rows, found, raw, strict=True):
+        there = [caption for caption in row["caption"] if caption]
+        missing += len(there) < 3
+        texts = model.get_text_features(**processor.tokenizer(there, padding=True, return_tensors="pt")).pooler_output
+        texts = torch.nn.functional.normalize(texts.detach(), dim=-1)
+        mean = sum(weight * text for weight, text in zip((0.1, 0.6, 0.3), texts, strict=False))
+        np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
+        np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
+    assert 0 < missing < len(rows)
+
+
+def test_kept_hidden_states_change_no_loss(system):
+    run, stages = system("clip_fmoe"), ["expert_1", "expert_2", "unified", "clip_fmoe"]
+    output = remade(run, stages, {"defaults.train.hidden_states": None})
+    assert_same(run.whole, output, stages, atol=1e-4, rtol=0)
+    for name in ("expert_1", "expert_2", "clip_fmoe"):
+        torch.testing.assert_close(losses(output / name), losses(run.whole / name), atol=1e-5, rtol=0)
+
+    def roll(output):  # they are what is trained on
+        for path in (output / "states").glob("*.safetensors"):
+            tensors = load_file(path)
+            save_file({**tensors, "vision": tensors["vision"].roll(1, 0)}, path)
+
+    altered = remade(run, ["expert_1"], change=roll)
+    assert losses(altered / "expert_1")[0] != pytest.approx(losses(run.whole / "expert_1")[0], abs=1e-3)
+
+
+def test_layers_below_are_skipped(system):
+    whole = system("clip_fmoe").whole
+    model, processor = AutoModel.from_pretrained(whole / "fused"), AutoProcessor.from_pretrained(whole / "dense")
+    rows = load_from_disk(whole / "captions")
+    fingerprint = json.loads((whole / "states" / "index.json").read_text())["dataset_fingerprint"]
+    batches = []
+    for states in (HiddenStates(whole / "states", model, fingerprint, 3), None):
+        options = {"caption_weights": [0.1, 0.6, 0.3], "hidden_states": states}
+        loader = PairLoader(rows, processor, DataArguments(source=str(whole / "captions")), 4, **options)
+        batches.append(next(loader.in_order(30, 34)))  # across the border of two parts
+    batch, expected = batches
+    assert "pixel_values" not in batch and torch.equal(batch.pop("caption_mask"), expected.pop("caption_mask"))
+    called = []
+    for tower in (model.text_model, model.vision_model):
+        for number, layer in enumerate(tower.encoder.layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: called.append(number))
+    with torch.no_grad():
+        found = model(**batch)
+        assert called == [3, 3]
+        expected = model(**expected)
+    torch.testing.assert_close(found.image_embeds, expected.image_embeds, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.text_embeds, expected.text_embeds, atol=1e-6, rtol=1e-5)
+
+
+def test_hidden_states_announce_their_size_and_notice_a_full_disk(system, monkeypatch, capsys):
+    run = system("clip_fmoe")
+    files = [load_file(path) for path in (remade(run, ["states"]) / "states").glob("*.safetensors")]
+    size = sum(tensors[name].nbytes for tensors in files for name in ("vision", "text"))
+    announced = f"of 120 images and {sum(len(f['text']) for f in files)} text tokens take {size / 1e6:,.2f} MB in"
+    assert announced in capsys.readouterr().out and len(files) == 5  # of 8 batches of 3
+    usage = shutil.disk_usage(run.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"take 0\.[1-9]\d MB more, but only 0\.00 MB are free"):
+        remade(run, ["states"])
+
+
+def test_hidden_states_of_other_weights_or_data(system):
+    def change_model(output):
+        change_weights(output / "fused", lambda t: t["vision_model.encoder.layers.1.mlp.fc1.weight"].add_(1))
+
+    def change_data(output):
+        path = output / "states" / "index.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dataset_fingerprint": "another"}))
+
+    for change, message in ((change_model, "of a model with other weights below"), (change_data, "of another dataset")):
+        with pytest.raises(ValueError, match=message):
+            remade(system("clip_fmoe"), ["expert_1"], change=change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["recap_cc3m", "sharegpt4v", "8_experts"])
+def test_experts_see_together_what_direct_fine_tuning_sees(recipe):
+    """One pass of each cluster, in batches of one sub-cluster in turn, without what fills no batch of it."""
+    stages = {stage.name: stage for stage in load_recipe(ROOT / f"training/recipes/clip_fmoe_{recipe}.yaml").stages}
+    experts = [stage for stage in stages.values() if stage.kind == "train_experts"]
+    shape, batch = (len(experts), stages["sub_clusters"].num_image_clusters), 8
+    labels = np.random.default_rng(0).integers(np.prod(shape), size=np.prod(shape) * 80)
+    clusters = FeatureClusters(labels, np.array(list(np.ndindex(shape))), np.zeros((np.prod(shape), 2)))
+    seen = []
+    for stage in experts:
+        of_expert = stage.labels(clusters, batch, Accelerator(cpu=True))
+        batches = list(ClusterBatchSampler(of_expert, batch, order=stage.order))
+        turn = [labels[one[0]] for one in batches]
+        assert all((labels[one] == label).all() for one, label in zip(batches, turn, strict=True))
+        assert turn[: shape[1]] == sorted(set(turn))  # one batch of each before the second of any
+        seen += np.concatenate(batches).tolist()
+    assert len(seen) == len(set(seen)) == (np.bincount(labels) // batch * batch).sum()
+    trained = (*experts, stages["clip_fmoe"])
+    assert {stage.num_epochs for stage in trained} == {1} and len({stage.global_batch_size for stage in trained}) == 1
+    assert stages["features"].caption_weights == stages["clip_fmoe"].caption_weights
+
+
+SHORT = {"defaults.train.num_epochs": None, "defaults.train.max_steps": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [True, False], ids=["gate in stage 2 alone", "no gate"])
+def test_ablations_of_the_gate_and_of_experts_a_token(system, gated, tmp_path):
+    """And Tables 18 and 19: trained with one expert a token, used with two, by the configuration alone."""
+    overrides = SHORT | {"fused.changes.fusion_gate": False, "unified.changes": {"num_experts_per_tok": 1}}
+    if not gated:
+        overrides |= {"unified.changes.fusion_gate": False, "unified.base_expert": False}
+    stages = ["fused", "states", "expert_1", "expert_2", "unified", "clip_fmoe"]
+    output = remade(system("clip_fmoe"), stages, overrides)
+    model = AutoModel.from_pretrained(output / "clip_fmoe")
+    assert model.config.vision_config.num_experts == 2 and model.config.vision_config.fusion_gate is gated
+    assert not AutoModel.from_pretrained(output / "expert_1").config.vision_config.fusion_gate
+    inputs = sample_inputs(model.config)
+    one = model_outputs(model, inputs)
+    for tower in (model.config.text_config, model.config.vision_config):
+        tower.num_experts_per_tok = 2
+    two = model_outputs(model, inputs)
+    model.save_pretrained(tmp_path)
+    for name, found in model_outputs(AutoModel.from_pretrained(tmp_path), inputs).items():
+        assert torch.equal(found, two[name]) and not torch.equal(found, one[name])
+
+
+ONE_LEVEL = {"defaults.train_experts.clusters": "clusters", "defaults.train_experts.order": "shuffled"}
+IMAGE_AND_TEXT = {"clusters.num_text_clusters": 2, "sub_clusters.num_text_clusters": 2}
+TEXT = IMAGE_AND_TEXT | {"clusters.num_image_clusters": 1, "sub_clusters.num_image_clusters": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "columns", "levels"),
+    [
+        (ONE_LEVEL, {"image": 2}, 1),
+        (ONE_LEVEL | {"clusters.num_image_clusters": 1, "clusters.num_random_clusters": 2}, {"random": 2}, 1),
+        (TEXT, {"text": 2}, 2),
+        (IMAGE_AND_TEXT, {"image": 2, "text": 2}, 2),
+    ],
+    ids=["no constrained sampling", "random", "text", "image x text"],
+)
+def test_ablations_of_the_clusters(system, overrides, columns, levels):
+    """Appendix D: the clusters are those of the chosen features, and each expert is trained on its own."""
+    settings = {**overrides, **SHORT, "defaults.train.global_batch_size": 4}
+    output = remade(system("clip_fmoe"), ["clusters", "sub_clusters", "expert_1", "expert_2"], settings)
+    features, groups = {name: stored(output / "features", name) for name in ("image", "text")}, None
+    for name in ("clusters", "sub_clusters")[:levels]:
+        found = load_arrays(output / name / "clusters.safetensors")
+        labels = split(features, columns, 0, groups)
+        expected = np.ravel_multi_index(tuple(labels.values()), tuple(columns.values()))
+        assert np.array_equal(found["tuples"][found["labels"], -1], expected)
+        groups = found["labels"]
+    numbers = np.prod(list(columns.values()))
+    for stage in load_recipe(output / "recipe.yaml").stages:
+        if stage.kind == "train_experts":  # its batches are of sub-clusters, or of its whole cluster
+            of_expert = stage.labels(FeatureClusters(**found), 1, Accelerator(cpu=True))
+            assert len(np.unique(of_expert[of_expert >= 0])) == (numbers if levels == 2 else 1)
+            assert ((of_expert >= 0) == (found["tuples"][found["labels"], 0] == stage.cluster)).all()
+
+
+# MoDE
+
+
+@pytest.fixture(scope="module")
+def out(system):
+    return system("mode").whole
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return load_pairs(DataArguments(**DATA))
+
+
+def nearest(embeds, centers):
+    return ((embeds[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1)
+
+
+def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
+    embeds, encoder = stored(out / "captions", "embeddings"), load_encoder(out / "captions" / "encoder")
+    np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
+    centers, fine = load_arrays(out / "fine" / "centers.safetensors")["centers"], stored(out / "assigned", "labels")
+    assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
+    clusters, metadata = load_caption_clusters(out / "coarse")
+    fingerprint = data_fingerprint(rows, images=False)
+    labels, random, selected = (
+        load_expert_of_pair(out / name, fingerprint) for name in ("coarse", "random", "selected")
+    )
+    assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
+    assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
+    assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
+    assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
+    contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), None, seed=0)
+    assert (out / "coarse" / "clusters.png").read_bytes() == (tmp_path / "sheet.png").read_bytes()
+    # Selected pairs are those of the centers that are nearest to the metadata
+    assert np.array_equal(selected == 0, np.isin(fine, nearest(encoder.encode(["heart", "star"]), centers)))
+    assert 8 <= (selected == 0).sum() < 160 and (selected[selected != 0] == -1).all()
+
+
+def test_an_expert_sees_its_own_pairs_alone(system, out, rows, monkeypatch):
+    seen, collate = [], _Collate.__call__
+    record = lambda self, pairs: seen.extend(pair["caption"] for pair in pairs) or collate(self, pairs)  # noqa: E731
+    monkeypatch.setattr(_Collate, "__call__", record)
+    assert_same(out, remade(system("mode"), ["expert_2"]), ["expert_2"])
+    mine = load_expert_of_pair(out / "coarse", data_fingerprint(rows, images=False)) == 1
+    captions = np.array(rows["caption"])
+    assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
+    assert len(seen) == mine.sum() // 8 * 8
+
+
+def test_assembled_and_averaged_models(out):
+    mode, coarse, equal, first = (
+        CLIPMoDEModel.from_pretrained(out / name) for name in ("mode", "by_coarse", "equal", "first")
+    )
+    clusters, _ = load_caption_clusters(out / "coarse")
+    assert np.array_equal(mode.centers.numpy(), clusters.centers)
+    assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
+    assert np.array_equal(coarse.centers.numpy(), clusters.coarse_centers) and equal.centers is None
+    assert np.array_equal(first.centers.numpy(), clusters.centers[clusters.expert_of_center == 0])
+    one, two = (CLIPModel.from_pretrained(out / f"expert_{number}").state_dict() for number in (1, 2))
+    for number, expert in enumerate((one, two)):
+        assert all(torch.equal(expert[name], tensor) for name, tensor in mode.expert(number).state_dict().items())
+    encoder = load_encoder(out / "mode" / assemble.ENCODER)
+    assert mode.set_task(torch.as_tensor(encoder.encode(["heart", "star"])), encoder.name).sum() == pytest.approx(1)
+    assert not (out / "equal" / assemble.ENCODER).exists()
+    for name, tensor in CLIPModel.from_pretrained(out / "mean").state_dict().items():
+        assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
+
+
+def test_a_killed_assembly_goes_on(system, out, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    output = system("mode").folder / "killed_mode"
+    shutil.copytree(out, output)
+    shutil.rmtree(output / "mode")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(assemble, "verify", killed)
+        system("mode")(output, only=["mode"])
+    system("mode")(output, only=["mode"])
+    assert_same(out, output, ["mode"])
+
+
+def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
+    """On the line between two models, at its ends and beyond; mixtures and commands keep what they are given."""
+    experts = [out / "expert_1", out / "expert_2"]
+    one, two = (CLIPModel.from_pretrained(folder).state_dict() for folder in experts)
+    for weight in (0.0, 0.25, 1.0, 1.5):
+        for name, tensor in average.average(experts, [1 - weight, weight]).state_dict().items():
+            assert torch.allclose(tensor, (1 - weight) * one[name] + weight * two[name], atol=1e-6), (weight, name)
+    for given, message in (([0.5], "1 weights for 2 models"), ([0.5, 0.6], "the sum of the weights is 1.1")):
+        with pytest.raises(ValueError, match=message):
+            average.average(experts, given)
+    for folder in experts:
+        CLIPModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / folder.name)
+        copy_processor(folder, tmp_path / folder.name)
+    assert average.average([experts[0], tmp_path / "expert_2"], [0.0, 1.0]).dtype == torch.float32
+    assemble_command.main([str(tmp_path / "mode"), "--experts", *(str(tmp_path / folder.name) for folder in experts)])
+    model = AutoModel.from_pretrained(tmp_path / "mode")
+    assert model.dtype == torch.bfloat16 and model.set_equal_weights().tolist() == [0.5, 0.5]
+    for name, tensor in CLIPModel.from_pretrained(tmp_path / "expert_2").state_dict().items():
+        assert torch.equal(model.expert(1).state_dict()[name], tensor)
+    average_command.main([str(tmp_path / "mean"), "--models", *map(str, experts)])
+    assert_same(out, tmp_path, ["mean"])
+    with pytest.raises(SystemExit, match="error: .*nowhere"):
+        average_command.main([str(tmp_path / "other"), "--models", str(tmp_path / "nowhere")])
+
+
+@pytest.fixture(scope="module")
+def unequal(out, tmp_path_factory):
+    """The mixture with experts whose temperatures differ."""
+    folder = shutil.copytree(out / "mode", tmp_path_factory.mktemp("unequal") / "mode")
+    model = CLIPMoDEModel.from_pretrained(folder)
+    model.expert(1).logit_scale.data += 1.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_an_ensemble_is_measured_as_the_model_computes(unequal, rows):
+    """Concatenated embeddings against the logits of the model, where a corpus is one task and each query is its own."""
+    model, opened = CLIPMoDEModel.from_pretrained(unequal), open_model(unequal, None, 64, CPU)
+    processor, encoder = AutoProcessor.from_pretrained(unequal), load_encoder(unequal / assemble.ENCODER)
+    rows = rows.select(range(40))
+    captions = list(rows["caption"])
+    inputs = processor.tokenizer(captions, padding=True, truncation=True, return_tensors="pt")
+    inputs |= processor.image_processor(list(rows["image"]), return_tensors="pt")
+    corpus = torch.as_tensor(encoder.encode(captions))
+    images, texts = zip(*opened.map(lambda e: (e.images(rows), e.texts(captions))), strict=True)
+    scales = torch.as_tensor(opened.scales)
+    assert scales[1] > 2 * scales[0]
+    tasks, queries, scores = (
+        {"image_to_text": [captions], "text_to_image": [[c] for c in captions]},
+        corpus[:, None],
+        {},
+    )
+    for metadata, embeds in zip(tasks.values(), (corpus, queries), strict=True):
+        weights_ = model.route(embeds)
+        with torch.no_grad():
+            logits = model(**inputs, routing_weights=weights_).logits_per_text
+        product = torch.as_tensor(concatenate(texts, opened.weights(metadata)) @ concatenate(images).T)
+        # The evaluation's weights sum to 1 with the temperatures in them
+        product = product * (weights_ * scales).sum(dim=-1, keepdim=True).float()
+        torch.testing.assert_close(product, logits, atol=1e-4, rtol=1e-4)
+    assert (weights_.std(dim=0) > 1e-3).all()  # queries do differ in their weights
+    result = measure(Task("retrieval", "pairs", "40 pairs", lambda: (rows, 0)), opened)
+    for direction, metadata in tasks.items():
+        embeds = concatenate(texts, opened.weights(metadata))
+        scores[direction] = retrieval_metrics(concatenate(images), embeds, np.arange(40))
+    for name, value in result["metrics"].items():
+        assert value == scores[name.split("_recall")[0]][name]
+    assert scores["image_to_text"] != scores["text_to_image"]
+    assert set(result["routing_weights"]) == {"corpus", "queries"}
+
+
+def test_oracle_has_the_best_score_of_each_task(out):
+    assert "| best " in (out / "evaluation" / "report.md").read_text()
+    results = [json.loads(path.read_text()) for path in sorted((out / "evaluation").glob("*--*.json"))]
+    bests = [result for result in results if result["model"] == "best"]
+    assert len(bests) == 4 and bests == best_of(results, "best", ["one", "two"])
+    for best in bests:
+        one, two = (r["metrics"] for r in results if r["task"] == best["task"] and r["model"] in ("one", "two"))
+        assert best["metrics"] == {name: max(one[name], two[name]) for name in one}
+
+
+def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
+    more = {**DATA, "num_samples": 300, "seed": 5}
+    of_experts = {f"{name}.data": more for name in ("expert_1", "expert_2", "retrieved")}
+    target = remade(system("mode"), ["assigned", "coarse"], {"assigned.data": more} | of_experts)
+    rows = load_pairs(DataArguments(**more))
+    embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
+    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
+    assert np.array_equal(stored(target / "assigned", "labels"), nearest(embeds, centers))
+    assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows, images=False))) == 300
+
+
+def test_sparse_experts_make_a_mixture_of_two_levels(system, out, tmp_path):
+    upcycle(CLIPModel.from_pretrained(out / "dense"), PRESETS["clip_up"], seed=0).save_pretrained(tmp_path / "sparse")
+    copy_processor(out / "dense", tmp_path / "sparse")
+    overrides = {"defaults.train.model": str(tmp_path / "sparse")}
+    folder = remade(system("mode"), ["expert_1", "expert_2", "mode"], overrides) / "mode"
+    model = AutoModel.from_pretrained(folder)
+    assert isinstance(model.expert(0), CLIPMoEModel) and isinstance(model.expert(1), CLIPMoEModel)
+    results = evaluate_model(folder, find_tasks(["symbols_zero_shot"]), tmp_path)
+    assert 0 < results[0]["metrics"]["accuracy"] < 1 and len(results[0]["routing_weights"]["classes"]) == 2
+
+
+def test_centers_and_experts_that_do_not_fit_are_refused(system, out, tmp_path):
+    with pytest.raises(ValueError, match="made with tfidf-.*, the captions with dense-"):
+        remade(system("mode"), ["captions", "assigned"], {"captions.encoder": "dense"})
+    experts = [out / "dense", "training/symbol_clip"]
+    with pytest.raises(ValueError, match="tokenizer of training/symbol_clip makes something else of texts"):
+        assemble.convert(experts, tmp_path / "mode")
+    assert not (tmp_path / "mode").exists()  # before an expert is loaded
+    (name, config), (other, of_other) = ((source, load_config(source)) for source in experts)
+    with pytest.raises(ValueError, match="symbol_clip has projection_dim 64, but .* has 16"):
+        assemble.require_same_sizes(name, config, other, of_other)
+    with pytest.raises(ValueError, match="has another configuration than"):
+        average.average([out / "dense", "training/symbol_clip"])
+
+
+# MoDE's comparisons: clusters of images, averages that are trained on, embeddings that are summed
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """The run, and the captions that each expert was trained on, one after the other, by the name of its stage."""
+    run, seen, collate = tiny_run("mode_images", tmp_path_factory), {}, _Collate.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        for stage in ("expert_1", "expert_2", None):
+            captions = seen.setdefault(stage, [])
+
+            def record(self, pairs, captions=captions):
+                captions.extend(pair["caption"] for pair in pairs)
+                return collate(self, pairs)
+
+            patch.setattr(_Collate, "__call__", record)
+            run(only=None if stage is None else ["dense", "images", "fine", "assigned", "coarse", stage])
+    run.whole = run.folder / "out"
+    return run, seen
+
+
+def image_embeds(folder, images):
+    """Of a CLIP, normalized."""
+    model, processor = CLIPModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    pixel_values = processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        embeds = model.get_image_features(pixel_values).pooler_output
+    return torch.nn.functional.normalize(embeds, dim=-1).numpy()
+
+
+@pytest.mark.slow
+def test_images_are_clustered_and_every_expert_sees_as_many_samples(seen, rows):
+    """24 steps of 8, which repeat the pairs of its cluster as often as that takes."""
+    (_, seen), out = seen, seen[0].whole
+    expected = image_embeds(out / "dense", rows["image"])
+    np.testing.assert_allclose(stored(out / "images", "embeddings"), expected, atol=1e-5)
+    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
+    assert np.array_equal(stored(out / "assigned", "labels"), nearest(expected, centers))
+    labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows))
+    captions, sizes = np.array(rows["caption"]), np.bincount(labels)
+    assert max(sizes) < 24 * 8 and sizes[0] != sizes[1]
+    for number, name in enumerate(["expert_1", "expert_2"]):
+        own = captions[labels == number]
+        assert len(seen[name]) == 24 * 8 and set(seen[name]) <= set(own)
+        first = seen[name][: sizes[number] // 8 * 8]  # a pass
+        assert all(first.count(text) <= list(own).count(text) for text in set(first))
+    # The mean of the experts is where the training of one model begins: three steps of AdamW, with a decay
+    mean, tuned = (weights(out / name) for name in ("mean", "tuned"))
+    assert 0 < max((tuned[name] - mean[name]).abs().max() for name in mean) < 3 * 0.011
+
+
+@pytest.mark.slow
+def test_every_image_routes_itself_by_all_centers(seen):
+    """Logits and scores of a mixture of clusters of images, against one image after the other."""
+    out = seen[0].whole
+    model = CLIPMoDEModel.from_pretrained(out / "mode")
+    config, (clusters, _) = model.config, load_caption_clusters(out / "coarse")
+    assert config.metadata_modality == "image" and not config.nearest_center_only
+    assert load_encoder(out / "mode" / assemble.ENCODER).name == config.metadata_encoder
+    test = symbols.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
+    classes, metadata = list(symbols.KINDS), image_embeds(out / "dense", test["image"])
+    processor, weights_, right = AutoProcessor.from_pretrained(out / "mode"), [], []
+    texts = processor.tokenizer(classes, padding=True, return_tensors="pt")
+    for row, embed in zip(test, metadata, strict=True):
+        sums = np.zeros(2)
+        for center, expert in zip(clusters.centers, clusters.expert_of_center, strict=True):
+            sums[expert] += np.exp(-((embed - center) ** 2).sum() / 0.2) * np.exp(-0.5)  # one piece of metadata
+        weights_.append(np.exp(sums) / np.exp(sums).sum())
+        images = processor.image_processor([row["image"]], return_tensors="pt")
+        with torch.no_grad():
+            logits = sum(
+                float(weight) * model.expert(number)(**texts, **images).logits_per_image
+                for number, weight in enumerate(weights_[-1])
+            )
+        right.append(classes[int(logits.argmax())] == row["caption"])
+    opened = open_model(out / "mode", None, 16, CPU)
+    result = measure(Task("zero_shot", "", "", lambda: (test, 0), classes=classes, templates=["{}"]), opened)
+    assert result["metrics"]["accuracy"] == np.mean(right)
+    (found,) = result["routing_weights"].values()
+    assert found == pytest.approx(np.mean(weights_, axis=0).tolist(), abs=1e-5)
+    assert np.std(weights_, axis=0).min() > 0.005  # images differ in theirs
+    # Other tasks are measured with the weights of images, too
+    for kind, rows in (
+        ("pairs", symbols.load_minimal_pairs("test", 8)),
+        ("retrieval", symbols.load("test", "detailed", 8)),
+    ):
+        result = measure(Task(kind, "", "", lambda rows=rows: (rows, 0)), opened)
+        columns = [name for name in rows.column_names if name.startswith("image")]
+        expected = np.mean([opened.image_weights(rows, column).mean(axis=0) for column in columns], axis=0)
+        assert result["routing_weights"] == {"images": pytest.approx(expected.tolist(), abs=1e-6)}
+    read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("symbols_zero_shot--*.json")]
+    of_rows = {result["model"]: result for result in read}
+    assert of_rows["released"]["routing_weights"] != of_rows["mode"]["routing_weights"]
+    assert of_rows["released"]["weights"] == of_rows["mode"]["weights"]
+
+
+@pytest.mark.slow
+def test_a_linear_probe_of_summed_embeddings(seen):
+    out = seen[0].whole
+    parts = [
+        symbols.load(split, "detailed", number).remove_columns("caption").rename_column("topic", "caption")
+        for split, number in (("train", 120), ("test", 60))
+    ]
+    task = Task("linear_probe", "", "", lambda: (parts[1], 0), classes=list(TOPICS), load_train=lambda: (parts[0], 0))
+    summed, labels = [], []
+    for part in parts:
+        summed.append(image_embeds(out / "expert_1", part["image"]) + image_embeds(out / "expert_2", part["image"]))
+        labels.append([list(TOPICS).index(name) for name in part["caption"]])
+    expected = linear_probe_metrics(summed[0], labels[0], summed[1], labels[1])
+    for model, changes in (("summed", None), ("mode", {"feature_ensemble": "sum"})):
+        opened = open_model(out / model, None, 64, CPU, changes=changes)
+        assert measure(task, opened)["metrics"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.slow
+def test_what_does_not_go_with_images_is_refused(seen):
+    run, _ = seen
+    selected = {"stage": "select", "assignment": "assigned", "captions": "images", "metadata": ["heart"]}
+    recipe = run.folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + f"  - {json.dumps({'name': 'selected'} | selected)}\n")
+    for overrides, stage, message in (
+        ({"images.encoder": "tfidf"}, "images", "modality image needs a CLIP as encoder, not tfidf"),
+        ({"again.modality": "text"}, "again", "again: modality text, but the encoder .*:image is of the other"),
+        ({"evaluation.changes": {"other": {"routing": "paper"}}}, "evaluation", "changes.other is none of the models"),
+        ({"evaluation.changes": {"mode": {"routing": "x"}}}, "evaluation", "routing must be paper or released"),
+        ({}, "selected", "selected: metadata are texts, but images embedded images"),
+    ):
+        (run.whole / "selected").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=message):
+            remade(run, [stage], overrides)
