@@ -4,7 +4,6 @@ import dataclasses
 import io
 import tarfile
 
-import datasets
 import PIL.Image
 import pytest
 import torch
@@ -15,7 +14,6 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
 from data.worlds import build_processor
-from evaluation.commands import evaluate
 from evaluation.figures import plt
 from evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
@@ -60,22 +58,6 @@ def damage(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def evaluated(model, tmp_path, *arguments, tasks="retrieval"):
-    """The command on two folders of the same symbols; what it wrote."""
-    for source in ("one", "two"):
-        (tmp_path / source).mkdir(exist_ok=True)
-        for split in ("train", "test"):
-            rows = symbols.load(split, "web", 12).add_column("number", [0, 1] * 6)
-            rows = rows.rename_column("color", "other caption")
-            photos = rows.select_columns("image").rename_column("image", "photo")
-            rows = datasets.concatenate_datasets([rows, photos], axis=1)
-            rows.to_parquet(tmp_path / source / f"{split}.parquet")
-    before = set((tmp_path / "scores").glob("*.json"))
-    command = ["--model", str(model), "--dataset", str(tmp_path / "one"), "--tasks", tasks]
-    evaluate.main([*command, "--output-dir", str(tmp_path / "scores"), *arguments])
-    return sorted(set((tmp_path / "scores").glob("*.json")) - before)
 
 
 def shard(folder, number=8, turned=False):
