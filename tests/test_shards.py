@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import DENSE, TUNED, run_stages, same_weights
 from tiny_sources import images_and_texts, png, write_shard
 
 from conversion.processors import load_processor
@@ -82,12 +81,6 @@ def test_wrong_shards(tmp_path, members, message):
         load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
 
 
-def test_a_column_of_numbers_is_no_text(tmp_path):
-    write_shard(tmp_path / "0.tar", [("0.png", png()), ("0.cls", b"3")])
-    with pytest.raises(ValueError, match="column cls of indexed shards is no text: its name has to end in txt, text"):
-        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, caption_column="cls"))
-
-
 def test_files_with_holes_are_refused(tmp_path):
     """They lie in pieces, which GNU tar makes of them with --sparse."""
     with open(tmp_path / "0.png", "wb") as file:
@@ -118,16 +111,19 @@ def test_names_with_dots_and_folders_are_keys_up_to_the_first_dot(tmp_path):
     assert [read_member(image) for image in rows["png"]] == [png(1), png(2)]
 
 
-@pytest.mark.parametrize("settings", [{"streaming": True}, {"in_memory": True}, {"image_root": "/"}])
-def test_settings_that_do_not_go_with_it(settings):
-    with pytest.raises(ValueError, match="indexed goes with shards or a mixture"):
-        arguments("shards/*.tar", indexed=True, **settings)
-
-
-def test_other_files(tmp_path):
+def test_what_does_not_go_with_it(tmp_path):
+    for settings in ({"streaming": True}, {"in_memory": True}, {"image_root": "/"}):
+        with pytest.raises(ValueError, match="indexed goes with shards or a mixture"):
+            arguments("shards/*.tar", indexed=True, **settings)
+    write_shard(tmp_path / "0.tar", images_and_texts(range(1)))
+    with pytest.raises(ValueError, match="column cls of indexed shards is no text: its name has to end in txt, text"):
+        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, caption_column="cls"))
     (tmp_path / "0.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="indexed goes with whole splits of .tar shards, not with parquet files"):
         open_rows(arguments(str(tmp_path / "0.parquet"), indexed=True))
+    data = {"source": "shards/*.tar", "indexed": True}
+    with pytest.raises(ValueError, match="max_unreadable: no other pair can stand for one whose hidden states"):
+        HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data)
 
 
 def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
@@ -186,29 +182,3 @@ def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
     pairs = PairLoader(load_pairs(data), processor, data, 2).pairs
     with pytest.raises(ValueError, match="of 40 pairs of .*; 3 of the 11 that were tried. More than max_unread"):
         [pairs[None, number] for number in range(20)]
-
-
-def test_hidden_states_take_no_other_pair():
-    data = {"source": "shards/*.tar", "indexed": True}
-    with pytest.raises(ValueError, match="max_unreadable: no other pair can stand for one whose hidden states"):
-        HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data)
-    HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data | {"max_unreadable": 0})
-
-
-def test_clusters_are_trained_from_shards(tmp_path):
-    """Embedded, clustered and trained as from loaded shards, to the bit."""
-    captions = ["a red circle", "a blue square"] * 8
-    write_shard(tmp_path / "0.tar", images_and_texts(range(9), captions))
-    write_shard(tmp_path / "1.tar", images_and_texts(range(9, 16), captions))
-    made = []
-    for indexed in (False, True):
-        data = {"source": str(tmp_path / "*.tar"), "image_column": "png", "caption_column": "txt", "indexed": indexed}
-        stages = [
-            DENSE,
-            {"name": "features", "stage": "embed", "model": "dense", "data": data},
-            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-            {**TUNED, "name": "expert", "stage": "train_experts", "expert": 1, "clusters": "clusters", "data": data},
-        ]
-        (tmp_path / str(indexed)).mkdir()
-        made.append(run_stages(tmp_path / str(indexed), stages) / "expert")
-    assert same_weights(*made)
