@@ -29,6 +29,22 @@ def datasets_of_this_session(tmp_path_factory):
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """`tiny_runs.train` with some settings, once a session: what it wrote is only to be read."""
+    from tiny_runs import train
+
+    done = {}
+
+    def whole(**settings):
+        key = str(settings)
+        if key not in done:
+            done[key] = train(tmp_path_factory.mktemp("whole"), **settings)
+        return done[key]
+
+    return whole
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """A test draws the same numbers whatever ran before it (pytest-randomly does so for random and numpy)."""

@@ -8,11 +8,11 @@ from fuzz_evaluation import VALUES, rows
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz_recipes import ODD, fuzz, places
-from tiny_runs import recipe, run_recipe_until, same_weights
+from tiny_runs import same_weights, train
 
 from conversion.commands import publish
 from conversion.publishing import bundle
-from training.commands import train
+from training import commands
 
 FEW, MANY = 5, 300
 PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
@@ -20,18 +20,27 @@ PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
 SETTINGS = ("config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-def whole(folder):
+def run(folder, stop=None):
     """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
     tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
     best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
-    settings = recipe(max_steps=5, hidden_states="states", trainable=r"\.mlp\.experts\.", **PAIRS, evaluation=best)
-    settings["stages"][2:2] = [
-        {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
-        {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-        {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
-        {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
-    ]
-    return settings
+    settings = {
+        "max_steps": 5,
+        "hidden_states": "states",
+        "trainable": r"\.mlp\.experts\.",
+        "evaluation": best,
+        **PAIRS,
+    }
+
+    def add_stages(recipe):
+        recipe["stages"][2:2] = [
+            {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
+            {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
+        ]
+
+    train(folder, stop, add_stages, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +49,9 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     (folder / "data").mkdir()
     rows().to_parquet(folder / "data" / "train.parquet")
-    run_recipe_until(folder, whole(folder), stop=4)
+    run(folder, stop=4)
     shutil.copytree(folder / "out", folder / "stopped")
-    run_recipe_until(folder, whole(folder))
+    run(folder)
     (folder / "out").rename(folder / "whole")
     return folder
 
@@ -76,7 +85,7 @@ def check(folder, damage, is_published):
     shutil.copytree(folder / "stopped", folder / "out")
     name = damage(folder / "out")
     command = ["--config", folder / "recipe.yaml"]
-    ends = [ended_in(train, [*command, "--plan"]), ended_in(train, command)]
+    ends = [ended_in(commands.train, [*command, "--plan"]), ended_in(commands.train, command)]
     if ends[-1] is None and name not in SETTINGS:
         assert same_weights(folder / "out" / "tuned", folder / "whole" / "tuned"), name
     if is_published:

@@ -1,62 +1,42 @@
-"""Checkpoints of training: they run no code, are refused when they are damaged, and lose no random number."""
+"""Checkpoints of training: no code in them is run, and what is damaged, not finite or not whole is not gone on from."""
 
-import hashlib
 import json
 import os
 import pickle
+import re
+import resource
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from tiny_runs import losses, recipe, same_weights
+from tiny_runs import losses, same_weights, train
 
-from training import training_state
+from records.provenance import file_digest
+from training import engine, stages, training_state
 from training.contrastive_task import ContrastiveTask
-from training.recipe import load_recipe
-from training.runner import run_recipe
-from training.settings import STRICT
 from training.stages.train import TrainStage
-from training.training_state import require_support
+from training.training_state import latest_checkpoint, require_support, save_checkpoint
+
+KEPT = {"ema_decay": 0.7, "save_total_limit": 2}
+WEIGHT = "model.visual_projection.weight"
 
 
-class Stop(Exception):
-    pass
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Runs a recipe, perhaps up to an optimizer step of its training."""
-
-    def run(output="out", stop=None, **training):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe(**training)))
-        loaded = load_recipe(path, {"output_dir": str(tmp_path / output)})
-        if stop is None:
-            return run_recipe(loaded)
-        count, original = iter(range(stop)), torch.optim.AdamW.step
-
-        def step(self, *arguments, **options):
-            if next(count, None) is None:
-                raise Stop
-            return original(self, *arguments, **options)
-
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(torch.optim.AdamW, "step", step)
-            run_recipe(loaded)
-        return tmp_path / output
-
-    return run
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that ended after step 5 of 6, with checkpoints of steps 2 and 4."""
+    return train(tmp_path_factory.mktemp("stopped"), stop=5, **KEPT).parents[1]
 
 
 @pytest.fixture
-def checkpoint(run):
-    """Of step 4 of 6."""
-    return run(stop=5) / "tuned.partial" / "checkpoints" / "step-00000004"
+def checkpoint(stopped, tmp_path):
+    """Of step 4, of a copy of that run."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "out" / "tuned.partial" / "checkpoints" / "step-00000004"
 
 
 def rewrite(path, **changes):
@@ -69,181 +49,83 @@ def evil(marker):
         def __reduce__(self):
             return os.system, (f"touch {marker}",)
 
-    return Evil()
+    return pickle.dumps(Evil())
 
 
-def test_a_planted_pickle_is_not_executed(run, checkpoint, tmp_path):
-    """Whatever files Accelerate might unpickle."""
-    marker, names = tmp_path / "executed", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin"]
-    for name in [*names, "pytorch_model.bin", "scheduler.bin", "sampler.bin", "scaler.pt"]:
-        (checkpoint / name).write_bytes(pickle.dumps(evil(marker)))
-    run()
-    assert not marker.exists()
-
-
-def test_a_checkpoint_is_no_pickle(checkpoint):
+def test_a_planted_pickle_is_not_executed(checkpoint, tmp_path):
+    """Whatever files Accelerate might unpickle; a checkpoint itself has none."""
     assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors", ".json"}
+    names = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "pytorch_model.bin", "scheduler.bin"]
+    for name in [*names, "sampler.bin", "scaler.pt"]:
+        (checkpoint / name).write_bytes(evil(tmp_path / "executed"))
+    train(tmp_path, **KEPT)
+    assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random_states_0.json"])
-@pytest.mark.parametrize("damage", ["gone", "cut", "pickle", "another"])
-def test_a_damaged_checkpoint_is_refused(run, checkpoint, tmp_path, name, damage):
-    path, marker = checkpoint / name, tmp_path / "executed"
-    if damage == "gone":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-20])
-    elif damage == "pickle":
-        path.write_bytes(pickle.dumps(evil(marker)))
-    elif name.endswith(".json"):
-        path.write_text('["another"]')
-    else:
-        save_file({"another": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=f"cannot go on from the checkpoint .*{checkpoint.name}: .*Delete it"):
-        run()
-    assert not marker.exists()
+def tensors(change):
+    return lambda path: save_file(change(load_file(path)), path)
 
 
-def test_weights_of_another_shape_or_type_are_refused(run, checkpoint):
-    path = checkpoint / "model.safetensors"
-    good = load_file(path)
-    name = "model.visual_projection.weight"
-    for bad, found in ((good[name][:3], r"\(3, 16\)"), (good[name].to(torch.int8), "torch.int8")):
-        save_file(good | {name: bad}, path)
-        digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
-        digests["model.safetensors"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        rewrite(checkpoint / "state.json", sha256=digests)
-        with pytest.raises(ValueError, match=f"{name} is .*{found}"):
-            run()
+DAMAGES = {
+    "gone": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "a pickle": lambda path: path.write_bytes(evil(path.parents[4] / "executed")),
+    "another": lambda path: (
+        path.write_text('["another"]') if path.suffix == ".json" else save_file({"another": torch.zeros(2)}, path)
+    ),
+    "of another step": lambda path: shutil.copy(path.parent.with_name("step-00000002") / path.name, path),
+    "one tensor less": tensors(lambda good: dict(sorted(good.items())[1:])),
+    "another shape": tensors(lambda good: good | {min(good): torch.zeros(1, 7)}),
+}
 
 
-@pytest.mark.parametrize("damage", ["empty", "one less", "another shape", "of another step"])
-def test_an_optimizer_that_lost_something_is_refused(run, tmp_path, damage):
-    """It would go on with moments that are zero, or of another time."""
-    output = run(stop=5, save_total_limit=2)
-    checkpoint = output / "tuned.partial" / "checkpoints" / "step-00000004"
-    path, name = checkpoint / "optimizer.safetensors", "model.visual_projection.weight.exp_avg"
-    good = load_file(path)
-    assert name in good
-    if damage == "of another step":
-        shutil.copy(checkpoint.with_name("step-00000002") / "model.safetensors", checkpoint)
-    else:
-        bad = {"empty": {}, "one less": {k: v for k, v in good.items() if k != name}}
-        save_file(bad.get(damage, good | {name: torch.zeros(3)}), path)
-    with pytest.raises(ValueError, match="cannot go on from the checkpoint"):
-        run(save_total_limit=2)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "average.safetensors", "state.json", "random_states_0.json"]
+)
+def test_a_damaged_checkpoint_is_refused(checkpoint, tmp_path, name):
+    """An optimizer that lost something, say, would go on with moments that are zero."""
+    path = checkpoint / name
+    whole = path.read_bytes()
+    for damage, do in DAMAGES.items():
+        if path.suffix == ".json" and ("tensor" in damage or "shape" in damage or name.startswith("random")):
+            continue
+        do(path)
+        with pytest.raises(ValueError, match=f"cannot go on from the checkpoint .*{checkpoint.name}: .*Delete it"):
+            train(tmp_path, **KEPT)
+        path.write_bytes(whole)
+    assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("line", ["5", "{}", '{"step": "x"}'])
-def test_a_damaged_log_is_begun_anew(run, line):
-    log = run(stop=5) / "tuned.partial" / "log.jsonl"
-    log.write_text(f"{line}\n")
-    assert len(losses(run() / "tuned")) == 2  # of steps 5 and 6
-
-
-def test_a_checkpoint_beyond_the_end_is_refused(run, checkpoint):
-    rewrite(checkpoint / "state.json", step=99)
-    checkpoint.rename(checkpoint.with_name("step-00000099"))
+def test_what_a_checkpoint_says_of_itself_has_to_fit(checkpoint, tmp_path, capsys):
+    path, state = checkpoint / "model.safetensors", checkpoint / "state.json"
+    good, digests = load_file(path), json.loads(state.read_text())["sha256"]
+    for bad, found in ((good[WEIGHT][:3], r"\(3, 16\)"), (good[WEIGHT].to(torch.int8), "torch.int8")):
+        save_file(good | {WEIGHT: bad}, path)
+        rewrite(state, sha256=digests | {path.name: file_digest(path)})
+        with pytest.raises(ValueError, match=f"{WEIGHT} is .*{found}"):
+            train(tmp_path, **KEPT)
+    save_file(good, path)
+    rewrite(state, sha256=digests | {path.name: file_digest(path)}, step=99)
+    beyond = checkpoint.rename(checkpoint.with_name("step-00000099"))
     with pytest.raises(ValueError, match="it has 99 steps, of 6"):
-        run()
+        train(tmp_path, **KEPT)
+    beyond.rename(checkpoint)
+    rewrite(state, step=4, num_processes=2)
+    train(tmp_path, **KEPT)
+    assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
 
 
-def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(run):
-    output = run(stop=5, save_total_limit=2)
-    shutil.rmtree(output / "tuned.partial" / "checkpoints" / "step-00000004")
-    assert same_weights(run(save_total_limit=2) / "tuned", run(output="whole") / "tuned")
+def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(whole, checkpoint, tmp_path):
+    shutil.rmtree(checkpoint)
+    assert same_weights(train(tmp_path, **KEPT), whole(**KEPT))
 
 
-NOISE = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+def test_a_damaged_log_is_begun_anew(checkpoint, tmp_path):
+    (checkpoint.parents[1] / "log.jsonl").write_text('5\n{}\n{"step": "x"}\n')
+    assert len(losses(train(tmp_path, **KEPT))) == 2  # of steps 5 and 6
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("stop", [3, 5])
-def test_resumed_with_jitter_and_dropout_is_the_same(run, monkeypatch, stop, in_memory):
-    """Over the end of an epoch, where a new DataLoader begins."""
-    original = recipe
-
-    def with_noise(**training):
-        changed = original(**training)
-        for tower in ("text_config", "vision_config"):
-            changed["stages"][1][tower] = {"capacity_group_size": 4, **NOISE}
-        return changed
-
-    monkeypatch.setitem(globals(), "recipe", with_noise)
-    data = {"source": "symbols", "num_samples": 24, "in_memory": in_memory}
-    resumed = run(stop=stop, data=data)
-    run(data=data)
-    whole = run(output="whole", data=data)
-    assert losses(resumed / "tuned") == losses(whole / "tuned")
-    assert same_weights(resumed / "tuned", whole / "tuned")
-    monkeypatch.undo()
-    assert not same_weights(whole / "tuned", run(output="without", data=data) / "tuned")
-
-
-class BalancedTask(ContrastiveTask):
-    """Buffers, in the task and in the model, change with each batch, and the loss with them."""
-
-    def __init__(self, model, settings):
-        super().__init__(model, settings)
-        self.register_buffer("batches", torch.tensor(0))
-        self.register_buffer("is_odd", torch.tensor(False))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-        self.register_buffer("seen", model.text_projection.weight.detach()[:, :2])
-        self.register_buffer("wide", torch.zeros(1).expand(3))
-        model.text_projection.register_buffer("usage", torch.zeros(16))
-        model.text_projection.register_buffer("least", torch.tensor(float("inf")))
-
-    def forward(self, batch, **options):
-        loss, metrics = super().forward(batch, **options)
-        usage = self.model.text_projection.usage
-        with torch.no_grad():
-            self.batches += 1
-            self.wide[:1] += 1
-            self.is_odd.logical_not_()
-            usage.mul_(0.9).add_(loss)
-        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.wide.sum() + self.seen.sum())
-        return loss, metrics | {"loss": loss.detach()}
-
-
-@dataclass(config=STRICT, kw_only=True)
-class BalancedStage(TrainStage):
-    def task(self, model):
-        return BalancedTask(model, self)
-
-    def train_model(self, model, processor, loader, accelerator, context, directory, evaluation=None):
-        """At the end the model's buffer is added to a weight: its class has none."""
-        super().train_model(model, processor, loader, accelerator, context, directory, evaluation)
-        weights = load_file(directory / "model.safetensors")
-        weights["text_projection.weight"] += weights.pop("text_projection.usage")
-        assert weights.pop("text_projection.least").isinf()
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("ema_decay", [None, 0.5])
-def test_resumed_with_buffers_is_the_same(run, monkeypatch, ema_decay):
-    """Whole numbers, true or false, real numbers, a view of a weight, an expanded one; those of a loss stay out of the
-    file of the model."""
-    original = recipe
-
-    def balanced(**training):
-        changed = original(**training)
-        changed["stages"][2]["stage"] = f"{__name__}:BalancedStage"
-        return changed
-
-    monkeypatch.setitem(globals(), "recipe", balanced)
-    resumed = run(stop=5, ema_decay=ema_decay)
-    kept = load_file(resumed / "tuned.partial/checkpoints/step-00000004/model.safetensors")
-    assert kept["model.text_projection.least"].isinf()
-    assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
-    assert kept["model.text_projection.usage"].any() and kept["wide"].tolist() == [4, 4, 4]
-    assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
-    run(ema_decay=ema_decay)
-    whole = run(output="whole", ema_decay=ema_decay)
-    assert losses(resumed / "tuned") == losses(whole / "tuned")
-    assert same_weights(resumed / "tuned", whole / "tuned")
-
-
-def test_a_task_keeps_its_model_where_it_is_saved_from(run, monkeypatch):
+def test_a_task_keeps_its_model_where_it_is_saved_from(tmp_path, monkeypatch):
     def task(self, model):
         made = ContrastiveTask(model, self)
         made.network = made._modules.pop("model")
@@ -251,73 +133,100 @@ def test_a_task_keeps_its_model_where_it_is_saved_from(run, monkeypatch):
 
     monkeypatch.setattr(TrainStage, "task", task)
     with pytest.raises(ValueError, match="tuned: ContrastiveTask has another `model` than the one that it is given"):
-        run()
+        train(tmp_path)
 
 
 MEASURED = {"tasks": ["symbols_pairs"], "every_steps": 100, "at_start": True}
 
 
-@pytest.mark.parametrize("evaluation", [None, MEASURED, MEASURED | {"keep_best": "symbols_pairs/group"}])
-def test_a_lower_learning_rate_follows_one_that_diverges(run, monkeypatch, evaluation):
+def steep(recipe):
+    recipe["stages"][1]["changes"]["router_z_loss_coef"] = 1e17
+
+
+@pytest.mark.parametrize("evaluation", [None, MEASURED | {"keep_best": "symbols_pairs/group"}])
+def test_a_lower_learning_rate_follows_one_that_diverges(whole, tmp_path, evaluation):
     """Without a checkpoint there is nothing to go on from, whatever was logged and measured."""
-    original = recipe
-
-    def steep(**training):
-        changed = original(**training)
-        changed["stages"][1]["changes"]["router_z_loss_coef"] = 1e17
-        return changed
-
-    monkeypatch.setitem(globals(), "recipe", steep)
-    settings = {"save_steps": None, "evaluation": evaluation}
+    settings = {"change": steep, "save_steps": None, "evaluation": evaluation}
     with pytest.raises(FloatingPointError, match="No checkpoint was written before it. Lower the learning rate"):
-        run(learning_rate=1, **settings)
-    lower = run(**settings)
-    assert same_weights(lower / "tuned", run(output="whole", **settings) / "tuned")
+        train(tmp_path, learning_rate=1, **settings)
+    assert same_weights(train(tmp_path, **settings), whole(**settings))
 
 
-def test_weights_that_overflow_in_the_last_step_are_no_result(run, tmp_path, monkeypatch):
-    """Its loss and gradient are finite: only the weights tell."""
-    original = torch.optim.AdamW.step
+def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
+    original, calls = stages.train.contrastive_loss, iter(range(100))
 
-    def overflow(last):
-        count = iter(range(100))
-
-        def step(self, *arguments, **options):
-            result = original(self, *arguments, **options)
-            if next(count) == last:
-                with torch.no_grad():
-                    self.param_groups[0]["params"][0].view(-1)[0] = float("inf")
-            return result
-
-        return step
+    def overflow(*args, **kwargs):
+        return original(*args, **kwargs) * (float("nan") if next(calls) == 4 else 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", overflow(5))
-        with pytest.raises(FloatingPointError, match="stage tuned, step 6: .* is not finite after the step"):
-            run()
-    assert not (tmp_path / "out" / "tuned").exists()
-    run()  # goes on from step 4
+        patch.setattr(stages.train, "contrastive_loss", overflow)
+        with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan\. Lower the") as error:
+            train(tmp_path)
+    partial, kept = re.search("delete ([^,]+), or .* goes on from ([^,]+), which is finite", str(error.value)).groups()
+    assert Path(partial).name == "tuned.partial" and Path(kept).name == "step-00000004" and Path(kept).is_dir()
+    assert same_weights(train(tmp_path), whole())  # it can go on from there
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", overflow(3))
-        with pytest.raises(FloatingPointError, match="step 4: .* is not finite after the step"):
-            run(output="other")
-    checkpoints = tmp_path / "other" / "tuned.partial" / "checkpoints"
+
+@pytest.mark.parametrize(("last", "left"), [(5, ["step-00000004"]), (3, ["step-00000002"])])
+def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeypatch, last, left):
+    """Loss and gradient are finite: only the weights tell."""
+    original, count = engine._take_step, iter(range(100))
+
+    def take_step(optimizer, *others):
+        original(optimizer, *others)
+        if next(count) == last:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(engine, "_take_step", take_step)
+    with pytest.raises(FloatingPointError, match=f"step {last + 1}: .* is not finite after the step"):
+        train(tmp_path)
+    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == left and not (tmp_path / "out" / "tuned").exists()
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(whole, tmp_path, monkeypatch):
+    """The process may write no more than a few bytes to a file once the first checkpoint is there."""
+    original, limits = engine.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(accelerator, model, optimizer, checkpoints, step, *others):
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            return original(accelerator, model, optimizer, checkpoints, step, *others)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    message = "step 4: the checkpoint .* could not be written .* earlier checkpoints are whole"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=message):
+        patch.setattr(engine, "save_checkpoint", save)
+        train(tmp_path)
+    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert same_weights(train(tmp_path), whole())
 
 
-def test_another_number_of_processes_is_said(run, checkpoint, capsys):
-    rewrite(checkpoint / "state.json", num_processes=2)
-    run()
-    assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
+def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    first = save_checkpoint(accelerator, *prepared, tmp_path, 2, limit=1)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)  # all is written, but not yet under its name
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(accelerator, *prepared, tmp_path, 4, limit=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004.partial"}
+    assert latest_checkpoint(tmp_path) == first
+    monkeypatch.undo()
+    last = save_checkpoint(accelerator, *prepared, tmp_path, 4, limit=1)
+    assert list(tmp_path.iterdir()) == [last]
 
 
-@pytest.mark.parametrize(
-    ("distributed_type", "is_fsdp2", "name"),
-    [(DistributedType.DEEPSPEED, False, "DeepSpeed"), (DistributedType.FSDP, False, "FSDP version 1")],
-)
-def test_checkpoints_that_would_be_pickles_are_refused(distributed_type, is_fsdp2, name):
-    with pytest.raises(ValueError, match=f"save_steps: {name} keeps checkpoints as pickles"):
-        require_support(SimpleNamespace(distributed_type=distributed_type, is_fsdp2=is_fsdp2))
+def test_checkpoints_that_would_be_pickles_are_refused():
+    for distributed_type, name in ((DistributedType.DEEPSPEED, "DeepSpeed"), (DistributedType.FSDP, "FSDP version 1")):
+        with pytest.raises(ValueError, match=f"save_steps: {name} keeps checkpoints as pickles"):
+            require_support(SimpleNamespace(distributed_type=distributed_type, is_fsdp2=False))
     require_support(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
     require_support(SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))

@@ -12,7 +12,6 @@ from evaluation.feature_store import FeatureStore
 from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
-from training.training_state import save_checkpoint
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
@@ -70,21 +69,47 @@ class Stop(Exception):
     pass
 
 
-def run_recipe_until(folder, recipe, stop=None):
-    """As `run_stages`, of what `recipe` gives, perhaps only until the checkpoint of a step."""
-    folder.mkdir(exist_ok=True)
-    if stop is None:
-        return run_stages(folder, recipe["stages"], defaults=recipe["defaults"])
+def train(folder, stop=None, change=None, overrides=None, only=None, **training):
+    """Runs `recipe` in a folder, perhaps only until so many steps of the optimizer are done.
 
-    def save(accelerator, model, optimizer, checkpoints, step, *others):
-        save_checkpoint(accelerator, model, optimizer, checkpoints, step, *others)
-        if step == stop:
+    Args:
+        change: makes another recipe of it, in place.
+        overrides, only: see `load_recipe` and `run_recipe`.
+        training: settings of the stage that trains.
+
+    Returns:
+        The folder of the stage that trains, or what it left.
+    """
+    folder.mkdir(exist_ok=True)
+    settings = recipe(**training)
+    if change is not None:
+        change(settings)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings | {"output_dir": str(folder / "out")}))
+    loaded = load_recipe(path, overrides)
+    if stop is None:
+        return run_recipe(loaded, only) / "tuned"
+    count, original = iter(range(stop)), engine._take_step
+
+    def take_step(*arguments):
+        if next(count, None) is None:
             raise Stop
+        original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(engine, "save_checkpoint", save)
-        run_stages(folder, recipe["stages"], defaults=recipe["defaults"])
-    return folder / "out"
+        patch.setattr(engine, "_take_step", take_step)
+        run_recipe(loaded, only)
+    return folder / "out" / "tuned.partial"
+
+
+def set_towers(**fields):
+    """A change of `recipe`: these fields in both towers of the sparse model."""
+
+    def change(settings):
+        for tower in ("text_config", "vision_config"):
+            settings["stages"][1][tower] |= fields
+
+    return change
 
 
 def weights(folder):

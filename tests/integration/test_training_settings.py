@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_clip_moe import inputs, tiny_model
-from tiny_runs import losses, recipe, run_recipe_until, same_weights, weights
+from tiny_runs import losses, same_weights, train, weights
 from transformers import AutoModel
 
 from modeling_clip_moe import CLIPMoEModel
@@ -21,15 +21,17 @@ def eager():
 
 def run(folder, stop=None, **settings):
     """A recipe whose last stage has these settings, perhaps up to a checkpoint."""
-    changed = recipe(**settings)
-    # Half of the layers sparse, so that there are FFNs as well; wide enough for moments of 8 bits
-    changed["stages"][0]["text_config"] |= {"hidden_size": 32, "intermediate_size": 128}
-    return run_recipe_until(folder, changed, stop)
+
+    def widen(recipe):
+        """Half of the layers sparse, so that there are FFNs as well; wide enough for moments of 8 bits."""
+        recipe["stages"][0]["text_config"] |= {"hidden_size": 32, "intermediate_size": 128}
+
+    return train(folder, stop, widen, **settings)
 
 
 def test_lora_changes_its_targets_alone(tmp_path):
-    output = run(tmp_path, lora=LORA)
-    before, after = weights(output / "sparse"), weights(output / "tuned")
+    tuned = run(tmp_path, lora=LORA)
+    before, after = weights(tuned.with_name("sparse")), weights(tuned)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     targets = ("q_proj.weight", "fc1.weight", "experts.up_proj", "router.weight")
@@ -38,7 +40,7 @@ def test_lora_changes_its_targets_alone(tmp_path):
         if "router" not in name:
             ranks = torch.linalg.matrix_rank(after[name] - before[name], atol=1e-6)  # of each expert
             assert 0 < ranks.max() <= LORA["r"], name
-    AutoModel.from_pretrained(output / "tuned")
+    AutoModel.from_pretrained(tuned)
 
 
 def test_merging_leaves_the_model_that_trains_as_it_is():
@@ -60,12 +62,11 @@ def test_merging_leaves_the_model_that_trains_as_it_is():
 @pytest.mark.parametrize("settings", [{"lora": LORA}, {"optimizer": "adamw_8bit"}], ids=str)
 def test_resumed_is_the_same_to_the_bit(tmp_path, settings):
     run(tmp_path / "resumed", stop=4, **settings)
-    resumed, whole = run(tmp_path / "resumed", **settings), run(tmp_path / "whole", **settings)
-    assert same_weights(resumed / "tuned", whole / "tuned")
+    assert same_weights(run(tmp_path / "resumed", **settings), run(tmp_path / "whole", **settings))
 
 
 def test_moments_of_8_bits_train_nearly_as_others(tmp_path):
-    plain, small = run(tmp_path / "plain") / "tuned", run(tmp_path / "small", optimizer="adamw_8bit") / "tuned"
+    plain, small = run(tmp_path / "plain"), run(tmp_path / "small", optimizer="adamw_8bit")
     assert not same_weights(plain, small)
     torch.testing.assert_close(losses(small), losses(plain), atol=0.02, rtol=0)
 

@@ -1,0 +1,250 @@
+"""What may not change what a training makes: interruptions, processes, parts of batches, checkpointing, compilation.
+
+Each is compared with the plain run of the same settings, which `whole` does once a session.
+"""
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from pydantic.dataclasses import dataclass
+from safetensors.torch import load_file, save_file
+from tiny_runs import losses, same_weights, set_towers, train, weights
+from torch._dynamo.utils import counters
+
+from training import engine, stages
+from training.context import choose_precision, make_accelerator
+from training.contrastive_task import ContrastiveTask
+from training.settings import STRICT
+from training.stages.train import TrainStage
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
+
+
+class BalancedTask(ContrastiveTask):
+    """Buffers, in the task and in the model, change with each batch, and the loss with them."""
+
+    def __init__(self, model, settings):
+        super().__init__(model, settings)
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("is_odd", torch.tensor(False))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("seen", model.text_projection.weight.detach()[:, :2])
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+        model.text_projection.register_buffer("usage", torch.zeros(16))
+        model.text_projection.register_buffer("least", torch.tensor(float("inf")))
+
+    def forward(self, batch, **options):
+        loss, metrics = super().forward(batch, **options)
+        usage = self.model.text_projection.usage
+        with torch.no_grad():
+            self.batches += 1
+            self.wide[:1] += 1
+            self.is_odd.logical_not_()
+            usage.mul_(0.9).add_(loss)
+        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.wide.sum() + self.seen.sum())
+        return loss, metrics | {"loss": loss.detach()}
+
+
+@dataclass(config=STRICT, kw_only=True)
+class BalancedStage(TrainStage):
+    def task(self, model):
+        return BalancedTask(model, self)
+
+    def train_model(self, model, processor, loader, accelerator, context, directory, evaluation=None):
+        """At the end the model's buffer is added to a weight: its class has none."""
+        super().train_model(model, processor, loader, accelerator, context, directory, evaluation)
+        weights = load_file(directory / "model.safetensors")
+        weights["text_projection.weight"] += weights.pop("text_projection.usage")
+        assert weights.pop("text_projection.least").isinf()
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def balance(recipe):
+    recipe["stages"][2]["stage"] = f"{__name__}:BalancedStage"
+
+
+NOISE = set_towers(router_jitter_noise=0.1, attention_dropout=0.1)
+# 24 pairs: an epoch of three steps, so that a new DataLoader begins
+EPOCHS = [{"data": {"source": "symbols", "num_samples": 24, "in_memory": in_memory}} for in_memory in (True, False)]
+RESUMED = {
+    **{f"after step {stop}": (stop, {}) for stop in range(1, 6)},
+    **{f"noise, step {stop}, {n}": (stop, {"change": NOISE} | EPOCHS[n]) for stop in (3, 5) for n in (0, 1)},
+    "averaged weights": (4, {"ema_decay": 0.7}),
+    "parts of batches": (4, {"mini_batch_size": 4}),
+    "buffers": (5, {"change": balance}),
+    "buffers and averaged weights": (5, {"change": balance, "ema_decay": 0.5}),
+}
+
+
+@pytest.mark.parametrize(("stop", "settings"), RESUMED.values(), ids=RESUMED)
+def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
+    left = train(tmp_path, stop, **settings)
+    checkpoints = [path.name for path in (left / "checkpoints").glob("step-*")]
+    assert checkpoints == ([f"step-{stop // 2 * 2:08d}"] if stop >= 2 else [])
+    if settings.get("change") is balance:
+        # Those of a loss stay out of the file of the model: a view of a weight, an expanded one, ...
+        kept = load_file(left / "checkpoints/step-00000004/model.safetensors")
+        assert kept["model.text_projection.least"].isinf() and kept["model.text_projection.usage"].any()
+        assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
+        assert kept["wide"].tolist() == [4, 4, 4]
+        assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
+    resumed = train(tmp_path, **settings)
+    assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
+
+
+def test_the_seed_and_noise_decide(whole):
+    assert same_weights(whole(), whole(overrides={}))  # two runs
+    assert not same_weights(whole(), whole(overrides={"seed": 1}))
+    assert not same_weights(whole(change=NOISE, **EPOCHS[0]), whole(**EPOCHS[0]))
+
+
+@pytest.mark.slow
+def test_killed_and_started_again(whole, tmp_path):
+    """SIGKILL at a random step, twice."""
+    steps = {"max_steps": 40, "save_steps": 3}
+    train(tmp_path, only=["dense", "sparse"], **steps)
+    log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
+    for _ in range(2):
+        done = len(log.read_text().splitlines()) if log.exists() else 0
+        last = random.SystemRandom().randint(done + 1, done + 12)
+        command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | threads)
+        while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < last):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it finished before it was killed"
+    resumed = train(tmp_path, **steps)
+    assert losses(resumed) == losses(whole(**steps)) and same_weights(resumed, whole(**steps))
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(whole, tmp_path):
+    """Also with noise in the routers, as its groups are those of capacity."""
+    settings = {"change": set_towers(router_jitter_noise=0.1), "global_batch_size": 16}
+    train(tmp_path, only=["dense", "sparse"], **settings)
+    command = [*LAUNCH, "training/upcycle.py", "--config", str(tmp_path / "recipe.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "on 2 x cpu" in done.stdout, done.stderr
+    two, one = tmp_path / "out" / "tuned", whole(**settings)
+    torch.testing.assert_close(losses(two), losses(one), atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
+def test_what_saves_memory_changes_nothing(whole, settings):
+    """But the last digits; capacity is in groups of 4 of the 8 pairs."""
+    torch.testing.assert_close(losses(whole(**settings)), losses(whole()), rtol=1e-4, atol=1e-5)
+    if "mini_batch_size" in settings:
+        assert not same_weights(whole(**settings), whole())  # so it was not the same computation
+
+
+def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
+    """Twice the same batch, accumulated, is that batch's own step."""
+    plain, original = whole(global_batch_size=4), engine.train
+
+    def repeat(accelerator, model, batches, *rest):
+        def twice(start):
+            for batch in batches(start // 2):
+                yield from (batch, batch)
+
+        return original(accelerator, model, twice, *rest)
+
+    monkeypatch.setattr(stages.train, "train", repeat)
+    accumulated = train(tmp_path, gradient_accumulation_steps=2)
+    torch.testing.assert_close(losses(accumulated), losses(plain), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow  # inductor compiles kernels for a minute
+@pytest.mark.parametrize("by", ["the setting", "Accelerate"])
+def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, tmp_path, monkeypatch, by):
+    counters.clear()
+    if by == "Accelerate":
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")  # traced, but nothing is generated
+        AcceleratorState._reset_state(True)
+    compiled = train(tmp_path, max_steps=2, torch_compile=by == "the setting")
+    AcceleratorState._reset_state(True)
+    if by == "the setting":
+        assert counters["stats"]["unique_graphs"] >= 2 and not counters["graph_break"]
+    torch.testing.assert_close(losses(compiled), losses(whole(max_steps=2)), rtol=1e-4, atol=1e-5)
+    assert weights(compiled).keys() == weights(whole(max_steps=2)).keys()
+
+
+def test_the_average_of_the_weights(tmp_path, monkeypatch):
+    """Against a loop over the weights of each step."""
+    steps, original = [], engine._take_step
+
+    def take_step(optimizer, scheduler, model, *others):
+        steps or steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        original(optimizer, scheduler, model, *others)
+        steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
+
+    monkeypatch.setattr(engine, "_take_step", take_step)
+    averaged, expected = weights(train(tmp_path, ema_decay=0.7)), dict(steps[0])
+    for step in steps[1:]:
+        expected = {name: 0.7 * expected[name] + 0.3 * step[name] for name in expected}
+    assert len(steps) == 7
+    for name, value in expected.items():
+        torch.testing.assert_close(averaged[name], value.view(averaged[name].shape), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(value, steps[-1][name]), name
+
+
+def test_mixed_precision_trains_weights_in_float32(whole, tmp_path):
+    """So far as Accelerate is concerned, a process has one precision for all its life."""
+    plain, forget = whole(), functools.partial(AcceleratorState._reset_state, reset_partial_state=True)
+    forget()
+    mixed = train(tmp_path, overrides={"mixed_precision": "bf16"})
+    forget()
+    assert all(tensor.dtype == torch.float32 for tensor in weights(mixed).values()) and losses(mixed) != losses(plain)
+    assert losses(mixed)[0] == pytest.approx(losses(plain)[0], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "said, launched, has_bf16, chosen",
+    [
+        (None, "no", True, "bf16"),
+        (None, "no", False, None),
+        (None, "fp16", True, None),  # as it was launched
+        ("no", "no", True, "no"),
+        ("fp16", "bf16", True, "fp16"),
+    ],
+)
+def test_precision(monkeypatch, tmp_path, said, launched, has_bf16, chosen):
+    assert make_accelerator(tmp_path).mixed_precision == "no"  # on a CPU
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert choose_precision(said) == chosen
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_gradients_are_means_over_the_processes(monkeypatch, is_gone):
+    """Of two, of which the other one has 4, or is gone."""
+    buffer = torch.tensor([1.0, 2.0, 3.0])
+    bucket = SimpleNamespace(gradients=lambda: [buffer[:1], buffer[1:]], buffer=lambda: buffer)
+
+    def all_reduce(tensor, async_op):
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("gone")) if is_gone else future.set_result([tensor.add_(2.0)])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    if is_gone:
+        with pytest.raises(RuntimeError, match="gone"):
+            engine.mean_of_each(None, bucket).wait()
+    else:
+        assert engine.mean_of_each(None, bucket).wait().tolist() == [2.5, 3.0, 3.5]
