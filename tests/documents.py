@@ -7,12 +7,14 @@ bash runs the bash blocks. The commands in COMMANDS come back to this process, w
 import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 from packaging.requirements import Requirement
 
@@ -139,8 +141,13 @@ def _python(arguments: list[str]) -> str | None:
     room, _, name = arguments[1].partition(".")
     commands = importlib.import_module(f"{room}.commands") if find_spec(f"{room}.commands") else None
     command = getattr(commands, {"training.upcycle": "train"}.get(arguments[1], name), None)
+    words = _smaller(arguments[1:])
     try:
-        (command or importlib.import_module(arguments[1])).main(_smaller(arguments[1:])[1:])
+        if command:
+            command.main(words[1:])
+        else:
+            with mock.patch("sys.argv", words):
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
     return None
