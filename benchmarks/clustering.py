@@ -5,7 +5,7 @@
 
 kmeans: features around many means, those of balanced clusters around means of very different shares, so that limits
     matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
-assign: captions on disk to their nearest centers, as an `assign` stage does it, for half of the rows and for all:
+assign: captions on disk to their nearest centers, as a `cluster_fine` stage does it, for half of the rows and for all:
     memory must not grow.
 
 Every method runs in a process of its own. Memory is what this holds beside the features that are clustered.
@@ -27,8 +27,7 @@ from sklearn.metrics import pairwise_distances_argmin
 from benchmarks.page import cost, described, mib, page_parser, show, table
 from evaluation.feature_store import FeatureStore
 from evaluation.speed import in_turn
-from training.balanced_kmeans import balanced_kmeans, nearest_centers
-from training.kmeans import Method, has_faiss, import_faiss, kmeans
+from training.clusters import Method, balanced_kmeans, has_faiss, import_faiss, kmeans, nearest_centers
 
 OURS, FAISS = "cluster stage", "faiss alone"
 PART, IN_MEMORY, ITERATIONS = 32_768, 131_072, 20
@@ -120,7 +119,7 @@ def assigned(name: str, folder: Path, num_rows: int, size: int, number: int) -> 
         for shard in shards:
             yield {"labels": nearest_centers(rows[shard.start : shard.stop], torch.as_tensor(centers))}
 
-    if name == "assign stage":
+    if name == "cluster_fine":
         store = FeatureStore(folder / f"labels_{num_rows}", num_rows, PART)
         return lambda: store.write(accelerator, "labels", compute)
     in_memory = rows[:num_rows].astype(np.float32)
@@ -140,8 +139,8 @@ def of_assign(options: argparse.Namespace) -> Iterator[str]:
         store.write(None, "rows", lambda shards: ({"embeddings": part[: len(shard)]} for shard in shards))
         peers = ["scikit-learn", *(["faiss"] if has_faiss() else [])]
         cases = [
-            ("assign stage", options.rows),
-            ("assign stage", half),
+            ("cluster_fine", options.rows),
+            ("cluster_fine", half),
             *((name, min(IN_MEMORY, half)) for name in peers),
         ]
         for name, num_rows in cases:

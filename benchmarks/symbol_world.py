@@ -24,9 +24,7 @@ from evaluation.linear_probe import linear_probe_metrics
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
 from records.command_line import one_line_errors
-from training.balanced_kmeans import balanced_kmeans, nearest_centers
-from training.caption_clusters import group_centers
-from training.feature_clusters import kmeans
+from training.clusters import balanced_kmeans, group_centers, kmeans, nearest_centers
 
 CLUSTERS, EXPERTS, FINE_CENTERS = (2, 4, 15, 64), (2, 4), 64
 STYLE = ("color", "size", "position", "background", "texture")

@@ -46,7 +46,7 @@ SMALLER = {
     "--stages captions,fused,states,features,clusters,sub_clusters,clip_fmoe_1",
     "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
-    "--stages captions,fine,assigned,clusters,expert_1,expert_2,expert_3,expert_4,mode",
+    "--stages captions,fine,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",

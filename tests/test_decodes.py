@@ -13,7 +13,7 @@ from data.captions import CaptionPolicy, build_captions
 from data.pairs import caption_columns, load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
-from training.caption_clusters import load_caption_clusters
+from training.clusters import load_clusters
 from training.context import Context, make_accelerator
 from training.loader import PairLoader
 from training.stages import data_experts
@@ -89,20 +89,19 @@ def test_captions_are_clustered_without_images_and_an_expert_looks_at_its_own(tm
     (tmp_path / "sharegpt4v.json").write_text(json.dumps(entries))
     arguments = DataArguments(**source, max_unreadable=0.2)
     context = Context(tmp_path, make_accelerator(tmp_path))
-    folders = SimpleNamespace(encoder="tfidf", data=arguments, centers=tmp_path / "fine", clusters=tmp_path / "coarse")
-    folders.captions, folders.assignment = tmp_path / "captions", tmp_path / "assigned"
+    folders = SimpleNamespace(encoder="tfidf", data=arguments, centers=None, clusters=tmp_path / "coarse")
+    folders.captions, folders.fine = tmp_path / "captions", tmp_path / "fine"
     settings = {
         "captions": data_experts.EmbedCaptionsStage(name="x", stage="x", encoder="tfidf", data=arguments, dim=2),
         "fine": data_experts.ClusterFineStage(name="x", stage="x", captions="x", num_centers=2),
-        "assigned": data_experts.AssignStage(name="x", stage="x", captions="x", centers="x"),
-        "coarse": data_experts.ClusterCoarseStage(name="x", stage="x", assignment="x", num_experts=2),
+        "coarse": data_experts.ClusterCoarseStage(name="x", stage="x", fine="x", num_experts=2),
     }
     for name, stage in settings.items():
         assert decoded == []
         (tmp_path / name).mkdir()
-        inputs = SimpleNamespace(**vars(folders) | ({"data": None} if name == "assigned" else {}))
+        inputs = SimpleNamespace(**vars(folders) | ({"data": None} if name == "fine" else {}))
         stage.run(inputs, context, tmp_path / name)
-    assert load_caption_clusters(tmp_path / "coarse")[1]["pairs"] == "captioned"
+    assert load_clusters(tmp_path / "coarse")[1]["pairs"] == "captioned"
     decoded.clear()  # of the picture of the clusters
     found = []
     for cluster in range(2):

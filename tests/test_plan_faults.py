@@ -63,9 +63,9 @@ STAGES = {
     "sentences": {"stage": "embed_captions", "encoder": "tfidf", "data": DATA, "dim": 4},
     "others": {"stage": "embed_captions", "encoder": "tfidf", "data": DATA, "dim": 3},
     "fine": {"stage": "cluster_fine", "captions": "sentences", "num_centers": 4},
-    "assigned": {"stage": "assign", "captions": "sentences", "centers": "fine"},
-    "coarse": {"stage": "cluster_coarse", "assignment": "assigned", "num_experts": 2},
-    "chosen": {"stage": "select", "assignment": "assigned", "captions": "sentences", "metadata": ["a red circle"]},
+    "assigned": {"stage": "cluster_fine", "captions": "sentences", "centers": "fine"},
+    "coarse": {"stage": "cluster_coarse", "fine": "assigned", "num_experts": 2},
+    "chosen": {"stage": "select", "fine": "assigned", "captions": "sentences", "metadata": ["a red circle"]},
     "first": {**EXPERT, "expert": 2, "cluster": 0, "global_batch_size": 4},
     "second": {**EXPERT, "expert": 3, "cluster": 1, "global_batch_size": 4},
     "mixture": {

@@ -49,9 +49,8 @@ from evaluation.sentence_encoders import load_encoder
 from evaluation.tasks import Task, find_tasks
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 from training import runner
-from training.caption_clusters import load_caption_clusters, load_expert_of_pair
+from training.clusters import FeatureClusters, load_clusters, split
 from training.engine import checkpoint_layers
-from training.feature_clusters import FeatureClusters, load_feature_clusters, split
 from training.features import HiddenStates
 from training.loader import PairLoader, _Collate
 from training.optimizers import set_trainable
@@ -64,7 +63,7 @@ STAGES = {
     "clip_moe": CLIP_MOE,
     "clip_fmoe": ["dense", "captions", "fused", "states", "features", "clusters", "sub_clusters"]
     + ["expert_1", "expert_2", "unified", "clip_fmoe"],
-    "mode": "dense captions fine assigned coarse expert_1 expert_2 mode".split(),
+    "mode": "dense captions fine coarse expert_1 expert_2 mode".split(),
 }
 DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
 CPU = torch.device("cpu")
@@ -357,7 +356,7 @@ def test_clip_moe_stages_and_sheets(system, tmp_path):
             assert torch.equal(experts[f"{ffn}.experts.up_proj"][number], dense[f"{ffn}.fc1.weight"])
             assert torch.equal(experts[f"{ffn}.experts.down_proj_bias"][number], dense[f"{ffn}.fc2.bias"])
     pairs = load_pairs(load_recipe(run.whole / "recipe.yaml").stages[1].data)
-    clusters = load_feature_clusters(run.whole / "clusters_2", data_fingerprint(pairs))
+    clusters = load_clusters(run.whole / "clusters_2", data_fingerprint(pairs))[0]
     image, text = np.divmod(clusters.tuples[clusters.labels, 1], 2)
     titles = {
         "clusters.png": [f"image {i}, text {t}" for i, t in zip(image, text, strict=True)],
@@ -381,7 +380,7 @@ def test_clip_moe_features_and_labels(system):
             outputs = model(**inputs)
         np.testing.assert_allclose(features["image"][index], outputs.image_embeds[0], atol=1e-5)
         np.testing.assert_allclose(features["text"][index], outputs.text_embeds[0], atol=1e-5)
-    first, second = (load_feature_clusters(whole / f"clusters_{n}", data_fingerprint(rows)) for n in (1, 2))
+    first, second = (load_clusters(whole / f"clusters_{n}", data_fingerprint(rows))[0] for n in (1, 2))
     assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
     assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
 
@@ -669,12 +668,12 @@ def nearest(embeds, centers):
 def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
     embeds, encoder = stored(out / "captions", "embeddings"), load_encoder(out / "captions" / "encoder")
     np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
-    centers, fine = load_arrays(out / "fine" / "centers.safetensors")["centers"], stored(out / "assigned", "labels")
+    centers, fine = load_arrays(out / "fine" / "centers.safetensors")["centers"], stored(out / "fine", "labels")
     assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
-    clusters, metadata = load_caption_clusters(out / "coarse")
+    clusters, metadata = load_clusters(out / "coarse")
     fingerprint = data_fingerprint(rows, images=False)
     labels, random, selected = (
-        load_expert_of_pair(out / name, fingerprint) for name in ("coarse", "random", "selected")
+        load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected")
     )
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
@@ -692,7 +691,7 @@ def test_an_expert_sees_its_own_pairs_alone(system, out, rows, monkeypatch):
     record = lambda self, pairs: seen.extend(pair["caption"] for pair in pairs) or collate(self, pairs)  # noqa: E731
     monkeypatch.setattr(_Collate, "__call__", record)
     assert_same(out, remade(system("mode"), ["expert_2"]), ["expert_2"])
-    mine = load_expert_of_pair(out / "coarse", data_fingerprint(rows, images=False)) == 1
+    mine = load_clusters(out / "coarse", data_fingerprint(rows, images=False))[0].labels == 1
     captions = np.array(rows["caption"])
     assert set(seen) <= set(captions[mine]) and not set(seen) <= set(captions[~mine])
     assert len(seen) == mine.sum() // 8 * 8
@@ -702,7 +701,7 @@ def test_assembled_and_averaged_models(out):
     mode, coarse, equal, first = (
         CLIPMoDEModel.from_pretrained(out / name) for name in ("mode", "by_coarse", "equal", "first")
     )
-    clusters, _ = load_caption_clusters(out / "coarse")
+    clusters, _ = load_clusters(out / "coarse")
     assert np.array_equal(mode.centers.numpy(), clusters.centers)
     assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
     assert np.array_equal(coarse.centers.numpy(), clusters.coarse_centers) and equal.centers is None
@@ -815,12 +814,12 @@ def test_oracle_has_the_best_score_of_each_task(out):
 def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
     more = {**DATA, "num_samples": 300, "seed": 5}
     of_experts = {f"{name}.data": more for name in ("expert_1", "expert_2", "retrieved")}
-    target = remade(system("mode"), ["assigned", "coarse"], {"assigned.data": more} | of_experts)
+    target = remade(system("mode"), ["fine", "coarse"], {"fine.data": more} | of_experts)
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    assert np.array_equal(stored(target / "assigned", "labels"), nearest(embeds, centers))
-    assert len(load_expert_of_pair(target / "coarse", data_fingerprint(rows, images=False))) == 300
+    assert np.array_equal(stored(target / "fine", "labels"), nearest(embeds, centers))
+    assert len(load_clusters(target / "coarse", data_fingerprint(rows, images=False))[0].labels) == 300
 
 
 def test_sparse_experts_make_a_mixture_of_two_levels(system, out, tmp_path):
@@ -836,7 +835,8 @@ def test_sparse_experts_make_a_mixture_of_two_levels(system, out, tmp_path):
 
 def test_centers_and_experts_that_do_not_fit_are_refused(system, out, tmp_path):
     with pytest.raises(ValueError, match="made with tfidf-.*, the captions with dense-"):
-        remade(system("mode"), ["captions", "assigned"], {"captions.encoder": "dense"})
+        centers = {"fine.num_centers": None, "fine.centers": str(out / "fine")}
+        remade(system("mode"), ["captions", "fine"], {"captions.encoder": "dense"} | centers)
     experts = [out / "dense", "training/symbol_clip"]
     with pytest.raises(ValueError, match="tokenizer of training/symbol_clip makes something else of texts"):
         assemble.convert(experts, tmp_path / "mode")
@@ -864,7 +864,7 @@ def seen(tmp_path_factory):
                 return collate(self, pairs)
 
             patch.setattr(_Collate, "__call__", record)
-            run(only=None if stage is None else ["dense", "images", "fine", "assigned", "coarse", stage])
+            run(only=None if stage is None else ["dense", "images", "fine", "coarse", stage])
     run.whole = run.folder / "out"
     return run, seen
 
@@ -885,8 +885,8 @@ def test_images_are_clustered_and_every_expert_sees_as_many_samples(seen, rows):
     expected = image_embeds(out / "dense", rows["image"])
     np.testing.assert_allclose(stored(out / "images", "embeddings"), expected, atol=1e-5)
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    assert np.array_equal(stored(out / "assigned", "labels"), nearest(expected, centers))
-    labels = load_expert_of_pair(out / "coarse", data_fingerprint(rows))
+    assert np.array_equal(stored(out / "fine", "labels"), nearest(expected, centers))
+    labels = load_clusters(out / "coarse", data_fingerprint(rows))[0].labels
     captions, sizes = np.array(rows["caption"]), np.bincount(labels)
     assert max(sizes) < 24 * 8 and sizes[0] != sizes[1]
     for number, name in enumerate(["expert_1", "expert_2"]):
@@ -904,7 +904,7 @@ def test_every_image_routes_itself_by_all_centers(seen):
     """Logits and scores of a mixture of clusters of images, against one image after the other."""
     out = seen[0].whole
     model = CLIPMoDEModel.from_pretrained(out / "mode")
-    config, (clusters, _) = model.config, load_caption_clusters(out / "coarse")
+    config, (clusters, _) = model.config, load_clusters(out / "coarse")
     assert config.metadata_modality == "image" and not config.nearest_center_only
     assert load_encoder(out / "mode" / assemble.ENCODER).name == config.metadata_encoder
     test = symbols.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
@@ -965,7 +965,7 @@ def test_a_linear_probe_of_summed_embeddings(seen):
 @pytest.mark.slow
 def test_what_does_not_go_with_images_is_refused(seen):
     run, _ = seen
-    selected = {"stage": "select", "assignment": "assigned", "captions": "images", "metadata": ["heart"]}
+    selected = {"stage": "select", "fine": "fine", "captions": "images", "metadata": ["heart"]}
     recipe = run.folder / "recipe.yaml"
     recipe.write_text(recipe.read_text() + f"  - {json.dumps({'name': 'selected'} | selected)}\n")
     for overrides, stage, message in (

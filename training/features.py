@@ -27,6 +27,8 @@ from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.loader import PairLoader
 
+# Which pairs of the data have features and labels: those with a readable image, or with a caption
+READABLE, CAPTIONED = "readable", "captioned"
 # Batches that are written together: what a run that is killed loses, and what is in memory at a time
 BATCHES_PER_SHARD, CAPTION_BATCHES_PER_SHARD = 8, 128
 SEVERAL = "hidden states need caption_weights where images have several captions"

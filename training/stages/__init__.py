@@ -28,7 +28,6 @@ AnyStage = (
     | features.ClusterStage
     | data_experts.EmbedCaptionsStage
     | data_experts.ClusterFineStage
-    | data_experts.AssignStage
     | data_experts.ClusterCoarseStage
     | data_experts.SelectStage
     | train.TrainStage

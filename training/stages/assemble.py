@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from conversion import assemble
 from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
-from training.caption_clusters import load_caption_clusters
+from training.clusters import load_clusters
 from training.context import Context
 from training.estimates import Expected, bytes_in_memory, other_encoder, read_otherwise
 from training.settings import STRICT, Reads
@@ -71,7 +71,7 @@ class AssembleStage(Stage):
         if self.clusters is None:
             assemble.convert(experts, directory, **config)
             return
-        clusters, metadata = load_caption_clusters(Path(inputs.clusters))
+        clusters, metadata = load_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
         encoder = load_encoder(folder)
         number, of_clusters = len(experts), Expected(clusters=len(clusters.coarse_centers), encoder=metadata["encoder"])

@@ -28,19 +28,20 @@ from evaluation.sentence_encoders import (
     open_encoder,
 )
 from records.files import new_folder
-from training.balanced_kmeans import balanced_kmeans, nearest_centers, squared_distances
-from training.caption_clusters import (
-    CAPTIONED,
-    READABLE,
+from training.clusters import (
+    CENTERS,
     CaptionClusters,
+    balanced_kmeans,
     group_centers,
     load_centers,
-    save_caption_clusters,
+    nearest_centers,
     save_centers,
+    save_clusters,
+    squared_distances,
 )
 from training.context import Context
 from training.estimates import AtMost, Expected, Unknown, other_encoder, size_of_weights, too_many
-from training.features import CAPTION_BATCHES_PER_SHARD, captions_of, encoder_features
+from training.features import CAPTION_BATCHES_PER_SHARD, CAPTIONED, READABLE, captions_of, encoder_features
 from training.settings import STRICT, Reads, dump
 from training.stages.base import NumberedData, Stage, inherited
 
@@ -140,77 +141,51 @@ class EmbedCaptionsStage(Stage):
 
 @dataclass(config=STRICT, kw_only=True)
 class ClusterFineStage(Stage):
-    """Fine-grained cluster centers: balanced K-means of caption embeddings (MoDE eq. 1)."""
+    """Fine-grained clusters of captions: centers by balanced K-means of their embeddings (MoDE eq. 1), and the nearest
+    center of every pair (section 3.3), by any number of processes."""
 
     kind: ClassVar[str] = "cluster_fine"
-    main_process_only: ClassVar[bool] = True
 
     # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]
-    # How many fine-grained clusters there are.
-    num_centers: int = Field(gt=0)
+    # How many centers are learned from its embeddings.
+    num_centers: int | None = Field(default=None, gt=0)
+    # Instead, a cluster_fine stage of the same encoder, whose centers are taken.
+    centers: Annotated[str, Reads("cluster_fine")] | None = None
     # Embeddings that the centers are learned from, drawn at random; None: all. They are in memory at once, in float32:
     # 6 GB for 2 million of size 768. More give similar clusters (MoDE appendix E).
     num_samples: int | None = Field(default=2_000_000, gt=0)
     # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        with contextlib.suppress(Unknown):
-            captions = min(inputs.captions.known_pairs, self.num_samples or inputs.captions.known_pairs)
-            yield "num_centers", too_many(self.num_centers, captions, "captions")
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        return replace(inherited(self, inputs), clusters=self.num_centers)
-
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        captions, device = Path(inputs.captions), context.accelerator.device
-        store = open_store(captions, "an embed_captions stage")
-        sample = store["embeddings"].sample(self.num_samples or store.num_rows, context.seed)
-        centers = balanced_kmeans(sample, self.num_centers, context.seed, self.iterations, device)[0]
-        save_centers(directory, centers, store.about["encoder"])
-        sizes = np.bincount(nearest_centers(sample, torch.as_tensor(centers, device=device)), minlength=len(centers))
-        print(
-            f"{self.name}: {len(centers)} centers of {len(sample)} captions, of which {sizes.min()} to {sizes.max()} "
-            "are nearest to one"
-        )
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """The embeddings that the centers are learned from."""
-
-        def memory() -> int:
-            pairs = inputs.captions.known_pairs
-            return min(pairs, self.num_samples or pairs) * _embedding_size(inputs.captions) * 4
-
-        return super().cost(inputs) | {"memory": memory}
-
-
-@dataclass(config=STRICT, kw_only=True)
-class AssignStage(Stage):
-    """The nearest fine-grained center of every pair's caption (MoDE section 3.3), by any number of processes."""
-
-    kind: ClassVar[str] = "assign"
-
-    # An embed_captions stage.
-    captions: Annotated[str, Reads("embed_captions")]
-    # A cluster_fine stage of the same encoder.
-    centers: Annotated[str, Reads("cluster_fine")]
-    # Other pairs, whose captions are embedded here and not kept: for datasets whose embeddings fit on no disk.
+    # Other pairs to go to their nearest centers, whose captions are embedded here and not kept: for datasets whose
+    # embeddings fit on no disk. None: those of `captions`.
     data: NumberedData | None = None
     # Of those: captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
 
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.num_centers is None) == (self.centers is None):
+            raise ValueError("exactly one of num_centers and centers must be set")
+        return self
+
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "centers", other_encoder(self.centers, inputs.centers, self.captions, inputs.captions)
+        if self.num_centers is None:
+            yield "centers", other_encoder(self.centers, inputs.centers, self.captions, inputs.captions)
+            return
+        with contextlib.suppress(Unknown):
+            yield "num_centers", too_many(self.num_centers, self._num_learned(inputs), "captions")
+
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        return replace(inherited(self, inputs), clusters=self.num_centers or inputs.centers.clusters)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator, captions = context.accelerator, Path(inputs.captions)
         embedded = open_store(captions, "an embed_captions stage")
-        centers, encoder_name = load_centers(Path(inputs.centers))
-        if encoder_name != embedded.about["encoder"]:
-            raise ValueError(
-                f"{self.name}: the centers were made with {encoder_name}, the captions with {embedded.about['encoder']}"
-            )
+        if accelerator.is_main_process and not (directory / CENTERS).is_file():
+            self._save_centers(inputs, embedded, context, directory)
+        accelerator.wait_for_everyone()
+        centers, _ = load_centers(directory)
         on_device = torch.as_tensor(centers, device=accelerator.device)
         if self.data is None:
             store = FeatureStore(directory, embedded.num_rows, embedded.shard_size, embedded.about)
@@ -229,18 +204,37 @@ class AssignStage(Stage):
             return ({"labels": nearest_centers(batch["embeddings"], on_device)} for batch in batches(shards))
 
         store.write(accelerator, "labels", compute)
-        if not accelerator.is_main_process:
-            return
-        sizes = np.bincount(store["labels"][:], minlength=len(centers))
-        save_centers(directory, centers, encoder_name)
-        print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to a center")
+        if accelerator.is_main_process:
+            sizes = np.bincount(store["labels"][:], minlength=len(centers))
+            print(f"{self.name}: {sizes.sum()} pairs, {sizes.min()} to {sizes.max()} to each of {len(sizes)} centers")
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """A part of the embeddings, and drawn pictures; on disk an int32 a pair."""
+        """The embeddings that the centers are learned from or a part of all, and drawn pictures; on disk an int32 a
+        pair."""
         cost, pairs = super().cost(inputs), inherited(self, inputs)
-        rows = CAPTION_BATCHES_PER_SHARD * self.batch_size
-        memory = {"memory": lambda: AtMost(cost["memory"]() + rows * _embedding_size(inputs.captions) * 4)}
-        return cost | memory | {"disk": lambda: 4 * pairs.known_pairs}
+
+        def memory() -> int:
+            learned = 0 if self.num_centers is None else self._num_learned(inputs)
+            rows = max(learned, CAPTION_BATCHES_PER_SHARD * self.batch_size)
+            return AtMost(cost["memory"]() + rows * _embedding_size(inputs.captions) * 4)
+
+        return cost | {"memory": memory, "disk": lambda: 4 * pairs.known_pairs}
+
+    def _num_learned(self, inputs: SimpleNamespace) -> int:
+        pairs = inputs.captions.known_pairs
+        return min(pairs, self.num_samples or pairs)
+
+    def _save_centers(self, inputs: SimpleNamespace, embedded: FeatureStore, context: Context, directory: Path) -> None:
+        name = embedded.about["encoder"]
+        if self.num_centers is None:
+            centers, encoder_name = load_centers(Path(inputs.centers))
+            if encoder_name != name:
+                raise ValueError(f"{self.name}: the centers were made with {encoder_name}, the captions with {name}")
+        else:
+            sample = embedded["embeddings"].sample(self.num_samples or embedded.num_rows, context.seed)
+            device = context.accelerator.device
+            centers = balanced_kmeans(sample, self.num_centers, context.seed, self.iterations, device)[0]
+        save_centers(directory, centers, name)
 
 
 class LabelsStage(Stage):
@@ -250,7 +244,7 @@ class LabelsStage(Stage):
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Drawn pictures, and the labels, an int16 a pair, twice when they are put together."""
-        cost, labels = super().cost(inputs), inputs.assignment
+        cost, labels = super().cost(inputs), inputs.fine
         memory = {"memory": lambda: cost["memory"]() + 4 * labels.known_pairs}
         return cost | memory | {"disk": lambda: 2 * labels.known_pairs}
 
@@ -264,24 +258,23 @@ class ClusterCoarseStage(LabelsStage):
 
     kind: ClassVar[str] = "cluster_coarse"
 
-    # An assign stage.
-    assignment: Annotated[str, Reads("assign")]
+    # A cluster_fine stage.
+    fine: Annotated[str, Reads("cluster_fine")]
     # How many data experts there are.
     num_experts: int = Field(gt=0)
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "num_experts", too_many(self.num_experts, inputs.assignment.clusters, "centers")
+        yield "num_experts", too_many(self.num_experts, inputs.fine.clusters, "centers")
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
         return replace(inherited(self, inputs), clusters=self.num_experts)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        centers, _ = load_centers(Path(inputs.assignment))
+        centers, _ = load_centers(Path(inputs.fine))
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
-        clusters = CaptionClusters(centers, expert_of_center, coarse_centers)
-        _save_experts(self, Path(inputs.assignment), context, directory, clusters, self.random)
+        _save_experts(self, inputs, context, directory, (centers, expert_of_center, coarse_centers), self.random)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -291,8 +284,8 @@ class SelectStage(LabelsStage):
 
     kind: ClassVar[str] = "select"
 
-    # An assign stage.
-    assignment: Annotated[str, Reads("assign")]
+    # A cluster_fine stage.
+    fine: Annotated[str, Reads("cluster_fine")]
     # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")]
     # Class names, queries or captions.
@@ -301,15 +294,15 @@ class SelectStage(LabelsStage):
     num_nearest: int = Field(default=1, gt=0)
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "captions", other_encoder(self.assignment, inputs.assignment, self.captions, inputs.captions)
-        if self.num_nearest > (inputs.assignment.clusters or self.num_nearest):
-            yield "num_nearest", f"{self.num_nearest} of {inputs.assignment.clusters} centers"
+        yield "captions", other_encoder(self.fine, inputs.fine, self.captions, inputs.captions)
+        if self.num_nearest > (inputs.fine.clusters or self.num_nearest):
+            yield "num_nearest", f"{self.num_nearest} of {inputs.fine.clusters} centers"
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
         return replace(inherited(self, inputs), clusters=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        centers, encoder_name = load_centers(Path(inputs.assignment))
+        centers, encoder_name = load_centers(Path(inputs.fine))
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
         if encoder.name != encoder_name:
             raise ValueError(
@@ -323,8 +316,8 @@ class SelectStage(LabelsStage):
         distances = squared_distances(metadata, torch.as_tensor(centers))
         nearest = distances.topk(self.num_nearest, largest=False).indices.unique().numpy()
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
-        clusters = CaptionClusters(centers, expert_of_center, centers[nearest].mean(axis=0, keepdims=True))
-        _save_experts(self, Path(inputs.assignment), context, directory, clusters)
+        center = centers[nearest].mean(axis=0, keepdims=True)
+        _save_experts(self, inputs, context, directory, (centers, expert_of_center, center))
 
 
 def _embedding_size(captions: Expected) -> int:
@@ -336,7 +329,7 @@ def _embedding_size(captions: Expected) -> int:
 def _store(
     directory: Path,
     rows: datasets.Dataset,
-    stage: EmbedCaptionsStage | AssignStage,
+    stage: EmbedCaptionsStage | ClusterFineStage,
     encoder: SentenceEncoder | ImageEncoder,
     context: Context,
 ) -> FeatureStore:
@@ -357,31 +350,31 @@ def open_store(folder: Path, maker: str) -> FeatureStore:
 
 def _save_experts(
     stage: ClusterCoarseStage | SelectStage,
-    assignment: Path,
+    inputs: SimpleNamespace,
     context: Context,
     directory: Path,
-    clusters: CaptionClusters,
+    centers: tuple[np.ndarray, np.ndarray, np.ndarray],
     at_random: bool = False,
 ) -> None:
     """Keep the clusters and the expert of every pair, and draw some pairs of each.
 
     Args:
-        assignment: the folder of an assign stage.
+        centers: of `CaptionClusters`, all but the labels.
         at_random: give every expert as many pairs as its clusters have, but any.
     """
-    store = open_store(assignment, "an assign stage")
-    index = store.about
-    pairs, root = index["pairs"], index["data"]["image_root"]
-    rows = context.pairs(DataArguments(**index["data"]), images=pairs == READABLE)
-    if data_fingerprint(rows, root, pairs == READABLE) != index["dataset_fingerprint"]:
-        raise ValueError(f"the pairs have changed since {assignment} was made; delete it to assign them anew")
-    labels = clusters.expert_of_center[store["labels"][:]].astype(np.int16)
+    store = open_store(Path(inputs.fine), "a cluster_fine stage")
+    about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
+    images, root = about["pairs"] == READABLE, store.about["data"]["image_root"]
+    rows = context.pairs(DataArguments(**store.about["data"]), images)
+    if data_fingerprint(rows, root, images) != about["dataset_fingerprint"]:
+        raise ValueError(f"the pairs have changed since {inputs.fine} was made; delete it to assign them anew")
+    labels = centers[1][store["labels"][:]].astype(np.int16)
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():
         raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
-    metadata = {"encoder": index["encoder"], "dataset_fingerprint": index["dataset_fingerprint"], "pairs": pairs}
-    save_caption_clusters(directory, clusters, labels, metadata)
+    clusters = CaptionClusters(labels, *centers)
+    save_clusters(directory, clusters, **about)
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
     drawn = np.sort(drawn)
     titles = np.array([f"expert {label}" for label in labels[drawn]])

@@ -23,6 +23,19 @@ from data.worlds import WORLDS
 from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from training.clusters import (
+    INSTALL_FAISS,
+    FeatureClusters,
+    Library,
+    Method,
+    accumulate,
+    choose_method,
+    combine,
+    has_faiss,
+    load_clusters,
+    save_clusters,
+    split,
+)
 from training.context import Context
 from training.estimates import (
     AtMost,
@@ -36,14 +49,6 @@ from training.estimates import (
     unknown,
     wrong_weights,
 )
-from training.feature_clusters import (
-    FeatureClusters,
-    accumulate,
-    combine,
-    load_feature_clusters,
-    save_feature_clusters,
-    split,
-)
 from training.features import (
     BATCHES_PER_SHARD,
     SEVERAL,
@@ -55,7 +60,6 @@ from training.features import (
     no_sparse_layer,
     size_on_disk,
 )
-from training.kmeans import INSTALL_FAISS, Library, Method, choose_method, has_faiss
 from training.loader import PairLoader
 from training.settings import STRICT, Reads, dump
 from training.stages.base import Model, NumberedData, Stage, inherited
@@ -287,13 +291,13 @@ class ClusterStage(Stage):
             raise ValueError(
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
-        previous = None if inputs.previous is None else load_feature_clusters(Path(inputs.previous), fingerprint)
+        previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
         method = self._method(len(rows))
         told = f"K-means by {method}" if self._has_kmeans else "random parts"
         print(f"{self.name}: {told}")
         columns, clusters = self._cluster(features, previous, context.seed, method)
-        save_feature_clusters(directory, clusters, fingerprint, told)
+        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, method=told)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         labels, names = combine(columns)

@@ -35,6 +35,7 @@ from modeling_clip_moe import CLIPMoEConfig
 from records.files import save
 from records.messages import cut
 from records.provenance import LOG, flatten
+from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
 from training.engine import CHECKPOINTS, start_trackers, train
@@ -52,7 +53,6 @@ from training.estimates import (
     trained_apart,
     wrong_weights,
 )
-from training.feature_clusters import FeatureClusters, load_feature_clusters
 from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
@@ -582,13 +582,13 @@ class TrainExpertsStage(TrainStage):
         if self.num_epochs is None or inputs.clusters.folder is None:
             return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
         batch_size = self.global_batch_size // self.gradient_accumulation_steps
-        labels = self._choices(load_feature_clusters(inputs.clusters.folder), batch_size)[self.small_clusters]
+        labels = self._choices(load_clusters(inputs.clusters.folder)[0], batch_size)[self.small_clusters]
         batches = (np.unique(labels[labels >= 0], return_counts=True)[1] // batch_size).sum()
         return self.num_epochs * int(batches // self.gradient_accumulation_steps)
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
-        clusters = load_feature_clusters(Path(inputs.clusters), context.data_fingerprint(rows, self.data))
+        clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows, self.data))
         labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
         return ClusterBatchSampler(labels, *share, self.order)
 

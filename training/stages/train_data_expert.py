@@ -11,9 +11,10 @@ from pydantic.dataclasses import dataclass
 
 from data.sources import Rows
 from data.worlds import WORLDS
-from training.caption_clusters import READABLE, load_caption_clusters, load_expert_of_pair
+from training.clusters import load_clusters
 from training.context import Context
 from training.estimates import AtMost, no_cluster, other_rows
+from training.features import READABLE
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
 from training.stages.train import TrainStage
@@ -45,7 +46,7 @@ class TrainDataExpertStage(TrainStage):
         folder = inputs.clusters.folder
         if self.num_epochs is None or folder is None:
             return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
-        pairs = int((load_expert_of_pair(folder) == self.cluster).sum())
+        pairs = int((load_clusters(folder)[0].labels == self.cluster).sum())
         known = _of_images(folder) or self.data.source in WORLDS  # of others, images may be found unreadable
         return self.num_epochs * ((pairs if known else AtMost(pairs)) // self.global_batch_size)
 
@@ -72,11 +73,11 @@ class TrainDataExpertStage(TrainStage):
             ValueError: there is no such cluster, or it has fewer pairs than a batch.
         """
         folder = Path(inputs.clusters)
-        known = len(load_caption_clusters(folder)[0].coarse_centers)
+        known = len(load_clusters(folder)[0].coarse_centers)
         if self.cluster >= known:
             raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
         fingerprint = context.data_fingerprint(rows, self.data, _of_images(folder))
-        chosen = np.flatnonzero(load_expert_of_pair(folder, fingerprint) == self.cluster)
+        chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
                 f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
@@ -88,4 +89,4 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
-    return load_caption_clusters(clusters)[1]["pairs"] == READABLE
+    return load_clusters(clusters)[1]["pairs"] == READABLE

@@ -1,0 +1,300 @@
+"""Clusters: K-means by scikit-learn and faiss, balanced K-means, labels that tell experts apart, and their files."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Image
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.cluster import KMeans
+from sklearn.metrics import pairwise_distances
+from threadpoolctl import threadpool_limits
+
+from data import symbols
+from data.identity import data_fingerprint
+from training import clusters as module
+from training.clusters import (
+    CLUSTERS,
+    INSTALL_FAISS,
+    MANY,
+    CaptionClusters,
+    Method,
+    accumulate,
+    assign_balanced,
+    balanced_kmeans,
+    choose_method,
+    combine,
+    group_centers,
+    kmeans,
+    load_clusters,
+    nearest_centers,
+    save_clusters,
+    split,
+)
+from training.estimates import Expected
+from training.stages.features import ClusterStage
+
+CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
+BY_SCIKIT_LEARN, BY_FAISS = Method(), Method("faiss", n_init=1)
+
+
+@pytest.fixture(params=[BY_SCIKIT_LEARN, BY_FAISS], ids=["scikit-learn", "faiss"])
+def method(request):
+    if request.param.library == "faiss":
+        pytest.importorskip("faiss", reason="faiss-cpu of the faiss extra is not installed")
+    return request.param
+
+
+@pytest.fixture
+def by_faiss():
+    pytest.importorskip("faiss", reason="faiss-cpu of the faiss extra is not installed")
+    return BY_FAISS
+
+
+def corners(per_cluster=20):
+    truth = np.tile(np.arange(3), per_cluster)
+    return (CORNERS[truth] + np.random.default_rng(0).normal(0, 0.05, (len(truth), 2))).astype(np.float32), truth
+
+
+def noise(rows=3000, size=16):
+    return np.random.default_rng(0).normal(size=(rows, size)).astype(np.float32)
+
+
+def blobs(num_samples, num_blobs, seed=0, weights=None):
+    rng = np.random.default_rng(seed)
+    means = rng.normal(size=(num_blobs, 8)) * 2
+    points = means[rng.choice(num_blobs, num_samples, p=weights)] + rng.normal(size=(num_samples, 8)) * 0.5
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
+
+
+def inertia(features, labels):
+    means = np.stack([features[labels == label].mean(axis=0) for label in range(labels.max() + 1)])
+    return ((features - means[labels]) ** 2).sum()
+
+
+def test_kmeans(method):
+    """Clusters are found, to the bit again, in half precision, and of some rows alone."""
+    features, truth = corners()
+    assert len({*zip(kmeans(features, 3, 0, method=method), truth, strict=True)}) == 3  # the same up to names
+    first, second, other = (kmeans(noise(), 8, seed, method=method) for seed in (2**32 - 1, 2**32 - 1, 1))
+    assert np.array_equal(first, second) and not np.array_equal(first, other)
+    half = (features * (300 / np.abs(features).max())).astype(np.float16)  # whose squares have no sum in float16
+    found, expected = (kmeans(of_dtype, 3, 0, method=method) for of_dtype in (half, half.astype(np.float32)))
+    assert np.array_equal(found, expected)
+    rows = np.arange(1, 3000, 3)
+    found, expected = kmeans(noise(), 4, 0, method=method, rows=rows), kmeans(noise()[rows], 4, 0, method=method)
+    assert np.array_equal(found, expected)
+    assert str(method).startswith("scikit-learn, n_init 10" if method == BY_SCIKIT_LEARN else "faiss 1.")
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (CORNERS[:2], "2 samples cannot make 3 clusters of image features"),
+        (np.ones((1000, 2), np.float32), "only 1 of 3 clusters of image features have samples: .* of the 1000 image"),
+        (CORNERS[[0, 1, 1, 0]], "only 2 of 3 clusters"),
+        (np.full((10, 2), np.nan, np.float32), "the image features are not finite"),
+        (np.full((10, 2), np.inf, np.float32), "the image features are not finite"),
+    ],
+    ids=["too few", "all equal", "an empty cluster", "nan", "infinite"],
+)
+def test_what_cannot_be_clustered(features, message, method):
+    with pytest.raises(ValueError, match=message):
+        kmeans(features, 3, 0, "image features", method)
+
+
+def test_the_method_goes_by_the_number_of_features():
+    with threadpool_limits(1):
+        expected = KMeans(4, n_init=10, random_state=3).fit_predict(noise(500))
+    assert np.array_equal(kmeans(noise(500), 4, 3, method=choose_method(500)), expected)
+    assert choose_method(MANY) == BY_SCIKIT_LEARN and choose_method(MANY + 1) == BY_FAISS
+    assert choose_method(MANY + 1, "scikit-learn", num_samples=5) == Method("scikit-learn", 1, 5)
+    assert choose_method(MANY, "faiss", 3) == Method("faiss", 3)
+    assert [BY_FAISS.samples(number) for number in (4, 256, 1024)] == [65_536, 65_536, 262_144]
+
+
+class Reluctant:
+    """Features of which no more than some rows are given at a time."""
+
+    def __init__(self, features, most):
+        self.features, self.most = features, most
+
+    def __len__(self):
+        return len(self.features)
+
+    def __getitem__(self, rows):
+        assert len(rows) <= self.most
+        return self.features[rows]
+
+
+def test_faiss_holds_a_sample_and_a_chunk(by_faiss, monkeypatch):
+    """The labels do not depend on the chunks, and every feature goes to the nearest center, also out of the sample."""
+    features, method = noise(), Method("faiss", 1, num_samples=400)
+    expected = kmeans(features, 8, 0, method=method)
+    monkeypatch.setattr(module, "CHUNK", 256)
+    assert np.array_equal(kmeans(Reluctant(features, 400), 8, 0, method=method), expected)
+    assert inertia(features, expected) < 1.05 * KMeans(8, n_init=3, random_state=0).fit(features).inertia_
+    assert inertia(features, kmeans(features, 8, 0, method=Method("faiss", 8))) < inertia(
+        features, kmeans(features, 8, 0, method=by_faiss)
+    )
+    features[::10] = np.nan  # some are out of a sample of four
+    with pytest.raises(ValueError, match="the features are not finite"):
+        kmeans(features, 2, 0, method=Method("faiss", 1, num_samples=4))
+
+
+def test_faiss_is_told_to_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ValueError, match="default above 100,000 features: faiss is not installed: pip install faiss-c"):
+        kmeans(noise(), 2, 0, method=BY_FAISS)
+    stage = {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 5}
+    inputs = SimpleNamespace(features=Expected(), previous=None)
+    assert not any(problem for _, problem in ClusterStage(**stage).problems(inputs))
+    assert ("method", INSTALL_FAISS) in ClusterStage(**stage, method="faiss").problems(inputs)
+    with pytest.raises(ValueError, match="num_samples: 4 samples cannot make 5 clusters"):
+        ClusterStage(**stage, num_samples=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5), st.integers(1, 4))
+def test_no_balanced_cluster_is_larger_than_its_share(num_samples, num_clusters, seed, num_blobs):
+    features = blobs(num_samples, num_blobs, seed)
+    if num_samples < num_clusters:
+        with pytest.raises(ValueError, match=f"{num_samples} samples cannot make {num_clusters} clusters"):
+            balanced_kmeans(features, num_clusters, seed)
+        return
+    centers, labels = balanced_kmeans(features, num_clusters, seed)
+    sizes = np.bincount(labels, minlength=num_clusters)
+    assert centers.shape == (num_clusters, 8) and sizes.sum() == num_samples
+    assert sizes.max() <= -(-num_samples // num_clusters)
+    again = balanced_kmeans(features, num_clusters, seed)
+    assert np.array_equal(centers, again[0]) and np.array_equal(labels, again[1])
+
+
+def test_balanced_assignment_is_stable():
+    """No sample and center would both rather have each other than what they have (Gale and Shapley 1962)."""
+    features = blobs(300, 4, weights=[0.7, 0.1, 0.1, 0.1])
+    centers = balanced_kmeans(features, 6, 0, iterations=1)[0]
+    labels = assign_balanced(torch.as_tensor(features), torch.as_tensor(centers), 50).numpy()
+    distances = pairwise_distances(features, centers, "sqeuclidean")
+    own = distances[np.arange(300), labels]
+    worst = np.array([own[labels == center].max() for center in range(6)])
+    full = np.bincount(labels, minlength=6) == 50
+    assert full.any()
+    for sample, center in np.argwhere(distances < own[:, None] - 1e-5):
+        assert full[center] and distances[sample, center] > worst[center] - 1e-5
+
+
+def test_balanced_clusters_of_equal_blobs_are_those_of_kmeans():
+    features = blobs(2000, 10)
+    labels = balanced_kmeans(features, 10, 0)[1]
+    assert inertia(features, labels) < 1.5 * KMeans(10, random_state=0).fit(features).inertia_
+    even, truth = corners(50)
+    labels = balanced_kmeans(even, 3, 0)[1]
+    assert len({*zip(labels, truth, strict=True)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_nearest_centers_are_the_nearest(dtype):
+    features, centers = blobs(9000, 5).astype(dtype), blobs(40, 5, seed=1)
+    found = nearest_centers(features, torch.as_tensor(centers))
+    distances = pairwise_distances(features.astype(np.float64), centers.astype(np.float64), "sqeuclidean")
+    np.testing.assert_allclose(distances[np.arange(9000), found], distances.min(axis=1), atol=1e-5)
+    with pytest.raises(ValueError, match="size 8, the centers 5"):
+        nearest_centers(features, torch.zeros(2, 5))
+    features[3, 1] = np.nan
+    with pytest.raises(ValueError, match="rows 0 to 8191 are not all finite"):
+        nearest_centers(features, torch.as_tensor(centers))
+    with pytest.raises(ValueError, match="not finite"):
+        balanced_kmeans(features, 2, 0)
+
+
+def test_split_by_modality_and_within_groups():
+    image, truth = corners()
+    features = {"image": image, "text": image[::-1]}
+    labels = split(features, {"image": 3, "text": 1, "random": 2}, seed=0)
+    assert list(labels) == ["image", "random"]
+    assert (labels["image"] == kmeans(image, 3, 0)).all()
+    assert np.bincount(labels["random"]).tolist() == [30, 30]
+    within = split(features, {"image": 2, "random": 4}, seed=0, groups=truth)
+    for group in range(3):
+        members = truth == group
+        assert (within["image"][members] == kmeans(image[members], 2, 0)).all()
+        assert np.bincount(within["random"][members]).tolist() == [5, 5, 5, 5]
+    with pytest.raises(ValueError, match="20 samples cannot make 21 clusters of image features of cluster 0"):
+        split(features, {"image": 21}, 0, truth)
+    with pytest.raises(ValueError, match="20 samples of cluster 0 cannot make 21 random clusters"):
+        split(features, {"random": 21}, 0, truth)
+
+
+def test_labels_accumulate_over_stages():
+    features = np.arange(12, dtype=np.float64).reshape(6, 2)
+    first = accumulate(np.array([1, 1, 0, 0, 1, 0]), [features])
+    assert first.tuples.tolist() == [[0], [1]]
+    second = accumulate(np.array([5, 7, 5, 5, 5, 7]), [features], first)
+    assert second.tuples[second.labels].tolist() == [[1, 5], [1, 7], [0, 5], [0, 5], [1, 5], [0, 7]]
+    assert len(second.tuples) == 4  # the fifth combination does not occur
+    np.testing.assert_array_equal(second.centers[second.labels[0]], features[[0, 4]].mean(axis=0))
+    with pytest.raises(ValueError, match="5 samples, but the previous clusters have 6"):
+        accumulate(np.zeros(5, int), [features[:5]], first)
+    labels, names = combine({"image": np.array([10, 2, 2, 10]), "text": np.array([0, 1, 0, 0])})
+    assert names[labels].tolist() == ["image 10, text 0", "image 2, text 1", "image 2, text 0", "image 10, text 0"]
+
+
+def test_centers_are_means(monkeypatch):
+    """To the bit of plain means where the features are one chunk, and to rounding where they are many."""
+    rng = np.random.default_rng(0)
+    image, text = (rng.normal(size=(500, size)).astype(np.float32) for size in (5, 3))
+    labels, both = rng.integers(7, size=500), np.concatenate([image, text], axis=1)
+    expected = np.stack([both[labels == label].mean(axis=0) for label in range(7)])
+    found = accumulate(labels, [image, text]).centers
+    assert found.dtype == np.float32 and np.array_equal(found, expected)
+    monkeypatch.setattr(module, "CHUNK", 64)
+    np.testing.assert_allclose(accumulate(labels, [image, text]).centers, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_are_numbered_by_range():
+    rng = np.random.default_rng(0)
+    tight = np.array([1, 0, 0]) + rng.normal(size=(10, 3)) * 0.01
+    wide = np.array([0, 1, 0]) + rng.normal(size=(10, 3)) * 0.2
+    centers = np.concatenate([tight, wide]).astype(np.float32)
+    expert_of_center, coarse = group_centers(centers, 2, seed=0)
+    assert (expert_of_center[:10] == 1).all() and (expert_of_center[10:] == 0).all()
+    np.testing.assert_allclose(coarse[0], centers[10:].mean(axis=0), atol=1e-6)
+    ranges = CaptionClusters(np.zeros(0), centers, expert_of_center, coarse).ranges
+    expected = [np.mean([np.linalg.norm(c - coarse[i]) for c in part]) for i, part in enumerate((wide, tight))]
+    np.testing.assert_allclose(ranges, expected, atol=1e-4)
+    assert ranges[0] > ranges[1]
+    expert_of_center, coarse = group_centers(centers[:5], 5, seed=0)  # as many experts as centers
+    np.testing.assert_allclose(coarse[expert_of_center], centers[:5])
+
+
+def test_labels_know_their_data(tmp_path):
+    rows = symbols.load("train", "detailed", 30)
+    of_features = accumulate(np.arange(30) % 4, [noise(30, 3)])
+    of_captions = CaptionClusters(np.array([0, -1]), np.eye(3), np.array([0, 1, -1]), np.eye(2, 3))
+    encoded = list(rows.cast_column("image", Image(decode=False))["image"])
+    others = [
+        rows.select([1, 0, *range(2, 30)]),
+        rows.select(range(29)),
+        symbols.load("train", "detailed", 30, seed=1),
+        symbols.load("train", "web", 30),
+        # The same captions with other images, which have no names
+        rows.remove_columns("image").add_column("image", encoded[::-1]),
+    ]
+    for clusters in (of_features, of_captions):
+        save_clusters(tmp_path, clusters, dataset_fingerprint=data_fingerprint(rows), pairs="readable")
+        loaded, about = load_clusters(tmp_path, data_fingerprint(symbols.load("train", "detailed", 30)))
+        assert type(loaded) is type(clusters) and about["pairs"] == "readable"
+        assert all(np.array_equal(getattr(loaded, name), array) for name, array in vars(clusters).items())
+    for other in others:
+        with pytest.raises(ValueError, match="belong to another dataset, another order"):
+            load_clusters(tmp_path, data_fingerprint(other))
+    whole = (tmp_path / CLUSTERS).read_bytes()
+    (tmp_path / CLUSTERS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_clusters(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"{CLUSTERS} is not there: .* not the folder of a stage"):
+        load_clusters(tmp_path / "other")

@@ -1,0 +1,469 @@
+"""Clusters of features, by which experts are told apart: K-means, by scikit-learn where they are few and by faiss where
+they are millions, and balanced K-means.
+
+CLIP-MoE and CLIP-FMoE cluster the features of images and captions (`FeatureClusters`); MoDE groups fine-grained centers
+of captions (`CaptionClusters`).
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from sklearn.cluster import KMeans, kmeans_plusplus
+from sklearn.exceptions import ConvergenceWarning
+from threadpoolctl import threadpool_limits
+
+from data.identity import OTHER_DATA
+from evaluation.feature_store import Rows, open_arrays, save_arrays
+
+Library = Literal["scikit-learn", "faiss"]
+# More features than these are many: faiss computes, and starts once
+MANY = 100_000
+# Features that faiss learns centers from: of each cluster as many as faiss by itself takes, but more of few clusters
+SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
+# Features that faiss assigns together: more do not stay in the cache; and of which all distances to centers are held
+CHUNK, DISTANCES_CHUNK = 4096, 8192
+# Rows that balanced K-means chooses its first centers from, for each center
+ROWS_PER_CENTER = 20
+INSTALL_FAISS = "faiss is not installed: pip install faiss-cpu (or clip-moe[faiss])"
+# Of clusters and of fine-grained centers
+CLUSTERS, CENTERS = "clusters.safetensors", "centers.safetensors"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How K-means is computed.
+
+    Args:
+        n_init: starts, of which the best counts.
+        num_samples: of faiss, features that the centers are learned from; None: see `samples`.
+    """
+
+    library: Library = "scikit-learn"
+    n_init: int = 10
+    num_samples: int | None = None
+
+    def samples(self, num_clusters: int) -> int:
+        """The most features that faiss learns centers from."""
+        return self.num_samples or max(FEWEST_SAMPLES, SAMPLES_PER_CLUSTER * num_clusters)
+
+    def __str__(self) -> str:
+        if self.library == "scikit-learn":
+            return f"scikit-learn, n_init {self.n_init}"
+        faiss = import_faiss()
+        samples = self.num_samples or f"{SAMPLES_PER_CLUSTER} a cluster and at least {FEWEST_SAMPLES}"
+        threads = faiss.omp_get_max_threads()
+        return f"faiss {faiss.__version__}, n_init {self.n_init}, num_samples {samples}, threads {threads}"
+
+
+TEN_STARTS = Method()
+
+
+def choose_method(
+    num_features: int, library: Library | None = None, n_init: int | None = None, num_samples: int | None = None
+) -> Method:
+    """What is not given, by the number of features: ten starts of scikit-learn's up to `MANY`, else one of faiss's."""
+    many = num_features > MANY
+    return Method(library or ("faiss" if many else "scikit-learn"), n_init or (1 if many else 10), num_samples)
+
+
+def kmeans(
+    features: np.ndarray | Rows,
+    num_clusters: int,
+    seed: int,
+    what: str = "features",
+    method: Method = TEN_STARTS,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """K-means, repeatable to the bit: scikit-learn's on one thread, faiss's with as many threads as before.
+
+    scikit-learn holds all features twice. faiss (25 iterations from random features) learns its centers from a sample;
+    then each feature goes to the nearest center, a chunk at a time, so that features may be on disk.
+
+    Args:
+        features: (samples, D), float32 where they are many.
+        what: they are, for error messages.
+        rows: numbers of the features to cluster, ascending; None: all.
+
+    Returns:
+        (rows,) labels from 0 to `num_clusters` - 1. None is empty.
+
+    Raises:
+        ValueError: fewer samples than clusters, features that are not finite, or fewer different ones than clusters;
+            faiss is not installed.
+    """
+    rows = np.arange(len(features)) if rows is None else rows
+    if len(rows) < num_clusters:
+        raise ValueError(f"{len(rows)} samples cannot make {num_clusters} clusters of {what}")
+    if method.library == "faiss":
+        labels = _by_faiss(features, rows, num_clusters, seed, what, method)
+    else:
+        features = features[rows]
+        _require_finite(features, what)
+        with warnings.catch_warnings(), threadpool_limits(1):
+            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
+            labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features)
+    _require_clusters(len(np.unique(labels)), num_clusters, len(rows), what)
+    return labels
+
+
+def _by_faiss(
+    features: np.ndarray | Rows, rows: np.ndarray, num_clusters: int, seed: int, what: str, method: Method
+) -> np.ndarray:
+    faiss = import_faiss()
+    rng = np.random.default_rng(seed)
+    chosen = np.sort(rng.choice(len(rows), min(method.samples(num_clusters), len(rows)), replace=False))
+    if len(chosen) < num_clusters:
+        raise ValueError(f"num_samples {len(chosen)} are fewer than the {num_clusters} clusters of {what}: raise it")
+    sample = features[rows[chosen]].astype(np.float32, copy=False)
+    # Far from the origin, faiss's distances are inexact
+    mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32)
+    _require_finite(sample, what)
+    sample -= mean
+    # faiss would split a cluster of equal features in two, and tell them apart by rounding
+    different = set()
+    for row in sample:
+        different.add(row.tobytes())
+        if len(different) == num_clusters:
+            break
+    sampled = what if len(sample) == len(rows) else f"sampled {what}"
+    _require_clusters(len(different), num_clusters, len(sample), sampled)
+    search = faiss.Kmeans(
+        sample.shape[1],
+        num_clusters,
+        nredo=method.n_init,
+        seed=int(rng.integers(2**31)),
+        # faiss warns below the first, and takes a sample of its own above the second
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(sample),
+    )
+    search.train(sample)
+    del sample
+    labels = np.empty(len(rows), int)
+    for start in range(0, len(rows), CHUNK):
+        chunk = features[rows[start : start + CHUNK]].astype(np.float32, copy=False)
+        _require_finite(chunk, what)
+        chunk -= mean
+        labels[start : start + len(chunk)] = search.index.search(chunk, 1)[1][:, 0]
+    return labels
+
+
+def _require_finite(features: np.ndarray, what: str) -> None:
+    with np.errstate(over="ignore"):
+        # Without an array of squares. Those of float16 would not be finite
+        lengths = np.einsum("ij,ij->i", features, features, dtype=np.result_type(features, np.float32))
+    if not np.isfinite(lengths).all():
+        raise ValueError(f"the {what} are not finite, or so large that their squares are not")
+
+
+def _require_clusters(found: int, num_clusters: int, num_features: int, what: str) -> None:
+    if found < num_clusters:
+        raise ValueError(
+            f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {num_features} {what} "
+            "differ, or too many are equal. Ask for fewer clusters, or look at the model they come from"
+        )
+
+
+def has_faiss() -> bool:
+    return importlib.util.find_spec("faiss") is not None
+
+
+def import_faiss():
+    """
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise ValueError(f"K-means by faiss, the default above {MANY:,} features: {INSTALL_FAISS}") from error
+    return faiss
+
+
+def balanced_kmeans(
+    features: np.ndarray, num_clusters: int, seed: int, iterations: int = 20, device: str | torch.device = "cpu"
+) -> tuple[np.ndarray, np.ndarray]:
+    """K-means whose clusters have at most ceil(n / k) of the n samples each.
+
+    Every iteration of Lloyd's algorithm assigns by deferred acceptance (Gale and Shapley 1962): each sample goes to the
+    nearest center that takes it, and a center that more samples want than it may take keeps the nearest. The rejected
+    ask again, so that this costs more than an assignment without limits the more unequal the clusters would be without;
+    distances to all centers are held for some samples at a time.
+
+    Args:
+        features: (samples, d).
+        device: where distances are computed.
+
+    Returns:
+        (k, d) centers and (samples,) labels.
+
+    Raises:
+        ValueError: fewer samples than clusters, or features that are not finite.
+    """
+    if len(features) < num_clusters:
+        raise ValueError(
+            f"{len(features)} samples cannot make {num_clusters} clusters: ask for fewer, or give more samples"
+        )
+    _require_finite(features, "features")
+    sample = np.random.default_rng(seed).permutation(len(features))[: ROWS_PER_CENTER * num_clusters]
+    first = kmeans_plusplus(features[np.sort(sample)].astype(np.float32), num_clusters, random_state=seed)[0]
+    points, centers = torch.as_tensor(features, dtype=torch.float32, device=device), torch.as_tensor(first).to(device)
+    capacity, labels = -(-len(features) // num_clusters), None
+    for _ in range(iterations):
+        previous, labels = labels, assign_balanced(points, centers, capacity)
+        if previous is not None and torch.equal(previous, labels):
+            break
+        sizes = torch.bincount(labels, minlength=num_clusters)
+        means = torch.zeros_like(centers).index_add_(0, labels, points) / sizes.clamp_min(1)[:, None]
+        centers = torch.where(sizes[:, None] > 0, means, centers)
+    return centers.cpu().numpy(), labels.cpu().numpy()
+
+
+def assign_balanced(points: torch.Tensor, centers: torch.Tensor, capacity: int) -> torch.Tensor:
+    """(samples,) the center of each, none with more than `capacity` samples."""
+    labels = torch.full((len(points),), -1, device=points.device)
+    distances = torch.zeros(len(points), device=points.device)
+    # A center that is full takes what is nearer than the farthest that it has
+    radii = torch.full((len(centers),), float("inf"), device=points.device)
+    waiting = torch.arange(len(points), device=points.device)
+    while len(waiting):
+        for part in waiting.split(DISTANCES_CHUNK):
+            candidates = squared_distances(points[part], centers)
+            distances[part], labels[part] = candidates.masked_fill(candidates >= radii, float("inf")).min(dim=1)
+        rejected = []
+        for center in (torch.bincount(labels, minlength=len(centers)) > capacity).nonzero()[:, 0].tolist():
+            members = (labels == center).nonzero()[:, 0]
+            members = members[distances[members].argsort(stable=True)]
+            radii[center] = distances[members[capacity - 1]]
+            rejected.append(members[capacity:])
+        waiting = torch.cat(rejected).sort().values if rejected else waiting[:0]
+    return labels
+
+
+def squared_distances(points: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
+    """(points, centers)"""
+    squares = points.square().sum(1, keepdim=True) + centers.square().sum(1)
+    return torch.addmm(squares, points, centers.T, alpha=-2).clamp_min(0)
+
+
+def nearest_centers(features: np.ndarray, centers: torch.Tensor) -> np.ndarray:
+    """(rows,) the nearest of the centers (m, d) to each row (rows, d): the fine-grained cluster of a pair (MoDE section
+    3.3).
+
+    Raises:
+        ValueError: features of another size than the centers', or that are not finite.
+    """
+    if features.shape[1] != centers.shape[1]:
+        raise ValueError(f"the features have size {features.shape[1]}, the centers {centers.shape[1]}")
+    labels, squares = [], centers.square().sum(1)
+    for start in range(0, len(features), DISTANCES_CHUNK):
+        chunk = torch.as_tensor(features[start : start + DISTANCES_CHUNK]).to(centers.device, torch.float32)
+        if not chunk.isfinite().all():
+            raise ValueError(f"the features of rows {start} to {start + len(chunk) - 1} are not all finite")
+        # The square of the row is the same for all centers
+        labels.append(torch.addmm(squares, chunk, centers.T, alpha=-2).argmin(1).to(torch.int32).cpu())
+    return torch.cat(labels).numpy()
+
+
+@dataclass(frozen=True)
+class FeatureClusters:
+    """The accumulated clusters of a dataset: every sample has a tuple of labels, one label a stage so far.
+
+    Args:
+        labels: (samples,), the cluster of each sample, a row of `tuples`.
+        tuples: (C, stages), the labels that make up each cluster; sorted.
+        centers: (C, D), the mean features of each.
+    """
+
+    labels: np.ndarray
+    tuples: np.ndarray
+    centers: np.ndarray
+
+
+def split(
+    features: Mapping[str, np.ndarray | Rows],
+    num_clusters: Mapping[str, int],
+    seed: int,
+    groups: np.ndarray | None = None,
+    method: Method = TEN_STARTS,
+    stage: int = 0,
+) -> dict[str, np.ndarray]:
+    """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
+
+    Args:
+        features: modality -> (samples, D), normalized; they may be on disk.
+        num_clusters: modality -> number of K-means clusters, 1 for none; "random" cuts a permutation into that many
+            equal parts instead (CLIP-FMoE appendix D).
+        groups: (samples,), to cluster the samples of each group by themselves (CLIP-FMoE section 4.2, level 2).
+        stage: how many stages were before, whose labels these are combined with: each draws other random parts.
+
+    Returns:
+        modality -> (samples,) labels, of those with more than one cluster.
+
+    Raises:
+        ValueError: see `kmeans`; names the group.
+    """
+    num_samples = len(next(iter(features.values())))
+    groups = np.zeros(num_samples, int) if groups is None else groups
+    labels = {name: np.zeros(num_samples, int) for name, number in num_clusters.items() if number > 1}
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        of_group = f" of cluster {group}" if groups.any() else ""
+        for name in labels:
+            number = num_clusters[name]
+            if name == "random":
+                if len(members) < number:
+                    raise ValueError(f"{len(members)} samples{of_group} cannot make {number} random clusters")
+                labels[name][np.random.default_rng([seed, group, stage]).permutation(members)] = (
+                    np.arange(len(members)) % number
+                )
+            else:
+                labels[name][members] = kmeans(
+                    features[name], number, seed, f"{name} features{of_group}", method, members
+                )
+    return labels
+
+
+def accumulate(
+    labels: np.ndarray, features: Sequence[np.ndarray | Rows], previous: FeatureClusters | None = None
+) -> FeatureClusters:
+    """The clusters of samples that agree in this stage's label and in those of all stages before (CLIP-MoE section 3).
+
+    Args:
+        labels: (samples,), of this stage.
+        features: each (samples, D), of which the centers are means, one beside the other.
+        previous: of the stages before.
+
+    Raises:
+        ValueError: `previous` is of another number of samples.
+    """
+    if previous is None:
+        found, accumulated = np.unique(labels, return_inverse=True)
+        tuples = found[:, None]
+    else:
+        if len(previous.labels) != len(labels):
+            raise ValueError(f"{len(labels)} samples, but the previous clusters have {len(previous.labels)}")
+        number = labels.max() + 1
+        found, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
+        tuples = np.concatenate([previous.tuples[found // number], found[:, None] % number], axis=1)
+    centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
+    return FeatureClusters(accumulated, tuples, centers)
+
+
+def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Labels (samples,) of the combinations of labels (samples,) that occur, and by their numbers what to call them:
+    `image 2, text 0`."""
+    shape = [labels.max() + 1 for labels in columns.values()]
+    found, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
+    by_number = zip(*np.unravel_index(found, shape), strict=True)
+    names = [", ".join(f"{name} {label}" for name, label in zip(columns, labels, strict=True)) for labels in by_number]
+    return combined, np.array(names)
+
+
+def _means(features: np.ndarray | Rows, labels: np.ndarray, number: int) -> np.ndarray:
+    """(number, D) of the features (samples, D) of each label, of which a chunk is in memory at a time."""
+    sums = np.zeros((number, features.shape[1]))
+    for start in range(0, len(features), CHUNK):
+        chunk = features[start : start + CHUNK]
+        columns = np.arange(len(chunk)), labels[start : start + CHUNK]
+        members = csr_array((np.ones(len(chunk), chunk.dtype), columns[::-1]), shape=(number, len(chunk)))
+        sums += members @ chunk
+    return (sums / np.bincount(labels)[:, None]).astype(features.dtype)
+
+
+@dataclass(frozen=True)
+class CaptionClusters:
+    """The clusters of a dataset's captions.
+
+    Args:
+        labels: (samples,), the expert of each sample, or -1.
+        centers: (m, d), the fine-grained cluster centers.
+        expert_of_center: (m,), the expert that each belongs to, or -1.
+        coarse_centers: (n, d), the mean of the centers of each expert.
+    """
+
+    labels: np.ndarray
+    centers: np.ndarray
+    expert_of_center: np.ndarray
+    coarse_centers: np.ndarray
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """(n,) the mean distance of an expert's centers to their mean, by which experts are trained first (MoDE section
+        5.5)."""
+        return center_ranges(self.centers, self.expert_of_center, self.coarse_centers)
+
+
+def group_centers(centers: np.ndarray, num_experts: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The second step: the centers (m, d) grouped into experts by balanced K-means (MoDE eq. 2).
+
+    Experts are numbered by the range of their centers, the largest first: the order in which they are to be trained
+    where there is no time for all (MoDE section 5.5).
+
+    Returns:
+        (m,) the expert of each center, and (n, d) the mean of each expert's centers.
+    """
+    coarse_centers, labels = balanced_kmeans(centers, num_experts, seed)
+    order = np.argsort(-center_ranges(centers, labels, coarse_centers), kind="stable")
+    return np.argsort(order)[labels], coarse_centers[order]
+
+
+def center_ranges(centers: np.ndarray, labels: np.ndarray, coarse_centers: np.ndarray) -> np.ndarray:
+    """(n,) the mean distance between the centers (m, d) of each label and its coarse center (n, d)."""
+    return np.array(
+        [np.linalg.norm(centers[labels == i] - center, axis=1).mean() for i, center in enumerate(coarse_centers)]
+    )
+
+
+def save_clusters(directory: Path, clusters: FeatureClusters | CaptionClusters, **about: str) -> None:
+    """Keep clusters.
+
+    Args:
+        about: `dataset_fingerprint` of their samples, and what else is to be known of them.
+    """
+    save_arrays(directory / CLUSTERS, vars(clusters), about)
+
+
+def load_clusters(
+    directory: Path, dataset_fingerprint: str | None = None
+) -> tuple[FeatureClusters | CaptionClusters, dict[str, str]]:
+    """The clusters of a stage, and what was kept of them.
+
+    Args:
+        dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for; None: of none.
+
+    Raises:
+        FileNotFoundError: the folder has no clusters.
+        ValueError: the file is damaged, or the labels are of other samples or of the same in another order.
+    """
+    with open_arrays(directory / CLUSTERS, "a stage of clusters") as file:
+        about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = about["dataset_fingerprint"]
+    if dataset_fingerprint not in (None, found):
+        raise ValueError(
+            f"the labels in {directory} belong to {OTHER_DATA} (fingerprint {found[:12]}, not "
+            f"{dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and cluster these data"
+        )
+    return (FeatureClusters if "tuples" in arrays else CaptionClusters)(**arrays), about
+
+
+def save_centers(directory: Path, centers: np.ndarray, encoder: str) -> None:
+    """Keep fine-grained centers (m, d) and the name of the encoder that they were made with."""
+    save_arrays(directory / CENTERS, {"centers": centers}, {"encoder": encoder})
+
+
+def load_centers(directory: Path) -> tuple[np.ndarray, str]:
+    """The centers (m, d) of a cluster_fine stage and the name of their encoder.
+
+    Raises:
+        FileNotFoundError: the folder has none.
+        ValueError: the file is damaged.
+    """
+    with open_arrays(directory / CENTERS, "a cluster_fine stage") as file:
+        return file.get_tensor("centers"), file.metadata()["encoder"]
