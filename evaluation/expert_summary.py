@@ -1,9 +1,11 @@
-"""Whether the experts of a sparse model do anything, in three measures."""
+"""Whether the experts of a sparse model do anything, in three measures, and how much they agree."""
 
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from evaluation.intervals import sampling_error
 from evaluation.report import number_of_means, primary_columns
@@ -12,6 +14,26 @@ from records.result_schema import Collapse, ExpertSummary, Spread
 
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}
+
+
+def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Linear centered kernel alignment (Kornblith et al., 2019, https://arxiv.org/abs/1905.00414, section 3): 1 for
+    embeddings that are equal up to rotation and scale, 0 for such as have nothing to do with each other.
+
+    Args:
+        first, second: (rows, D) and (rows, D'), two embeddings of the same rows.
+
+    Returns:
+        None where one of the two is the same for all rows.
+    """
+    first, second = (np.asarray(x, np.float64) - np.mean(x, axis=0, dtype=np.float64) for x in (first, second))
+    scale = np.linalg.norm(first.T @ first) * np.linalg.norm(second.T @ second)
+    return float(np.linalg.norm(first.T @ second) ** 2 / scale) if scale > 0 else None
+
+
+def agreement(embeds: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
+    """name -> name -> `linear_cka` of the embeddings (rows, D) of every two."""
+    return {one: {other: linear_cka(embeds[one], embeds[other]) for other in embeds} for one in embeds}
 
 
 def summarize(

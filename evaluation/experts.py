@@ -6,7 +6,7 @@ if __name__ == "__main__":
     experts.main()
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
+from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
 from data.images import decode_image
-from evaluation.agreement import agreement
 from evaluation.embedder import Embedder, usable_device
-from evaluation.expert_summary import summarize
+from evaluation.expert_summary import agreement, summarize
 from evaluation.experts_page import page_beginning, page_of
 from evaluation.measures import measure
 from evaluation.page import require_free_page, write_page
@@ -44,7 +44,8 @@ from evaluation.routing_pictures import (
     draw_words,
 )
 from evaluation.tasks import Task, loaded_once
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEConfig
+from records.messages import cut
 from records.provenance import environment, weights_fingerprint
 
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
@@ -104,6 +105,40 @@ def _spread(items: Sequence[Any], number: int) -> list[Any]:
     return [items[index] for index in np.linspace(0, len(items) - 1, min(number, len(items))).astype(int)]
 
 
+def faults(
+    config: CLIPConfig | CLIPMoEConfig,
+    kinds: Collection[str],
+    num_experts_per_tok: Sequence[int],
+    layers: Mapping[str, int],
+    expert: int | None,
+    capacity_factors: Sequence[float],
+) -> Iterator[tuple[str, str]]:
+    """What of a model cannot be analyzed on tasks of these kinds: the setting, and why. See `analyze_experts`."""
+    if not is_sparse(config):
+        yield "model", "a dense CLIP has no experts to analyze"
+        return
+    sparse = {tower: getattr(config, f"{tower}_config").moe_layers for tower in TOWERS}
+    numbers = {getattr(config, f"{tower}_config").num_experts for tower in TOWERS if sparse[tower]}
+    if len(numbers) != 1:
+        yield "model", f"its towers have {sorted(numbers) or 'no'} experts: all sparse towers need as many"
+        return
+    (most,) = numbers
+    if sparse["text"] and set(kinds) == {"linear_probe"}:
+        yield "tasks", "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
+    for number in num_experts_per_tok:
+        if not 1 <= number <= most:
+            yield "num_experts_per_tok", f"{number} of {most} experts"
+    if expert is not None and not 0 <= expert < most:
+        yield "expert", f"{expert}, but the experts are 0 to {most - 1}"
+    for tower, layer in layers.items():
+        if layer not in sparse[tower]:
+            yield f"layers.{tower}", f"{layer}, but the sparse layers are {cut(map(str, sparse[tower])) or 'none'}"
+    if capacity_factors and not sparse["vision"]:
+        yield "capacity_factors", "the vision tower is dense and drops no patch"
+    if not all(0 < factor < math.inf for factor in capacity_factors):
+        yield "capacity_factors", "numbers above 0 are needed"
+
+
 def analyze_experts(
     model: str | Path,
     tasks: Mapping[str, Task],
@@ -132,19 +167,20 @@ def analyze_experts(
         routed model is better than all of them.
 
     Raises:
-        ValueError: a model without sparse layers or whose towers differ in their number of experts, or whose sparse
-            text tower sees no text of the tasks; a layer, capacity factor or expert that the model cannot have; a
-            folder with a page of other weights, tasks or settings; else as `evaluation.embedder.Embedder`.
+        ValueError: see `faults`; a folder with a page of other weights, tasks or settings; else as
+            `evaluation.embedder.Embedder`.
     """
     set_seed(0)
     tasks, path = loaded_once(tasks), Path(output_dir) / "experts"
     embedder = _Witness(model, None, batch_size, usable_device(device))
-    num_experts = _num_experts(embedder.model, model)
-    _require_texts(tasks, embedder.model)
-    layers = _layers_to_draw(embedder.model, layers or {})
-    _require_possible(embedder.model, num_experts_per_tok, capacity_factors)
-    if expert is not None and not 0 <= expert < num_experts:
-        raise ValueError(f"expert {expert} cannot be drawn: there are {num_experts}, counted from 0")
+    config, kinds = embedder.model.config, {task.kind for task in tasks.values()}
+    wrong = [*faults(config, kinds, num_experts_per_tok, layers or {}, expert, capacity_factors)]
+    if wrong:
+        raise ValueError(f"{model}: {'; '.join(f'{field}: {fault}' for field, fault in wrong)}")
+    sparse = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
+    sparse = {tower: of_tower for tower, of_tower in sparse.items() if of_tower.moe_layers}
+    num_experts = next(iter(sparse.values())).num_experts
+    layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
     settings = {
         "source": str(model),
         "weights": weights_fingerprint(str(model)),
@@ -173,7 +209,6 @@ def analyze_experts(
     agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
     found, pictures = _drawn(embedder, layers, capacity_factors, expert)
     entropy = {tower: {n: of["all"]["entropy"] for n, of in layers.items()} for tower, layers in routing.items()}
-    configs = {tower: getattr(embedder.model.config, f"{tower}_config") for tower in routing}
     result = {
         "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
@@ -182,14 +217,14 @@ def analyze_experts(
         "scales": {
             tower: {layer: of["all"]["weight"] for layer, of in layers.items()}
             for tower, layers in routing.items()
-            if not configs[tower].norm_topk_prob
+            if not sparse[tower].norm_topk_prob
         },
         "agreement": agreements,
         "num_embeddings": {what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
         # tower -> how many images or texts share the capacity of training, in batches of this size
         "capacity_groups": {
             tower: min(config.capacity_group_size or batch_size, batch_size)
-            for tower, config in configs.items()
+            for tower, config in sparse.items()
             if config.capacity_factor is not None
         },
         **found,
@@ -202,29 +237,6 @@ def analyze_experts(
     } | pictures
     write_page(path, page_of(settings | result, list(pictures)), pictures, result, settings)
     return page_beginning(result)
-
-
-def _layers_to_draw(model: CLIPMoEModel, layers: Mapping[str, int]) -> dict[str, int]:
-    """tower -> layer, of the sparse towers."""
-    sparse = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in TOWERS}
-    for tower, layer in layers.items():
-        if layer not in sparse[tower]:
-            known = ", ".join(map(str, sparse[tower])) or "none"
-            raise ValueError(f"layer {layer} of the {tower} tower cannot be drawn: its sparse layers are {known}")
-    return {tower: layers.get(tower, max(of_tower)) for tower, of_tower in sparse.items() if of_tower}
-
-
-def _require_possible(
-    model: CLIPMoEModel, num_experts_per_tok: Sequence[int], capacity_factors: Sequence[float]
-) -> None:
-    for number in num_experts_per_tok:
-        with chosen_experts(model, number):
-            pass  # an impossible number is an error
-    if capacity_factors and not model.config.vision_config.moe_layers:
-        raise ValueError(f"capacity_factors={list(capacity_factors)}: the vision tower is dense and drops no patch")
-    for factor in capacity_factors:
-        if not 0 < factor < math.inf:
-            raise ValueError(f"capacity_factors: {factor} must be a number above 0")
 
 
 def _drawn(
@@ -282,21 +294,3 @@ def _measure_alone(
             results[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
         embeds[f"{EXPERT} {expert}"] = embedder.embeds()
     return results, embeds
-
-
-def _num_experts(model: torch.nn.Module, source: str | Path) -> int:
-    if not is_sparse(model.config):
-        raise ValueError(f"{source} is a dense CLIP: it has no experts")
-    towers = [config for config in (model.config.text_config, model.config.vision_config) if config.moe_layers]
-    numbers = sorted({config.num_experts for config in towers})
-    if len(numbers) != 1:
-        raise ValueError(f"{source} has towers with {numbers or 'no'} experts: all sparse towers need as many")
-    return numbers[0]
-
-
-def _require_texts(tasks: Mapping[str, Task], model: CLIPMoEModel) -> None:
-    if model.config.text_config.moe_layers and all(task.kind == "linear_probe" for task in tasks.values()):
-        raise ValueError(
-            f"{', '.join(tasks)}: no text of these tasks reaches the sparse text tower; add one with texts, such as "
-            "retrieval"
-        )

@@ -131,7 +131,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"sparse.text_config.capacity_factor": -1}, "sparse.text_config: *capacity_factor*-1*"),
         ({"dense.text_config.num_hidden_layers": 1}, "sparse.*: the text tower has 1 layers, too few *"),
         ({"sparse.model": "unified"}, "sparse.model: unified is sparse already, and a dense CLIP is needed"),
-        ({"looked.model": "dense"}, "looked.model: dense is dense: it has no experts to analyze"),
+        ({"looked.model": "dense"}, "looked.model: a dense CLIP has no experts to analyze"),
         ({"looked.expert": 4}, "looked.expert: 4, but the experts are 0 to 3"),
         ({"looked.layers": {"text": 0}}, "looked.layers.text: 0, but the sparse layers are 1"),
         ({"looked.capacity_factors": [0]}, "looked.capacity_factors.*greater than 0"),

@@ -17,10 +17,9 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
 from evaluation import experts
-from evaluation.agreement import agreement, linear_cka
 from evaluation.commands import experts as experts_command
 from evaluation.embedder import Embedder
-from evaluation.expert_summary import summarize
+from evaluation.expert_summary import agreement, linear_cka, summarize
 from evaluation.experts import analyze_experts
 from evaluation.measures import measure
 from evaluation.page import write_page
@@ -28,7 +27,6 @@ from evaluation.preferences import dropped_patches, route_images, route_texts, w
 from evaluation.routing import count_tokens
 from evaluation.tasks import Task
 from records.files import locked
-from records.result_schema import require_summary
 
 slow = pytest.mark.slow
 TASKS = {
@@ -199,19 +197,6 @@ def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, analyses):
 
 
 @slow
-def test_agreement_of_many_is_that_of_some_from_all_parts(gated, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "MOST_EMBEDDINGS", 4)
-    analyze_experts(gated[1], RETRIEVAL, tmp_path)
-    result = json.loads((tmp_path / "experts.json").read_text())
-    embedder, rows, embeds = embedder_of(gated[1]), RETRIEVAL["retrieval"].load()[0], []
-    for expert in (0, 1):
-        with embedder.model.force_expert(expert):
-            embeds.append(embedder.images(rows)[[0, 13, 26, 39]])
-    assert result["agreement"]["images"]["expert 0"]["expert 1"] == pytest.approx(linear_cka(*embeds), abs=1e-4)
-    assert "4 images and 4 texts" in (tmp_path / "experts.md").read_text()
-
-
-@slow
 def test_what_a_model_lacks_is_not_drawn(tmp_path):
     """A sparse text tower alone, with one expert a token, which drops some choices in training, in groups of 32."""
     model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
@@ -227,28 +212,23 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--vision-layer", "2"], "layer 2 of the vision tower cannot be drawn: its sparse layers are 5, 7"),
-        (["--expert", "4"], "expert 4 cannot be drawn: there are 4, counted from 0"),
-        (["--capacity-factors", "2", "0"], "capacity_factors: 0.0 must be a number above 0"),
-        (["--num-experts-per-tok", "5"], "num_experts_per_tok=5 must be between 1 and num_experts=4"),
-        (["--model", "training/symbol_clip"], "training/symbol_clip is a dense CLIP: it has no experts"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_the_work(option, message, gated, tmp_path):
-    command = ["--model", str(gated[1]), "--tasks", "symbols_pairs", "--output-dir", str(tmp_path / "out")]
+def test_what_cannot_be_done_is_refused_before_the_work(gated, tmp_path):
+    command = ["--model", str(gated[1]), "--tasks", "symbols_linear_probe", "--output-dir", str(tmp_path / "out")]
+    options = ["--vision-layer", "2", "--expert", "4", "--capacity-factors", "2", "0", "--num-experts-per-tok", "5"]
     with pytest.raises(SystemExit) as exit:
-        experts_command.main([*command, *option])
-    assert exit.value.code == f"error: {message}" and not (tmp_path / "out").exists()
-
-
-@slow
-def test_tasks_without_texts_are_refused_before_the_work(gated, tmp_path):
-    task = Task("linear_probe", "probe", "none", lambda: pytest.fail("loaded"))
-    with pytest.raises(ValueError, match="probe: no text of these tasks reaches the sparse text tower"):
-        analyze_experts(gated[1], {"probe": task}, tmp_path / "out")
+        experts_command.main([*command, *options])
+    for fault in (
+        "tasks: no text of a linear probe reaches the sparse text tower: add a task such as retrieval",
+        "num_experts_per_tok: 5 of 4 experts",
+        "expert: 4, but the experts are 0 to 3",
+        "layers.vision: 2, but the sparse layers are 5, 7",
+        "capacity_factors: numbers above 0 are needed",
+    ):
+        assert fault in exit.value.code
+    command[1] = "training/symbol_clip"
+    with pytest.raises(SystemExit, match="error: training/symbol_clip: model: a dense CLIP has no experts to analyze"):
+        experts_command.main(command)
+    assert not (tmp_path / "out").exists()
 
 
 @slow
@@ -257,14 +237,12 @@ def test_another_page_is_not_overwritten(gated, analyses, tmp_path, monkeypatch)
     before = {path: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(experts, "_measure_alone", lambda *_: pytest.fail("work"))
     numbers = {"num_experts_per_tok": [1, 4]}
-    for tasks, options, message in (
-        ({"pairs": TASKS["pairs"]}, numbers, "protocols is {'retrieval': '40'} and not {'pairs': '60 pairs'}"),
-        (RETRIEVAL, {}, "num_experts_per_tok is [1, 4] and not []"),
-        (RETRIEVAL, numbers | {"layers": {"text": 5}}, "layers is {'text': 7} and not {'text': 5}"),
-        (RETRIEVAL, numbers | {"expert": 0}, "drawn_expert is None and not 0"),
+    for options, message in (
+        ({}, "num_experts_per_tok is [1, 4] and not []"),
+        (numbers | {"layers": {"text": 5}}, "layers is {'text': 7} and not {'text': 5}"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"{out}/experts.json holds another result, whose {message}: ")):
-            analyze_experts(gated[1], tasks, out, **options)
+            analyze_experts(gated[1], RETRIEVAL, out, **options)
     with locked(out), pytest.raises(ValueError, match="is in use"):
         write_page(out / "experts", "")
     assert {path: path.read_bytes() for path in out.iterdir()} == before
@@ -325,18 +303,6 @@ def test_summary_by_hand():
     dense = summarize(SUMMARIZED, ROUTED, MEAN, {"text": {1: 0.5}}, agreements, 3)
     assert dense.agreement.model_dump() == pytest.approx({"mean": 0.3, "lowest": 0.2, "highest": 0.4})
     assert summarize(SUMMARIZED, ROUTED, MEAN, {"text": {1: 0.0}}, agreements, 1).agreement is None
-
-
-def test_what_is_no_summary_is_refused():
-    good = summarize(SUMMARIZED, ROUTED, MEAN, {"vision": {0: 1}}, {"images": cka(0.2, 0.3, 0.4)}, 3).model_dump()
-    assert require_summary(good, "experts.json").model_dump() == good
-    for changes, message in (
-        ({"entropy": {"mean": 1.0}}, "it lacks entropy.lowest, entropy.highest"),
-        ({"collapse": []}, "collapse is .*at least 1 item"),
-        ({"most_entropy": math.nan}, "most_entropy is nan"),
-    ):
-        with pytest.raises(ValueError, match=f"the summary in experts.json is none of experts: {message}"):
-            require_summary(good | changes, "experts.json")
 
 
 def test_cka_is_that_of_the_gram_matrices():

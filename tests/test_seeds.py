@@ -148,20 +148,6 @@ def test_too_few(folders, tmp_path):
         write_seeds(folders, tmp_path / "out", baseline="nope")
 
 
-def test_any_name_is_only_text(folders, tmp_path):
-    name = "two\nlines | `$a$` <b> _x_"
-    for number in range(2):
-        for place, model in (("sparse", name), ("dense", "plain")):
-            content = result(model, protocol=name, versions={name: "1"}, commit=name)
-            (folders[number] / f"retrieval--{place}.json").write_text(json.dumps(content))
-    table = write_seeds(folders[:2], tmp_path / "out", baseline=name)
-    escaped = r"two lines \| \`\$a\$\` \<b> \_x\_"
-    assert table.splitlines()[2].startswith(f"| {escaped} |")
-    text = (tmp_path / "out" / "seeds.md").read_text()
-    assert f"the mean difference to {escaped}, ± its paired" in text and f"- retrieval: {escaped}\n" in text
-    assert f"Commit {escaped}, {escaped} 1." in text
-
-
 LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned
 
 

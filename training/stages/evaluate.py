@@ -10,14 +10,12 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig
 
-from conversion.checkpoints import is_sparse
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
-from evaluation.experts import analyze_experts
+from evaluation.experts import analyze_experts, faults
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
 from modeling_clip_moe import CLIPMoEConfig
-from records.messages import cut
 from training.context import Context
 from training.estimates import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks
@@ -118,25 +116,8 @@ class AnalyzeStage(MeasuringStage):
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
         with contextlib.suppress(Unknown):
-            config = inputs.model.clip
-            if not is_sparse(config):
-                yield "model", f"{self.model} is dense: it has no experts to analyze"
-                return
-            if config.text_config.moe_layers and set(self.kinds().values()) == {"linear_probe"}:
-                yield "tasks", "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
-            towers = (config.text_config, config.vision_config)
-            most = min((tower.num_experts for tower in towers if tower.moe_layers), default=0)
-            for number in self.num_experts_per_tok:
-                if not 1 <= number <= most:
-                    yield "num_experts_per_tok", f"{number} of {most} experts"
-            if self.expert is not None and self.expert >= most:
-                yield "expert", f"{self.expert}, but the experts are 0 to {most - 1}"
-            for tower, layer in self.layers.items():
-                sparse = getattr(config, f"{tower}_config").moe_layers
-                if layer not in sparse:
-                    yield f"layers.{tower}", f"{layer}, but the sparse layers are {cut(map(str, sparse)) or 'none'}"
-            if self.capacity_factors and not config.vision_config.moe_layers:
-                yield "capacity_factors", "the vision tower is dense and drops no patch"
+            chosen = (self.num_experts_per_tok, self.layers, self.expert, self.capacity_factors)
+            yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model.clip, self.batch_size)}
