@@ -12,6 +12,7 @@ from conversion.commands import assemble, average, dense, llava, long_context, u
 from conversion.commands import openai as openai_command
 from conversion.commands import released_clip_moe as released_clip_moe_command
 from conversion.commands import upcycle as upcycle_command
+from conversion.presets import PRESETS
 
 # Command: its function, and its arguments for folders of sources and an output
 COMMANDS = {
@@ -57,7 +58,7 @@ def make_sources(folder):
     model = tiny_clip(2, 2)
     model.save_pretrained(folder / "dense")
     processor().save_pretrained(folder / "dense")
-    sparse = upcycle.upcycle(model, upcycle.PRESETS["clip_moe"])
+    sparse = upcycle.upcycle(model, PRESETS["clip_moe"])
     sparse.save_pretrained(folder / "sparse")
     processor().save_pretrained(folder / "sparse")
 

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from fuzz_evaluation import VALUES, rows
 from hypothesis import given
 from hypothesis import strategies as st
+from test_fuzz_evaluation import VALUES, rows
 from test_fuzz_recipes import ODD, fuzz, places
 from tiny_runs import same_weights, train
 
