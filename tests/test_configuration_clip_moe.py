@@ -68,28 +68,6 @@ def test_wrong_types_are_refused(config_class, fields):
         setattr(config, name, value)
 
 
-def test_saving_validates_again(tmp_path):
-    config = CLIPMoETextConfig(moe_layers=[11])
-    config.num_hidden_layers = 6
-    with pytest.raises(StrictDataclassError, match="moe_layers"):
-        config.save_pretrained(tmp_path)
-
-
-def test_towers_from_dictionary_object_or_nothing():
-    text = {"num_hidden_layers": 2, "moe_layers": [1]}
-    from_dict = CLIPMoEConfig(text_config=text)
-    from_object = CLIPMoEConfig(text_config=CLIPMoETextConfig(**text))
-    assert from_dict.to_dict() == from_object.to_dict()
-    assert isinstance(from_dict.vision_config, CLIPMoEVisionConfig)
-    assert text == {"num_hidden_layers": 2, "moe_layers": [1]}  # the caller's dictionary stays
-
-
-def test_tower_from_the_dictionary_of_a_dense_tower():
-    config = CLIPMoEVisionConfig(**CLIPVisionConfig(hidden_size=96).to_dict(), moe_layers=[1])
-    assert config.model_type == config.to_dict()["model_type"] == "clip_moe_vision_model"
-    assert config.hidden_size == 96
-
-
 def test_file_round_trip(tmp_path):
     fields = {
         "num_experts": 4,

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import yaml
 from safetensors.torch import load_file
 from test_losses import BATCH, Model, data, gradients
-from tiny_clip import tiny_clip
-from torch.nn.parallel import DistributedDataParallel
 
-from conversion.checkpoints import sample_inputs
 from conversion.commands import publish
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle as upcycled
 from training.commands import train
-from training.contrastive_task import ContrastiveTask
 from training.recipe import dump_recipe, load_recipe, stage_class
-from training.runner import wanted_stages
 from training.samplers import DistributedBatchSampler
 
 ROOT = Path(__file__).parents[1]
@@ -95,10 +86,6 @@ def moved(run, before, after):
     return {name for name in old if not torch.equal(old[name], new[name])}, old.keys()
 
 
-def test_the_page_is_short():
-    assert len(PAGE.read_text(encoding="utf-8").splitlines()) < 150
-
-
 def test_the_method_runs(done):
     run = done / "runs/my_method"
     assert {path.name for path in run.iterdir()} == {*NAMES, "recipe.yaml"}
@@ -121,7 +108,7 @@ def test_manifests_name_the_class_and_its_code(done):
     assert router["stage"]["stage"] == ROUTER and "clusters" in router["inputs"]
     assert list(expert["code"]) == ["my_method.stages"] and len(expert["code"]["my_method.stages"]) == 64
     assert list(manifest(run, "mine")["code"]) == ["my_method.interpolate"]
-    assert "code" not in manifest(run, "unified")
+    assert manifest(run, "unified")["code"] == {}
 
 
 def test_the_second_run_skips_all(there, capsys):
@@ -194,17 +181,6 @@ def plain_sigmoid_loss():
     return loss.detach(), gradients(model)
 
 
-def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    sys.path.insert(0, folder)
-    share = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
-    torch.save(
-        own_loss(lambda model: DistributedDataParallel(model, find_unused_parameters=True), share),
-        f"{folder}/{rank}.pt",
-    )
-    dist.destroy_process_group()
-
-
 def test_the_loss_is_siglips(own, monkeypatch):
     monkeypatch.syspath_prepend(own)
     expected, expected_gradients = plain_sigmoid_loss()
@@ -212,17 +188,6 @@ def test_the_loss_is_siglips(own, monkeypatch):
     torch.testing.assert_close(loss, expected.squeeze())
     torch.testing.assert_close(found, expected_gradients)
     assert set(found) == {"image.weight", "image.bias", "text.weight", "text.bias", "logit_scale"}
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_loss_of_one(own):
-    mp.spawn(worker, (str(own),), nprocs=2)
-    expected, expected_gradients = plain_sigmoid_loss()
-    parts = [torch.load(own / f"{rank}.pt") for rank in range(2)]
-    torch.testing.assert_close(sum(loss for loss, _ in parts) / 2, expected.squeeze())
-    for _, found in parts:
-        found = {name: gradient for name, gradient in found.items() if not name.startswith("router")}
-        torch.testing.assert_close(found, expected_gradients)
 
 
 def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
@@ -235,28 +200,6 @@ def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
     assert [sorted(labels[batch].tolist()) for batch in whole] == [[0] * 4 + [1] * 4 + [2] * 4] * 3
     assert len({sample for batch in whole for sample in batch}) == 36
-
-
-def test_losses_get_float32_in_any_precision():
-    seen = []
-
-    class Losses:
-        def contrastive_loss(self, images, texts, scale, caption_mask):
-            seen.extend([images, texts, scale, images @ texts.T])
-            return seen[-1].sum()
-
-        def router_loss(self, config, outputs, attention_mask):
-            return torch.tensor(1000.0), {"mine": torch.tensor(3.0)}
-
-    model = upcycled(tiny_clip(), PRESETS["clip_moe"])
-    inputs = sample_inputs(model.config) | {"attention_mask": torch.ones(2, 8, dtype=torch.long)}
-    inputs["input_ids"] = inputs["input_ids"][:2, :8]
-    inputs["pixel_values"] = inputs["pixel_values"][:2]
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, metrics = ContrastiveTask(model, Losses())(inputs)
-    assert {tensor.dtype for tensor in seen} == {torch.float32}
-    torch.testing.assert_close(loss, seen[-1].sum() + 1000)
-    assert metrics["mine"] == 3
 
 
 def test_batches_that_are_none_are_named(own):
@@ -285,14 +228,6 @@ class NoRun(Stage):
 class Bare(TrainRouterStage):
     bias: float = 0.0
 
-@dataclass
-class Loose:
-    bias: float = 0.0
-
-@dataclass
-class Lax(Loose, TrainRouterStage):
-    pass
-
 @dataclass(config=STRICT, kw_only=True)
 class Untyped(TrainRouterStage):
     trainable = "gate"
@@ -318,23 +253,15 @@ DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_on
     ("stage", "message"),
     [
         ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
-        ("my_method.nowhere:Stage", "No module named 'my_method.nowhere'$"),
         ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
         ("my_method.stages:", "cannot be imported: "),
-        (":Stage", "cannot be imported: "),
-        (".stages:Stage", "cannot be imported: "),
-        ("training.losses:gather", "'training.losses:gather' is no stage: its class must be a subclass of"),
         (
             "my_method.stages:MixedBatchSampler",
             "is no stage: its class must be a subclass of training.stages.base.Stage",
         ),
         ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
-        ("wrong.imports:Stage", r"No module named 'nothing_of_that_name' \(.*imports.py, line 2\)$"),
-        ("wrong.syntax:Stage", r"SyntaxError: .*syntax.py, line 1\)"),
-        ("training.stages.base:Stage", "has no method run"),
         ("wrong.stages:NoRun", "has no method run"),
         ("wrong.stages:Bare", DECORATED),
-        ("wrong.stages:Lax", DECORATED),
         ("wrong.stages:Untyped", "sets trainable without a type, as in `trainable: str = ...`"),
         (
             "wrong.stages:Diamond",
@@ -346,8 +273,6 @@ def test_what_is_no_stage_ends_in_one_line(own, stage, message):
     (own / "wrong").mkdir()
     (own / "wrong/stages.py").write_text(WRONG)
     (own / "wrong/raises.py").write_text("import os\n\nraise RuntimeError('no license')\n")
-    (own / "wrong/imports.py").write_text("import os\nimport nothing_of_that_name\n")
-    (own / "wrong/syntax.py").write_text("class Stage(:\n")
     (own / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [{"name": "a", "stage": stage}]}))
     with pytest.raises(SystemExit) as exit:
         train.main(["--config", "recipe.yaml"])
@@ -369,27 +294,6 @@ def test_defaults_by_kind_and_by_class(own):
     assert stages["routed"].trainable == r"\.mlp\.router\."
     recipe["defaults"]["my_method.stages:Other"] = {}
     with pytest.raises(ValueError, match="defaults.my_method.stages:Other: no stage uses them"):
-        loaded(recipe)
-
-
-def test_a_kind_of_ours_stays_ours(own):
-    (own / "wrong").mkdir()
-    (own / "wrong/stages.py").write_text(WRONG)
-    recipe = yaml.safe_load(Path(RECIPE).read_text())
-    stages = loaded(recipe, stages=[{"name": "other", "stage": "wrong.stages:Cluster"}, *recipe["stages"]])
-    assert type(stages["clusters"]).__module__ == "training.stages.features"
-    assert type(stages["other"]).__module__ == "wrong.stages"
-
-
-def test_experts_are_chosen_by_number(own):
-    stages = wanted_stages(load_recipe(RECIPE), None, [2])
-    assert [stage.name for stage in stages] == ["features", "clusters", "expert_2"]
-
-
-def test_what_a_setting_names_is_checked(own):
-    recipe = yaml.safe_load(Path(RECIPE).read_text())
-    recipe["stages"][5]["clusters"] = "features"
-    with pytest.raises(ValueError, match="routed.clusters: features is a stage of type embed, not cluster"):
         loaded(recipe)
 
 

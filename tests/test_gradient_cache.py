@@ -1,17 +1,15 @@
 """Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
 
-import copy
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from accelerate import Accelerator
 from tiny_clip_moe import EOS, gradients, inputs, tiny_model
-from transformers import CLIPModel
 
-from conversion.dense import dense_config
 from training.contrastive_task import ContrastiveTask
 from training.engine import _compute_gradient
 from training.gradient_cache import cached_gradient, split_batch
@@ -95,14 +93,6 @@ def test_parts_have_the_gradient_of_the_whole(case, size):
     assert_same(parts, whole)
 
 
-def test_a_dense_model():
-    torch.manual_seed(0)
-    model = CLIPModel(dense_config(tiny_model().config)).train()
-    batch, accelerator = whole_batch({}), Accelerator(cpu=True)
-    whole = computed(copy.deepcopy(model), stage(), batch, accelerator)
-    assert_same(computed(model, stage(mini_batch_size=4), batch, accelerator), whole)
-
-
 def test_dropout_is_the_same_both_times():
     """Were it not, the gradient would be none of the loss that was computed."""
     model, batch, accelerator = sparse({"attention_dropout": 0.3}), whole_batch({}), Accelerator(cpu=True)
@@ -164,6 +154,7 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
     ],
 )
 def test_capacity_over_a_whole_batch_is_refused(fields, settings, message):
-    problems = list(stage(mini_batch_size=4, **settings).model_problems(sparse(fields), []))
+    found = stage(mini_batch_size=4, **settings)._problems_of_model(SimpleNamespace(), sparse(fields).config)
+    problems = [problem for problem in found if problem[1]]
     assert [setting for setting, _ in problems] == ["mini_batch_size"] * 2
     assert problems[0][1].startswith(message) and problems[1][1] == problems[0][1].replace("text", "vision")

@@ -171,12 +171,6 @@ def test_a_loss_in_chunks_has_no_second_derivative():
         torch.autograd.grad(loss, images, create_graph=True)
 
 
-def test_contrastive_loss_of_equal_embeddings():
-    embeds = torch.ones(8, 4) / 2
-    loss = contrastive_loss(embeds, embeds, torch.tensor([10.0]))
-    torch.testing.assert_close(loss, torch.tensor(math.log(8)))  # nothing tells the pairs apart
-
-
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
 def test_multi_positive_loss_is_the_plain_one(chunk_size):
     results = []
@@ -191,13 +185,6 @@ def test_multi_positive_loss_is_the_plain_one(chunk_size):
     for plain, ours in zip(*results, strict=True):
         assert plain.abs().max() > 0
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
-
-
-def test_multi_positive_loss_with_one_caption_is_the_contrastive_one():
-    images, texts = Model().embeds(*data()[:2])
-    mask = torch.ones(BATCH, 1).bool()
-    several = multi_positive_loss(images, texts[:, None], torch.tensor(4.0), torch.ones(1), mask, None, 0.1)
-    torch.testing.assert_close(several, contrastive_loss(images, texts, torch.tensor(4.0), None, 0.1))
 
 
 @pytest.mark.parametrize("case", range(len(CASES) + 2), ids=str)
@@ -295,15 +282,6 @@ def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     assert entropy_losses(config, outputs, mask, {}, {}, {}) == (0.0, {})
 
 
-def test_shared_balance_is_of_the_tokens_of_both_towers():
-    """Each tower has an expert of its own: as unbalanced as can be by tower, and balanced together."""
-    text, vision = torch.tensor([[[9.0, 0.0]] * 4]), torch.tensor([[[0.0, 9.0]] * 4])
-    config, outputs, mask = routed(text, vision)
-    torch.testing.assert_close(router_losses(config, outputs, mask, balance_mean="shared")[0], torch.tensor(1.0))
-    by_tower = 2 * 2 * text[0, 0].softmax(-1)[0]
-    torch.testing.assert_close(router_losses(config, outputs, mask, balance_mean="tower")[0], by_tower)
-
-
 def test_shared_balance_is_the_mean_of_layers():
     text, vision = torch.randn(2, BATCH, 7, EXPERTS), torch.randn(2, BATCH, 4, EXPERTS)
     config, outputs, mask = routed(text[0], vision[0], num_hidden_layers=2, moe_layers=[0, 1])
@@ -338,20 +316,6 @@ def test_balance_of_clip_fmoe_is_the_papers():
     eq_3 = 4 * sum(f * p for f, p in zip(chosen, tokens.softmax(-1).mean(0), strict=True))
     loss, _ = router_losses(config, outputs, torch.ones(BATCH, 7), None, "token")
     torch.testing.assert_close(loss, 0.01 * eq_3)
-
-
-def test_token_balance_needs_towers_of_one_kind():
-    towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    towers |= {"num_experts": EXPERTS, "moe_layers": [0]}
-    config = CLIPMoEConfig(text_config=towers | {"num_experts_per_tok": 1}, vision_config=towers)
-    outputs = SimpleNamespace(
-        text_router_logits=(torch.zeros(1, 2, EXPERTS),),
-        vision_router_logits=(torch.zeros(1, 2, EXPERTS),),
-        text_model_output=SimpleNamespace(expert_ids=None),
-        vision_model_output=SimpleNamespace(expert_ids=None),
-    )
-    with pytest.raises(ValueError, match=r"needs towers of one E and K, but they have \[\(4, 1\), \(4, 2\)\]"):
-        router_losses(config, outputs, torch.ones(1, 2), None, "token")
 
 
 def test_float32_under_autocast():

@@ -14,70 +14,12 @@ from tiny_clip_moe import (
     tiny_model,
     tower_fields,
 )
-from torch import nn
 from transformers import CLIPConfig, CLIPModel
 from transformers.integrations import moe as transformers_moe
-from transformers.models.clip.modeling_clip import CLIPMLP
 
 import modeling_clip_moe.modeling_clip_moe as modeling
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts, CLIPMoERouter, CLIPMoESparseMoeBlock
-
-
-def stack_dense(block, dense_layers):
-    """Copies CLIP's FFNs into the experts of a block."""
-    for expert, dense in enumerate(dense_layers):
-        block.experts.up_proj.data[expert] = dense.fc1.weight
-        block.experts.up_proj_bias.data[expert] = dense.fc1.bias
-        block.experts.down_proj.data[expert] = dense.fc2.weight
-        block.experts.down_proj_bias.data[expert] = dense.fc2.bias
-
-
-def dense_layers(block, number):
-    layers = [CLIPMLP(block.router.config) for _ in range(number)]
-    for layer in layers:
-        for parameter in layer.parameters():
-            nn.init.normal_(parameter, std=0.3)
-    return layers
-
-
-def test_one_expert_is_the_dense_layer():
-    config = CLIPMoEVisionConfig(**tower_fields(num_experts=1, num_experts_per_tok=1))
-    config._experts_implementation = "eager"
-    block = CLIPMoESparseMoeBlock(config)
-    nn.init.normal_(block.router.weight)
-    (dense,) = dense_layers(block, 1)
-    stack_dense(block, [dense])
-    hidden_states = torch.randn(2, 5, 16)
-    expected = dense(hidden_states)
-    actual = block(hidden_states)
-    torch.testing.assert_close(actual, expected)
-    expected.square().sum().backward()
-    actual.square().sum().backward()
-    assert dense.fc1.weight.grad.abs().max() > 1e-3
-    torch.testing.assert_close(block.experts.up_proj.grad[0], dense.fc1.weight.grad)
-    torch.testing.assert_close(block.experts.up_proj_bias.grad[0], dense.fc1.bias.grad)
-    torch.testing.assert_close(block.experts.down_proj.grad[0], dense.fc2.weight.grad)
-    torch.testing.assert_close(block.experts.down_proj_bias.grad[0], dense.fc2.bias.grad)
-
-
-def test_equal_experts_with_normalized_weights_are_the_dense_layer():
-    block = tiny_block()
-    (dense,) = dense_layers(block, 1)
-    stack_dense(block, [dense] * 4)
-    hidden_states = torch.randn(2, 5, 16)
-    torch.testing.assert_close(block(hidden_states), dense(hidden_states))
-
-
-def test_all_experts_chosen_are_the_weighted_sum_of_dense_layers():
-    block = tiny_block(num_experts_per_tok=4, norm_topk_prob=False)
-    layers = dense_layers(block, 4)
-    stack_dense(block, layers)
-    hidden_states = torch.randn(2, 5, 16)
-    weights = F.linear(hidden_states, block.router.weight).softmax(dim=-1)
-    expected = sum(weights[..., [expert]] * layer(hidden_states) for expert, layer in enumerate(layers))
-    torch.testing.assert_close(block(hidden_states), expected)
-
+from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts, CLIPMoERouter
 
 UNNORMALIZED = {"norm_topk_prob": False}
 

@@ -1,46 +1,11 @@
 """The router and its capacity, each against an obvious computation."""
 
 import copy
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_clip_moe import assert_same_gradients, plain_block, tiny_block
-
-from modeling_clip_moe import CLIPMoEVisionConfig, expert_capacity_mask
-from modeling_clip_moe.modeling_clip_moe import CLIPMoERouter
-
-
-@pytest.mark.parametrize("norm_topk_prob", [False, True])
-def test_router_by_hand(norm_topk_prob):
-    config = CLIPMoEVisionConfig(num_experts=3, hidden_size=2, num_attention_heads=1, norm_topk_prob=norm_topk_prob)
-    router = CLIPMoERouter(config)
-    router.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    logits, weights, ids = router(torch.tensor([[[1.0, 2.0]]]))
-    torch.testing.assert_close(logits, torch.tensor([[[1.0, 2.0, 3.0]]]))
-    total = math.exp(1) + math.exp(2) + math.exp(3)
-    expected = [math.exp(3) / total, math.exp(2) / total]
-    if norm_topk_prob:
-        expected = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]
-    assert ids.tolist() == [[[2, 1]]]
-    torch.testing.assert_close(weights, torch.tensor([[expected]]))
-
-
-def test_what_capacity_drops_takes_its_weight_along_or_not():
-    """Two tokens that both choose expert 2 first, of which one has room there, and then expert 1, alike."""
-    config = CLIPMoEVisionConfig(num_experts=3, hidden_size=2, num_attention_heads=1, eval_capacity_factor=1.5)
-    router = CLIPMoERouter(config).eval()
-    router.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    tokens = torch.tensor([[[1.0, 2.0], [1.0, 2.0]]])
-    first, second = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
-    for before, expected in ((False, [[first, second], [0, 0]]), (True, [[first, second], [0, 0]])):
-        config.norm_before_capacity = before
-        torch.testing.assert_close(router(tokens)[1], torch.tensor([expected]))
-    tokens[0, 1] = torch.tensor([2.0, 1.0])  # whose second choice, expert 0, is free
-    for before, expected in ((False, [[first, second], [0, 1]]), (True, [[first, second], [0, second]])):
-        config.norm_before_capacity = before
-        torch.testing.assert_close(router(tokens)[1], torch.tensor([expected]))
 
 
 def test_seeded_jitter_is_the_same_in_two_processes():
@@ -122,22 +87,6 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
     assert (weights[ids == 4] == 0).all()
 
 
-def test_capacity_serves_first_choices_before_second_ones():
-    # Expert 0 is the second choice of token 0 and the first of tokens 1 and 2; two fit
-    top_k_index = torch.tensor([[[1, 0], [0, 1], [0, 2]]])
-    kept = expert_capacity_mask(top_k_index, num_experts=3, capacity_factor=2)
-    assert kept.tolist() == [[[True, False], [True, True], [True, True]]]
-    # Without token 1, ceil(2 / 3 * 1) = 1 fits: its place is free for token 2, and it has none itself
-    mask = torch.tensor([[1, 0, 1]])
-    kept = expert_capacity_mask(top_k_index, num_experts=3, capacity_factor=1, mask=mask)
-    assert kept.tolist() == [[[True, False], [False, False], [True, True]]]
-
-
-def test_capacity_of_perfect_balance_drops_nothing():
-    top_k_index = torch.stack([torch.arange(8), torch.arange(8).roll(1)], dim=-1).repeat(3, 1, 1)
-    assert expert_capacity_mask(top_k_index, num_experts=8, capacity_factor=2.0).all()
-
-
 def test_capacity_is_for_training_and_its_evaluation_factor_for_evaluation():
     hidden_states = torch.randn(4, 7, 16)
     block = tiny_block(capacity_factor=0.5)
@@ -146,17 +95,6 @@ def test_capacity_is_for_training_and_its_evaluation_factor_for_evaluation():
     block = tiny_block(eval_capacity_factor=0.5)
     assert not (block.train().router(hidden_states)[2] == 4).any()
     assert (block.eval().router(hidden_states)[2] == 4).any()
-
-
-def test_groups_make_capacity_independent_of_the_batch():
-    block = tiny_block(capacity_factor=0.75, capacity_group_size=2).train()
-    hidden_states, mask = torch.randn(8, 7, 16), torch.rand(8, 7) > 0.3
-    whole = block(hidden_states, mask)
-    for size in (2, 4):
-        parts = [block(hidden_states[i : i + size], mask[i : i + size]) for i in range(0, 8, size)]
-        torch.testing.assert_close(torch.cat(parts), whole)
-    block.router.config.capacity_group_size = None
-    assert (block(hidden_states, mask) - whole).abs().max() > 1e-3
 
 
 def test_group_size_that_does_not_divide_the_batch_is_refused():

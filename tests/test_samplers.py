@@ -7,64 +7,17 @@ from hypothesis import strategies as st
 
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
 
-sizes = st.tuples(
-    st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)
-).filter(lambda size: size[0] >= size[1] * size[2])
-
-
-def epoch_of(num_samples, batch_size, world_size, seed, epoch, start_batch=0):
-    """Batches of all ranks: [rank][batch]."""
-    ranks = []
-    for rank in range(world_size):
-        sampler = GlobalBatchSampler(num_samples, batch_size, rank, world_size, seed)
-        sampler.set_epoch(epoch, start_batch)
-        ranks.append(list(sampler))
-    return ranks
-
-
-@given(sizes)
-@settings(deadline=None)
-def test_an_epoch_is_a_partition(size):
-    num_samples, batch_size, world_size, *_ = size
-    ranks = epoch_of(*size)
-    length = num_samples // (batch_size * world_size)
-    assert {len(batches) for batches in ranks} == {length}
-    assert len(GlobalBatchSampler(num_samples, batch_size, 0, world_size)) == length
-    assert {len(batch) for batches in ranks for batch in batches} == {batch_size}
-    samples = [sample for batches in ranks for batch in batches for sample in batch]
-    assert len(samples) == len(set(samples)) == length * batch_size * world_size
-    assert set(samples) <= set(range(num_samples))
-
-
-@given(sizes)
-@settings(deadline=None)
-def test_ranks_share_the_batches_of_one_process(size):
-    num_samples, batch_size, world_size, seed, epoch = size
-    (alone,) = epoch_of(num_samples, batch_size * world_size, 1, seed, epoch)
-    ranks = epoch_of(*size)
-    assert alone == [[sample for batch in batches for sample in batch] for batches in zip(*ranks, strict=True)]
-
-
-@given(sizes, st.integers(0, 50))
-@settings(deadline=None)
-def test_resume(size, start_batch):
-    ranks = epoch_of(*size)
-    assert epoch_of(*size, start_batch=start_batch) == [batches[start_batch:] for batches in ranks]
-
-
-def test_every_seed_and_epoch_has_its_own_order():
-    orders = [str(epoch_of(100, 10, 1, seed, epoch)) for seed in range(4) for epoch in range(4)]
-    assert len(set(orders)) == 16
-
-
-def test_too_small_a_dataset():
-    with pytest.raises(ValueError, match=r"7 samples .* global batch of 8 \(2 processes x 4\)"):
-        GlobalBatchSampler(7, 4, world_size=2)
+SAMPLERS = {
+    "all": lambda labels, *arguments: GlobalBatchSampler(len(labels), *arguments),
+    "clusters": ClusterBatchSampler,
+    "round robin": lambda *arguments: ClusterBatchSampler(*arguments, order="round_robin"),
+}
+EVERY = pytest.mark.parametrize("kind", SAMPLERS)
 
 
 @st.composite
 def clustered(draw):
-    """Labels of samples in clusters of any sizes, at least one of which fills a global batch."""
+    """Labels of samples in clusters of any sizes, at least one of which fills a global batch; sizes, seed and epoch."""
     batch_size, world_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     cluster_sizes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=8))
     cluster_sizes.append(draw(st.integers(batch_size * world_size, 60)))
@@ -73,70 +26,53 @@ def clustered(draw):
     return np.random.default_rng(draw(st.integers(0, 9))).permutation(labels), batch_size, world_size, seed, epoch
 
 
-def cluster_epoch(labels, batch_size, world_size, seed, epoch, start_batch=0):
+def epoch_of(kind, labels, batch_size, world_size, seed, epoch, start_batch=0):
     """Batches of all ranks: [rank][batch]."""
     ranks = []
     for rank in range(world_size):
-        sampler = ClusterBatchSampler(labels, batch_size, rank, world_size, seed)
+        sampler = SAMPLERS[kind](labels, batch_size, rank, world_size, seed)
         sampler.set_epoch(epoch, start_batch)
         ranks.append(list(sampler))
-        if start_batch == 0:
-            assert len(ranks[-1]) == len(sampler)
+        assert start_batch or len(ranks[-1]) == len(sampler)
     return ranks
 
 
-@given(clustered())
+@EVERY
+@given(case=clustered())
 @settings(deadline=None)
-def test_cluster_batches_are_pure_and_use_what_fits(case):
+def test_batches_use_what_fits_once(kind, case):
+    """And are of one cluster over all processes."""
     labels, batch_size, world_size, *_ = case
-    ranks = cluster_epoch(*case)
-    sizes = np.bincount(labels)
-    length = sum(size // (batch_size * world_size) for size in sizes.tolist())
-    assert {len(batches) for batches in ranks} == {length}
-    used = []
+    of_one = np.zeros_like(labels) if kind == "all" else labels
+    sizes, size, used = np.bincount(of_one), batch_size * world_size, []
+    ranks = epoch_of(kind, *case)
     for parts in zip(*ranks, strict=True):
         assert {len(part) for part in parts} == {batch_size}
         batch = [sample for part in parts for sample in part]
-        assert len(set(labels[batch])) == 1  # of one cluster, over all processes
+        assert len(set(of_one[batch])) == 1
         used += batch
-    assert len(used) == len(set(used)) == length * batch_size * world_size
-    counts = np.bincount(labels[used], minlength=len(sizes))
-    assert (counts == sizes // (batch_size * world_size) * (batch_size * world_size)).all()
+    assert len(used) == len(set(used)) == len(ranks[0]) * size
+    assert (np.bincount(of_one[used], minlength=len(sizes)) == sizes // size * size).all()
 
 
-@given(clustered())
+@EVERY
+@given(case=clustered(), start_batch=st.integers(0, 60))
 @settings(deadline=None)
-def test_ranks_share_the_cluster_batches_of_one_process(case):
+def test_ranks_share_the_batches_of_one_process_and_go_on_anywhere(kind, case, start_batch):
     labels, batch_size, world_size, seed, epoch = case
-    (alone,) = cluster_epoch(labels, batch_size * world_size, 1, seed, epoch)
-    assert alone == [[s for part in parts for s in part] for parts in zip(*cluster_epoch(*case), strict=True)]
+    ranks = epoch_of(kind, *case)
+    (alone,) = epoch_of(kind, labels, batch_size * world_size, 1, seed, epoch)
+    assert alone == [[sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)]
+    assert epoch_of(kind, *case, start_batch=start_batch) == [batches[start_batch:] for batches in ranks]
 
 
-@given(clustered(), st.integers(0, 60))
-@settings(deadline=None)
-def test_cluster_batches_resume(case, start_batch):
-    assert cluster_epoch(*case, start_batch=start_batch) == [b[start_batch:] for b in cluster_epoch(*case)]
-
-
-@given(st.integers(0, 1000), st.lists(st.integers(0, 1000), min_size=2, max_size=4, unique=True))
-@settings(deadline=None)
-def test_no_two_epochs_are_alike(seed, epochs):
-    labels = np.arange(90) % 3
-    for order in ("shuffled", "round_robin"):
-        sampler = ClusterBatchSampler(labels, 10, seed=seed, order=order)
-        seen = set()
-        for epoch in epochs:
-            sampler.set_epoch(epoch)
-            seen.add(str(list(sampler)))
-        assert len(seen) == len(epochs)
-
-
-def test_every_seed_and_epoch_has_its_own_cluster_batches():
+@EVERY
+def test_every_seed_and_epoch_has_its_own_order(kind):
     labels = np.arange(100) % 3
-    orders = [str(cluster_epoch(labels, 10, 1, seed, epoch)) for seed in range(4) for epoch in range(4)]
-    assert len(set(orders)) == 16
-    firsts = [labels[cluster_epoch(labels, 10, 1, 0, epoch)[0][0][0]] for epoch in range(20)]
-    assert len(set(firsts)) == 3  # clusters come in another order, too
+    orders = [epoch_of(kind, labels, 10, 1, seed, epoch)[0] for seed in range(4) for epoch in range(4)]
+    assert len({str(order) for order in orders}) == 16
+    if kind == "clusters":
+        assert len({labels[order[0][0]] for order in orders}) == 3  # clusters come in another order, too
 
 
 @given(clustered())
@@ -145,9 +81,7 @@ def test_round_robin_is_the_constrained_sampler(case):
     """CLIP-FMoE appendix C, step by step on what is left of each cluster."""
     labels, batch_size, world_size, seed, epoch = case
     size = batch_size * world_size
-    sampler = ClusterBatchSampler(labels, size, seed=seed, order="round_robin")
-    sampler.set_epoch(epoch)
-    batches = list(sampler)
+    (batches,), (shuffled,) = (epoch_of(kind, labels, size, 1, seed, epoch) for kind in ("round robin", "clusters"))
     left = {cluster: count // size for cluster, count in enumerate(np.bincount(labels)) if count}
     expected = []
     while any(left.values()):
@@ -156,18 +90,17 @@ def test_round_robin_is_the_constrained_sampler(case):
                 expected.append(cluster)
                 left[cluster] -= 1
     assert [labels[batch[0]] for batch in batches] == expected
-    shuffled = ClusterBatchSampler(labels, size, seed=seed)
-    shuffled.set_epoch(epoch)
     assert sorted(map(sorted, batches)) == sorted(map(sorted, shuffled))  # the same batches in another order
 
 
 def test_samples_without_a_cluster_are_left_alone():
-    labels = np.array([0, -1] * 10)
-    batches = list(ClusterBatchSampler(labels, 5))
+    batches = list(ClusterBatchSampler(np.array([0, -1] * 10), 5))
     assert sorted(sample for batch in batches for sample in batch) == list(range(0, 20, 2))
 
 
-def test_no_cluster_fills_a_batch():
+def test_too_few_samples():
+    with pytest.raises(ValueError, match=r"7 samples .* global batch of 8 \(2 processes x 4\)"):
+        GlobalBatchSampler(7, 4, world_size=2)
     with pytest.raises(ValueError, match=r"none of the 2 clusters fills a global batch of 8 .* largest has 6 samples"):
         ClusterBatchSampler(np.array([0] * 5 + [1] * 6), 4, world_size=2)
 
