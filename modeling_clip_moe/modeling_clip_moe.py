@@ -177,6 +177,14 @@ def global_entropy_loss(
     return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 
 
+def _count_groups(batch_size: int, group_size: int) -> int:
+    if batch_size % group_size != 0:
+        raise ValueError(
+            f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
+        )
+    return batch_size // group_size
+
+
 def expert_capacity_mask(
     top_k_index: torch.Tensor,
     num_experts: int,
@@ -203,12 +211,7 @@ def expert_capacity_mask(
         ValueError: if `group_size` does not divide B.
     """
     batch_size, _, top_k = top_k_index.shape
-    group_size = batch_size if group_size is None else group_size
-    if batch_size % group_size != 0:
-        raise ValueError(
-            f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
-        )
-    num_groups = batch_size // group_size
+    num_groups = _count_groups(batch_size, group_size or batch_size)
     mask = torch.ones_like(top_k_index[..., 0]) if mask is None else mask.long()  # (B, S)
 
     choices = F.one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
@@ -339,14 +342,11 @@ class CLIPMoERouter(nn.Module):
         if self.noise_seed is None or group_size is None:
             return torch.empty_like(hidden_states).uniform_(low, high)
         batch_size, length, width = hidden_states.shape
-        if batch_size % group_size != 0:
-            raise ValueError(
-                f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
-            )
+        num_groups = _count_groups(batch_size, group_size)
         # Every group has its own, also for the padding that it would have beside longer texts
         max_length = getattr(self.config, "max_position_embeddings", length)
         noise = hidden_states.new_empty(batch_size, max_length, width)
-        for number, group in enumerate(noise.split(group_size), start=self.process_index * batch_size // group_size):
+        for number, group in enumerate(noise.split(group_size), start=self.process_index * num_groups):
             seed = hash((self.noise_seed, number)) % 2**63
             group.uniform_(low, high, generator=torch.Generator(noise.device).manual_seed(seed))
         return noise[:, :length]
@@ -803,10 +803,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             init.normal_(module.text_projection.weight, std=module.config.text_config.hidden_size**-0.5 * factor)
             init.normal_(module.visual_projection.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
             init.constant_(module.logit_scale, module.config.logit_scale_init_value)
-        elif isinstance(module, CLIPMoETextModelWithProjection):
-            init.normal_(module.text_projection.weight, std=module.config.hidden_size**-0.5 * factor)
-        elif isinstance(module, CLIPMoEVisionModelWithProjection):
-            init.normal_(module.visual_projection.weight, std=module.config.hidden_size**-0.5 * factor)
+        elif isinstance(module, (CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection)):
+            projection = getattr(module, "text_projection", None) or module.visual_projection
+            init.normal_(projection.weight, std=module.config.hidden_size**-0.5 * factor)
         elif isinstance(module, CLIPMoEForImageClassification) and module.config.num_labels > 0:
             init.normal_(module.classifier.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
 
@@ -1006,14 +1005,14 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
 
 def _router_losses(
     router_logits: tuple[torch.Tensor, ...] | None,
-    top_k: int,
+    tower: CLIPMoETextConfig | CLIPMoEVisionConfig,
     config: CLIPMoEConfig,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The weighted router losses of a tower, or None if it has no recorded router."""
     if not router_logits:
         return None
-    balance = load_balancing_loss(router_logits, top_k, mask)
+    balance = load_balancing_loss(router_logits, tower.num_experts_per_tok, mask)
     z = router_z_loss(router_logits, mask)
     return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
 
@@ -1132,13 +1131,10 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         logits_per_text = torch.matmul(text_embeds, image_embeds.t().to(text_embeds.device))
         logits_per_text = logits_per_text * self.logit_scale.exp().to(text_embeds.device)
 
-        text_top_k, vision_top_k = (
-            self.config.text_config.num_experts_per_tok,
-            self.config.vision_config.num_experts_per_tok,
-        )
+        config = self.config
         router_losses = [
-            _router_losses(text_outputs.router_logits, text_top_k, self.config, attention_mask),
-            _router_losses(vision_outputs.router_logits, vision_top_k, self.config),
+            _router_losses(text_outputs.router_logits, config.text_config, config, attention_mask),
+            _router_losses(vision_outputs.router_logits, config.vision_config, config),
         ]
         router_losses = [loss.to(text_embeds.device) for loss in router_losses if loss is not None]
         aux_loss = sum(router_losses) if router_losses else None
@@ -1201,7 +1197,7 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
             output_router_logits = self.config.output_router_logits
         outputs = self.vision_model(pixel_values, output_router_logits=output_router_logits, **kwargs)
         logits = self.classifier(outputs.last_hidden_state[:, 1:].mean(dim=1))
-        aux_loss = _router_losses(outputs.router_logits, self.config.vision_config.num_experts_per_tok, self.config)
+        aux_loss = _router_losses(outputs.router_logits, self.config.vision_config, self.config)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config)
