@@ -101,17 +101,13 @@ def load(
     image_size: int = 32,
     captions_per_image: int = 1,
 ) -> Dataset:
-    """Icons with captions.
+    """Icons with captions. All are shown once, in an order of their own, then all once more.
 
     Args:
-        split: "train" or "test": other pictures of the same icons.
-        captions: "web" or "detailed".
-        num_samples: how many rows; the first ones are the same for any number. All icons are shown once, in an order of
-            their own, then all once more.
+        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web" or
+            "detailed", and both splits show the same icons.
         kinds: numbers of icons, see `kind_set`; None: all.
-        seed: other pictures in another order for another one, of the same icons.
         image_size: pixels a side, at least `SMALLEST_IMAGE`.
-        captions_per_image: with more than one, `caption` is a list.
 
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.

@@ -97,17 +97,13 @@ def load(
     image_size: int = SMALLEST_IMAGE,
     captions_per_image: int = 1,
 ) -> Dataset:
-    """Coats of arms with captions.
+    """Coats of arms with captions. All towns are shown once, in an order of their own, then all once more.
 
     Args:
-        split: "train" or "test": other pictures of the same towns.
-        captions: "web", "facts" or "detailed".
-        num_samples: how many rows; the first ones are the same for any number. All towns are shown once, in an order of
-            their own, then all once more.
+        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web", "facts" or
+            "detailed", and both splits show the same towns.
         kinds: numbers of towns, see `kind_set`.
-        seed: other pictures in another order for another one, of the same towns.
         image_size: pixels a side, a multiple of `SMALLEST_IMAGE`.
-        captions_per_image: with more than one, `caption` is a list.
 
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption`, and the town's name as `kind`, its `country` and its

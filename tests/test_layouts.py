@@ -1,15 +1,13 @@
 """The same pairs in every layout, loaded and streamed, give the same batches; a split is a split."""
 
-import io
 import json
 import os
 
 import datasets
-import numpy as np
-import PIL.Image
 import pytest
+import tiny_sources
 import torch
-from tiny_sources import write_shard
+from tiny_sources import images_and_texts, png, write_shard
 
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -26,52 +24,16 @@ def processor():
     return build_processor("symbols", 16, 16)
 
 
-def picture(number):
-    """A PNG or a JPEG, some of them to be turned, transparent or of 16 bits."""
-    rng, file, options = np.random.default_rng(number), io.BytesIO(), {}
-    shape = (20, 16 + number)
-    if number % 4 == 0:
-        image = PIL.Image.fromarray(rng.integers(0, 65536, shape, dtype=np.uint16))
-    else:
-        image = PIL.Image.fromarray(rng.integers(0, 256, (*shape, 3 + (number % 4 == 1)), dtype=np.uint8))
-    if number % 4 == 2:
-        options["exif"] = PIL.Image.Exif()
-        options["exif"][0x0112] = 6
-    image.save(file, "jpeg" if number % 4 == 2 else "png", **options)
-    return file.getvalue()
-
-
-def suffix(number):
-    return "jpg" if number % 4 == 2 else "png"
-
-
 def rows_of(numbers):
-    return datasets.Dataset.from_dict(
-        {
-            "image": [{"bytes": picture(number), "path": None} for number in numbers],
-            "caption": [CAPTIONS[number] for number in numbers],
-        },
-        features=datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")}),
-    )
+    return tiny_sources.rows([CAPTIONS[number] for number in numbers], numbers[0])
 
 
 def write_image_folder(folder, numbers):
     folder.mkdir(parents=True)
-    lines = []
     for number in numbers:
-        name = f"{number:03d}.{suffix(number)}"
-        (folder / name).write_bytes(picture(number))
-        lines.append(json.dumps({"file_name": name, "caption": CAPTIONS[number]}))
+        (folder / f"{number:03d}.png").write_bytes(png(number))
+    lines = [json.dumps({"file_name": f"{number:03d}.png", "caption": CAPTIONS[number]}) for number in numbers]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
-
-
-def members(numbers):
-    """Of a shard: images under one suffix, as shards have them, whatever they are."""
-    return [
-        (f"{n:03d}.{kind}", content)
-        for n in numbers
-        for kind, content in (("png", picture(n)), ("txt", CAPTIONS[n].encode()))
-    ]
 
 
 def image_folder(folder):
@@ -83,10 +45,9 @@ def image_folder(folder):
 def parquet(folder):
     folder.mkdir()
     for split, part in SPLITS.items():
-        rows = rows_of(range(NUMBER)[part])
         for number in range(2):
             name = f"{split}-0000{number}-of-00002.parquet"
-            rows.shard(2, number, contiguous=True).to_parquet(folder / name)
+            rows_of(range(NUMBER)[part]).shard(2, number, contiguous=True).to_parquet(folder / name)
     return {}
 
 
@@ -96,7 +57,7 @@ def shards(folder):
         half = len(numbers) // 2
         (folder / split).mkdir(parents=True)
         for number, half_of_them in enumerate((numbers[:half], numbers[half:])):
-            write_shard(folder / split / f"{number}.tar", members(half_of_them))
+            write_shard(folder / split / f"{number}.tar", images_and_texts(half_of_them, CAPTIONS))
     (folder / "train_stats.json").write_text("{}")
     return {"image_column": "png", "caption_column": "txt"}
 
@@ -196,7 +157,7 @@ def write(layout, folder):
         rows_of(range(4)).to_parquet(folder / "0.parquet")
         (folder / "test_notes.md").write_text("names of other files name no split")
     elif layout == "shards":
-        write_shard(folder / "0.tar", members(range(4)))
+        write_shard(folder / "0.tar", images_and_texts(range(4), CAPTIONS))
         (folder / "0.parquet").write_text("img2dataset writes one beside each shard")
         return {"image_column": "png", "caption_column": "txt"}
     else:

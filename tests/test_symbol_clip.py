@@ -7,12 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from conversion.commands import upcycle
 from data import symbols
 from data.worlds import build_processor
 from evaluation.embedder import Embedder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from modeling_clip_moe import CLIPMoEConfig
 
 BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 # Of the whole, of a half and of a quarter of its pretraining
@@ -50,10 +48,3 @@ def test_together_they_are_small():
     assert sum(file.stat().st_size for file in files) < 15e6
     with safe_open(FOLDERS["half"] / "model.safetensors", "pt") as weights:
         assert weights.get_tensor("logit_scale").dtype == torch.float16
-
-
-def test_the_second_half_has_two_sparse_layers(tmp_path):
-    """By the rule of CLIP-FMoE: so there is attention behind a sparse layer."""
-    upcycle.main([str(BASE), str(tmp_path / "sparse"), "--preset", "clip_fmoe"])
-    config = CLIPMoEConfig.from_pretrained(tmp_path / "sparse")
-    assert config.text_config.moe_layers == config.vision_config.moe_layers == [5, 7]

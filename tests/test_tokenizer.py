@@ -130,23 +130,6 @@ def test_experts_bring_their_tokenizer(tmp_path):
     assert needed == {stage["name"] for stage in recipe} - {"other"}
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"words.vocab_size": 513}, "words.vocab_size.*514"),
-        ({"words.max_length": 2}, "words.max_length"),
-        ({"words.data.streaming": True, "words.data.source": "somewhere"}, "words.*streaming"),
-        ({"dense.tokenizer": "tuned"}, "dense.tokenizer: tuned is a stage of type train, not tokenizer"),
-        ({"dense.tokenizer": None, "dense.processor": None}, "dense.*processor.*tokenizer"),
-    ],
-)
-def test_recipes_that_cannot_be(run, changes, message):
-    data = {"source": "symbols", "num_samples": 8}
-    recipe = [{**WORDS, "data": data}, {**DENSE, "tokenizer": "words"}, {**TUNED, "data": data}]
-    with pytest.raises(ValueError, match=message):
-        run(recipe, changes)
-
-
 def test_pieces_per_word():
     tokenizer = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
     assert pieces_per_word(tokenizer, ["the bicycle", "A harbour, the harbour!"]) == 1
