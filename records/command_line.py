@@ -36,7 +36,7 @@ def command_line(name: str, **options: object) -> App:
         help_format="markdown",
         help_formatter="plain",
         version_flags=(),
-        default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
+        default_parameter=Parameter(consume_multiple=True, negative_iterable=(), allow_repeating=True),
         **options,
     )
 

@@ -28,6 +28,7 @@ from evaluation import speed
 from evaluation.commands import efficiency
 from evaluation.costs import ARCHITECTURES, SIZES, count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.efficiency import _device_name, _page
+from records.command_line import INTERRUPTED
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -224,7 +225,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_process():
     time.sleep(1)  # it imports torch
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=60)[1]
-    assert said.endswith("interrupted: nothing was written\n") and "Traceback" not in said
+    assert said.endswith(f"{INTERRUPTED}\n") and "Traceback" not in said
     assert process.returncode == 130 and not psutil.wait_procs(children, timeout=10)[1]
 
 

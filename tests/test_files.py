@@ -20,7 +20,7 @@ from tiny_clip import processor, tiny_clip
 from conversion.processors import copy_processor
 from conversion.publishing.bundle import write_processor
 from evaluation.sentence_encoders import TransformersEncoder
-from records.command_line import one_line_errors
+from records.command_line import INTERRUPTED, one_line_errors
 from records.files import locked, new_file, new_folder, respect_umask, write_text
 
 HOLD = """
@@ -118,7 +118,7 @@ def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, num
     assert converter.returncode == status and not list(tmp_path.iterdir())
     assert not any("Traceback" in line for line in error)
     if number == signal.SIGINT:
-        assert error[-1] == "interrupted: nothing was written"
+        assert error[-1] == INTERRUPTED
 
 
 @pytest.mark.parametrize("function", [(Path, "mkdir"), (FileLock, "acquire")])
@@ -151,7 +151,7 @@ def test_a_signal_that_a_library_takes_for_an_error_ends_the_program_all_the_sam
         except TypeError as error:
             raise ValueError(f"cannot load model: {error}") from None
     assert left.value.code == status
-    assert capsys.readouterr().err == ("interrupted: nothing was written\n" if number == signal.SIGINT else "")
+    assert capsys.readouterr().err == (f"{INTERRUPTED}\n" if number == signal.SIGINT else "")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
@@ -181,7 +181,7 @@ def test_a_signal_that_arrives_in_a_finalizer_ends_the_program_all_the_same(numb
         time.sleep(60)
         pytest.fail("not told to end")
     assert left.value.code == status and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err == ("interrupted: nothing was written\n" if number == signal.SIGINT else "")
+    assert capsys.readouterr().err == (f"{INTERRUPTED}\n" if number == signal.SIGINT else "")
     assert sys.unraisablehook is hook
 
 

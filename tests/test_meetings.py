@@ -13,7 +13,7 @@ from transformers import CLIPTokenizer
 
 from conversion.commands import assemble, average, publish, unify, upcycle
 from evaluation.commands import evaluate
-from training.commands import train
+from training.commands import train as train_command
 
 
 def edit(path, change):
@@ -154,7 +154,7 @@ def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fau
         lines = [one_line(module.main, arguments)]
     else:
         arguments = recipe_of(STAGES[command], folder, tmp_path)
-        lines = [one_line(train.main, arguments + plan) for plan in ([], ["--plan"])]
+        lines = [one_line(train_command.main, arguments + plan) for plan in ([], ["--plan"])]
     for line in lines:
         assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
@@ -211,13 +211,13 @@ def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, c
     def line_of(stages, *plan):
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
-        return one_line(train.main, ["--config", str(path), *plan])
+        return one_line(train_command.main, ["--config", str(path), *plan])
 
     both = [states, train | {"hidden_states": "kept"}]
     before = [line_of(both, "--plan"), line_of(both)]
     assert not kept.exists()
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [states]}))
-    train.main(["--config", str(tmp_path / "recipe.yaml")])
+    train_command.main(["--config", str(tmp_path / "recipe.yaml")])
     for line, source in [(line, sound / "sparse") for line in before] + [
         (line_of([train | {"hidden_states": str(kept)}]), kept)
     ]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import as_made_before, recipe, same_weights, train
 
 from data.worlds import build_processor
+from records.command_line import INTERRUPTED
 from records.provenance import Record
 from training import commands
 from training.recipe import load_recipe
@@ -133,7 +134,7 @@ def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
     error = run.communicate(timeout=60)[1]
     assert run.returncode == 128 + number and "Traceback" not in error
     if number == signal.SIGINT:
-        expected = "interrupted: run the same command again to go on from the last checkpoint"
+        expected = INTERRUPTED
         assert expected in error
     assert not list((tmp_path / "out").glob("*.tmp")) and not list((tmp_path / "out").glob(".*"))
 

@@ -300,7 +300,10 @@ def test_curves(measured, plain, tmp_path, capsys):
 
 def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
     """Also where others have nothing, and in the legend."""
-    drawn = {"dense": {1: {"loss": 2.0}}, "sparse": {1: {"loss": 1.0, "balance_loss": 1.1, "local_entropy_text": 0.5}}}
+    drawn = {
+        "dense": {1: {"loss": 2.0}, 2: {"loss": 1.0}},
+        "sparse": {1: {"loss": 1.0, "local_entropy_text": 0.5}, 2: {"loss": 0.9, "local_entropy_text": 0.4}},
+    }
     monkeypatch.setattr(curves.plt, "close", lambda figure: None)
     curves.draw(drawn, tmp_path / "curves.png")
     figure = curves.plt.gcf()
