@@ -24,23 +24,21 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from conversion.llava import build
 from data import pairs
 from data.conversations import QUESTIONS, load_conversations
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from examples.llava import IGNORED, ConversationLoader, LlavaTask, build
 from modeling_clip_moe import CLIPMoEVisionModel
 from training import engine
-from training.conversations import IGNORED, ConversationLoader
 from training.samplers import Share
-from training.stages.llava import LlavaTask
 
 ROOT = Path(__file__).parents[1]
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**LLAMA, "max_position_embeddings": 512}
-LLAVA = {"name": "llava", "stage": "llava", "tower": "sparse", "text_config": LLAMA}
+LLAVA = {"name": "llava", "stage": "examples.llava:LlavaStage", "tower": "sparse", "text_config": LLAMA}
 TRAIN = {
-    "stage": "train_llava",
+    "stage": "examples.llava:TrainLlavaStage",
     "data": {"source": "symbols", "num_samples": 12},
     "global_batch_size": 4,
     "max_steps": 2,

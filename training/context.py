@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data.conversations import load_conversations
 from data.identity import data_fingerprint, identity
 from data.pairs import load_pairs, usable_pairs
 from data.sources import DataArguments
@@ -81,11 +80,6 @@ class Context:
             return rows
         with self._main_process_first():
             return usable_pairs(rows, arguments)
-
-    def conversations(self, arguments: DataArguments) -> datasets.Dataset:
-        """See `data.conversations.load_conversations`. Every process has to ask."""
-        with self._main_process_first():
-            return load_conversations(self.resolve(arguments))
 
     def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""

@@ -7,7 +7,6 @@ from training.stages import (
     data_experts,
     evaluate,
     features,
-    llava,
     long_clip,
     mixture,
     models,
@@ -39,8 +38,6 @@ AnyStage = (
     | models.DenseStage
     | models.UnifyStage
     | train.TrainRouterStage
-    | llava.LlavaStage
-    | llava.TrainLlavaStage
     | evaluate.EvaluateStage
     | evaluate.AnalyzeStage
 )
