@@ -51,9 +51,6 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
         rows: columns `image` and `caption`.
         image_root: what relative paths of images start from.
         images: whether they are used. If not, only the captions count, and no image is read.
-
-    Raises:
-        OSError: a file is gone.
     """
     if not images:
         return _captions_fingerprint(rows)
@@ -120,11 +117,7 @@ def _commit(dataset: str) -> dict[str, str] | None:
 
 
 def source_files(arguments: DataArguments) -> list[str]:
-    """The files of a local source that hold its split, in order: without images that only its rows name.
-
-    Raises:
-        ValueError: the record of a saved dataset is damaged.
-    """
+    """The files of a local source that hold its split, in order: without images that only its rows name."""
     source = Path(os.path.abspath(arguments.source))
     if not source.is_dir():
         return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))

@@ -102,11 +102,7 @@ def present_captions(captions: Any) -> list[str]:
 
 
 def present_texts(captions: Any) -> list[str]:
-    """As `present_captions`.
-
-    Raises:
-        ValueError: one is neither a text nor missing.
-    """
+    """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
     for caption in captions if isinstance(captions, list) else [captions]:
         if not isinstance(caption, str | None):
             raise ValueError(f"its caption is no text but {textwrap.shorten(repr(caption), 60)}")
@@ -126,21 +122,13 @@ def all_captions(rows: Rows) -> Iterator[str]:
 
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
-    """The image and the caption column alone, under those names; images are not decoded yet.
-
-    Raises:
-        ValueError: one of them is not there.
-    """
+    """The image and the caption column alone, under those names; images are not decoded yet."""
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
 def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments) -> Rows:
-    """These columns alone, under their new names; images are not decoded yet.
-
-    Raises:
-        ValueError: one of them is not there.
-    """
+    """These columns alone, under their new names; images are not decoded yet."""
     columns = rows.column_names
     if columns is None:  # a stream of unknown features tells with its first row
         with reading(arguments):
@@ -245,11 +233,7 @@ def readable_pairs(
 
 
 def complete_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` that have an image and a caption, and how many have not. Decodes no image.
-
-    Raises:
-        ValueError: they are more than `max_unreadable` of all, or nothing is left.
-    """
+    """The rows of `select_columns` that have an image and a caption, and how many have not. Decodes no image."""
     there = [
         _is_there(image) and bool(present_captions(caption))
         for batch in rows.select_columns(["image", "caption"]).iter(1000)

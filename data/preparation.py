@@ -62,18 +62,14 @@ class Preparation:
 
 
 def crop_size(processor: BaseImageProcessor) -> tuple[int, int]:
-    """The width and height of the images that a processor makes. Raises as `resized_size`."""
+    """The width and height of the images that a processor makes."""
     if not processor.do_center_crop:
         return resized_size(processor, (1, 1))
     return processor.crop_size["width"], processor.crop_size["height"]
 
 
 def resized_size(processor: BaseImageProcessor, size: tuple[int, int]) -> tuple[int, int]:
-    """The width and height that a processor resizes an image of this width and height to.
-
-    Raises:
-        ValueError: it settles neither the shorter side nor both.
-    """
+    """The width and height that a processor resizes an image of this width and height to."""
     edge = processor.size.get("shortest_edge")
     if edge:
         return tuple(edge if side == min(size) else int(edge * side / min(size)) for side in size)

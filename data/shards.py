@@ -50,11 +50,7 @@ def open_shards(files: Sequence[str], image_column: str, text_column: str, stamp
 
 
 def read_member(reference: str) -> bytes:
-    """The bytes that a reference names.
-
-    Raises:
-        OSError: the shard is gone or shorter.
-    """
+    """The bytes that a reference names."""
     shard, start, length = MEMBER.fullmatch(reference).groups()
     with open(shard, "rb") as file:
         file.seek(int(start))
@@ -68,9 +64,6 @@ def require_whole(file: str, streaming: bool) -> None:
     """A tar must end as tars do, with zeros up to a full record. Readers take a damaged header for the end, silently.
 
     All headers are read, but of a stream, which may be of many large shards, only the end: it shows what was cut.
-
-    Raises:
-        ValueError: it does not end so.
     """
     end = b""
     with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:

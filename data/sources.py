@@ -298,10 +298,6 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
 def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """The builder of `datasets` for a pattern or a folder, "csv" for one of tables, and the files of each split that is
     asked for.
-
-    Raises:
-        FileNotFoundError: there are none.
-        ValueError: the folder has no such split, or a file of it is in another split as well.
     """
     source = arguments.source
     if "::" in os.path.abspath(source):

@@ -139,9 +139,6 @@ def load_minimal_pairs(
     Returns:
         Rows of `image_0`, `caption_0`, `image_1`, `caption_1` (detailed, in the same words) and `attribute`: one of
         `DIFFERENCES`, all equally frequent. "binding" are two symbols whose colors are exchanged.
-
-    Raises:
-        ValueError: as `load`.
     """
     rows = []
     for index in range(num_pairs):

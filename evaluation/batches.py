@@ -89,11 +89,7 @@ Batches = TextBatches | ImageBatches
 
 
 def read_batches(batches: Batches, numbers: Sequence[int], num_workers: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches of these numbers, in their order.
-
-    Raises:
-        OSError, ValueError: an image cannot be read.
-    """
+    """The batches of these numbers, in their order."""
     generator = torch.Generator()  # without one, a DataLoader draws from the global one
     with errors_of_workers():
         yield from DataLoader(batches, sampler=numbers, batch_size=None, num_workers=num_workers, generator=generator)

@@ -145,11 +145,7 @@ def is_mixture(model: str | Path) -> bool:
 
 
 def require_changes(changes: Mapping[str, Any]) -> None:
-    """What a mixture is measured with in place of its own configuration: fields of `CLIPMoDEConfig` named in `CHANGES`.
-
-    Raises:
-        ValueError: another field, or a value that it cannot have.
-    """
+    """What a mixture is measured with in place of its own configuration: fields of `CLIPMoDEConfig` in `CHANGES`."""
     unknown = sorted(set(changes) - set(CHANGES))
     if unknown:
         raise ValueError(f"a mixture can be measured with another {', '.join(CHANGES)}, not {', '.join(unknown)}")

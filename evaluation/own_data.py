@@ -141,9 +141,6 @@ def in_one_line(error: ValidationError) -> str:
 def retrieval_task(arguments: DataArguments) -> Task:
     """Retrieval on any dataset with an image and a caption column; the caption may be a list. Rows of the same image
     are one image with all their captions.
-
-    Raises:
-        ValueError: images and captions are one column.
     """
 
     def load():
@@ -199,9 +196,6 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     Args:
         train_split: what the probe is fitted to; as many samples as `arguments` asks for.
         classes: as there; None: those of either split.
-
-    Raises:
-        ValueError: the splits have rows in common, too.
     """
     train_arguments = dataclasses.replace(arguments, split=train_split)
     (rows, names), (train_rows, train_names) = labeled_rows(arguments, classes), labeled_rows(train_arguments, classes)
@@ -292,12 +286,7 @@ def _problem_of_side(image: Any, caption: Any, arguments: DataArguments) -> str:
 
 
 def read_classes(path: Path, what: str = "class") -> list[str]:
-    """The names of a file, one a line.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is blank, or it is no text.
-    """
+    """The names of a file, one a line."""
     lines = read_text(path).removesuffix("\n").split("\n")
     names = [line.strip() for line in lines]
     if "" in names:
@@ -314,12 +303,7 @@ def read_text(path: Path) -> str:
 
 
 def read_templates(templates: Sequence[str]) -> list[str]:
-    """Templates with {}, as they are given or from the one file that is given; {c}, as CLIP_benchmark has it, is {}.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it has a blank line, or is no text.
-    """
+    """Templates with {}, as they are given or from the one file that is given; {c}, as CLIP_benchmark has it, is {}."""
     if len(templates) == 1 and os.path.isfile(templates[0]):
         templates = read_classes(Path(templates[0]), "template")
     return [template.replace("{c}", "{}") for template in templates]

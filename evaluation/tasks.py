@@ -170,9 +170,6 @@ def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
 
     Args:
         own: fields of `OwnTask`, but for its task.
-
-    Raises:
-        ValueError: a name is unknown, a task has no dataset, or the settings contradict each other.
     """
     require_tasks(names, OWN_TASKS)
     if not own["dataset"] and set(names) & set(OWN_TASKS):
