@@ -111,18 +111,12 @@ def test_manifests_name_the_class_and_its_code(done):
     assert manifest(run, "unified")["code"] == {}
 
 
-def test_the_second_run_skips_all(there, capsys):
+def test_the_second_run_skips_all_but_what_changed(there, capsys):
     train.main(["--config", RECIPE])
     out = capsys.readouterr().out
     assert [f"{name}: done before, skipped" in out for name in NAMES] == [True] * len(NAMES)
-
-
-def test_a_changed_setting_is_refused(there):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .stage.bias: -10.0 -> -9.0.\. Delete"):
         train.main(["--config", RECIPE, "--expert_1.bias", "-9"])
-    assert "expert_1 was made with other settings (stage.bias: -10.0 -> -9.0). Delete it to make it anew" in str(
-        exit.value
-    )
 
 
 def test_changed_code_is_refused(there):
@@ -130,11 +124,10 @@ def test_changed_code_is_refused(there):
     before = path.read_text()
     path.write_text(before.replace("arXiv:", ""))
     try:
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .code\.my_method\.stages: '"):
             train.main(["--config", RECIPE])
     finally:
         path.write_text(before)
-    assert re.search(r"expert_1 was made with other settings \(code\.my_method\.stages: '\w{12}' -> ", str(exit.value))
 
 
 def test_the_resolved_recipe_is_a_recipe(there):

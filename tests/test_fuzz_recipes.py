@@ -81,56 +81,9 @@ def damaged(draw):
 
 
 PIECES = st.sampled_from(
-    [
-        "stages",
-        "name",
-        "stage",
-        "train",
-        ": ",
-        ":",
-        "- ",
-        "\n",
-        "\n  ",
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        "&a ",
-        "*a",
-        "<<: *a",
-        "!x ",
-    ]
-    + [
-        "!!python/name:os.system ",
-        "'",
-        '"',
-        "|\n",
-        ">\n",
-        "#",
-        "%YAML 9.9\n",
-        "---\n",
-        "...\n",
-        "? ",
-        "1",
-        "0x",
-        "1:1",
-        "~",
-    ]
-    + [
-        "2020-99-99",
-        "!!int ",
-        "!!set ",
-        "!!binary ",
-        "\t",
-        "\x07",
-        "\ufeff",
-        "defaults",
-        "output_dir: out\n",
-        "\\",
-        "@",
-        "`",
-    ]
+    [*"stages name stage train : - { } [ ] , *a ' \" # ? 1 0x 1:1 ~ \\ @ `".split(), *"2020-99-99 defaults".split()]
+    + [": ", "- ", "\n", "\n  ", "&a ", "<<: *a", "!x ", "!!python/name:os.system ", "|\n", ">\n", "%YAML 9.9\n"]
+    + ["---\n", "...\n", "? ", "!!int ", "!!set ", "!!binary ", "\t", "\x07", "\ufeff", "output_dir: out\n"]
 )
 
 
@@ -179,35 +132,10 @@ def finished(tmp_path_factory):
 
 
 KEYS = st.sampled_from(
-    [
-        "seed",
-        "output_dirs",
-        "stages.x",
-        "defaults",
-        "defaults.train",
-        "defaults.initialize",
-        "defaults.initialize.processor",
-    ]
-    + [
-        "dense",
-        "dense.stage",
-        "dense.projection_dim",
-        "dense.text_config",
-        "dense.text_config.hidden_size",
-        "dense..x",
-        ".",
-    ]
-    + [
-        "dense.processor",
-        "mixed_precision",
-        "trackers.x",
-        "push_to_hub",
-        "push_to_hub.x",
-        "push_to_hub.dense.x",
-        "",
-        "-",
-        "a=b",
-    ]
+    "seed output_dirs stages.x defaults defaults.train defaults.initialize defaults.initialize.processor dense"
+    " dense.stage dense.projection_dim dense.text_config dense.text_config.hidden_size dense..x . dense.processor"
+    " mixed_precision trackers.x push_to_hub push_to_hub.x push_to_hub.dense.x - a=b".split()
+    + [""]
 )
 WORDS = st.one_of(ODD.map(str), ODD.map(repr), st.lists(PIECES, max_size=4).map("".join))
 

@@ -1,11 +1,21 @@
 """Recipes: what is read, what is overridden, what is refused."""
 
+import types
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
-from training.recipe import dump_recipe, load_recipe
+from data.augmentation import Augmentation
+from data.captions import CaptionPolicy
+from data.sources import DataArguments
+from evaluation.own_data import OwnTask
+from training import recipe as recipes
+from training.lora import LoraSettings
+from training.recipe import Recipe, dump_recipe, load_recipe
+from training.scores import Evaluation
+from training.stages import STAGES
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 
@@ -71,19 +81,62 @@ def test_two_experts_of_one_number(recipe):
         load_recipe(recipe(RECIPE + expert % "first" + expert % "second"))
 
 
+def facts(hint, given=()):
+    """The numbers and choices of an annotation such as `Annotated[float, Field(gt=0)] | None`, with bounds."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        yield from facts(arguments[0], [*given, *arguments[1:]])
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from facts(argument, given)
+    elif hint in (int, float) or origin is typing.Literal:
+        found = [fact for one in given for fact in getattr(one, "metadata", [one])]
+        yield hint, [(key, getattr(fact, key)) for fact in found for key in BOUNDS if hasattr(fact, key)]
+
+
+def takes_text(hint):
+    inner = () if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
+    return hint is str or any(map(takes_text, inner))
+
+
+def wrong_values(hint, given):
+    """Values that a setting refuses: of another type, no choice, beyond a bound."""
+    kinds = list(facts(hint, given))
+    yield from [ODD, *(["nonsense"] if kinds and not takes_text(hint) else [])]
+    for kind, bounds in kinds if len(kinds) == 1 else ():
+        step = 1 if kind is int else 1e-6
+        yield from (bound + {"gt": 0, "lt": 0, "ge": -step, "le": step}[key] for key, bound in bounds)
+
+
+ODD, BOUNDS = [[{"x": [None]}]], ("gt", "ge", "lt", "le")
+CLASSES = [*STAGES.values(), DataArguments, Augmentation, CaptionPolicy, OwnTask, Evaluation, LoraSettings, Recipe]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_what_a_setting_cannot_be_is_refused_by_its_name(kind):
+    for name, field in kind.__pydantic_fields__.items():
+        if (kind, name) == (Recipe, "stages"):  # each is read before, by its own class
+            continue
+        for value in wrong_values(field.annotation, field.metadata):
+            problems = []
+            assert recipes._validate(kind, {name: value}, "x.", problems) is None
+            assert any(line.startswith(f"x.{name}") for line in problems), (name, value, problems)
+    problems = []
+    assert recipes._validate(kind, {"nonsense": 1}, "x.", problems) is None
+    assert any(line.startswith("x.nonsense: there is no such key") for line in problems)
+
+
 @pytest.mark.parametrize(
     "stage",
-    [
-        "stage: embed, model: dense",
-        "stage: hidden_states, model: dense",
-        "stage: train_experts, expert: 1, model: dense, clusters: labels",
-        "stage: train, model: dense, hidden_states: states",
-    ],
+    ["embed, model: dense", "train_experts, expert: 1, model: dense, clusters: labels", "tokenizer"]
+    + ["train, model: dense, hidden_states: states"],
 )
 def test_what_needs_numbered_samples_refuses_a_stream(recipe, stage):
     data = "{source: shards, streaming: true, num_samples: null}"
     with pytest.raises(ValueError, match=r"streaming.*numbered samples|streaming.*samples with numbers"):
-        load_recipe(recipe(f"{RECIPE}  - {{name: other, {stage}, data: {data}}}\n".replace("source: symbols, ", "")))
+        load_recipe(
+            recipe(f"{RECIPE}  - {{name: other, stage: {stage}, data: {data}}}\n".replace("source: symbols, ", ""))
+        )
 
 
 def test_overrides(recipe):
@@ -103,37 +156,18 @@ def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("learning_rate", "learning_rte", r"tuned\.learning_rte"),
-        ("num_samples", "num_sample", r"tuned\.data\.num_sample"),
-        ("preset: clip_up", "preset: clip_down", r"sparse\.preset"),
         ("stage: upcycle", "stage: upcicle", "upcicle"),
-        ("output_dir: out", "output_dir: out\nsede: 1", "sede"),
-        ("output_dir: out", "output_dir: out\nseed: -1", "seed"),
         ("output_dir: out", "output_dir: out\noutput_dir: other", "output_dir is given twice"),
         ("name: tuned", "name: sparse", "'sparse' is used twice"),
-        ("name: tuned", "name: a/b", "'a/b' cannot name a stage"),
-        ("name: tuned", "name: seed", "'seed' cannot name a stage"),
         ("max_steps: 20", "max_steps: 20, num_epochs: 2", "exactly one of max_steps"),
         ("max_steps: 20", "max_steps: null", "exactly one of max_steps"),
-        ("max_steps: 20", "max_steps: -1", r"tuned\.max_steps"),
         ("1e-3", ".nan", "learning_rate: the number nan"),
-        ("defaults:\n  train", "defaults:\n  trian", "trian"),
         ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
         ("stages:", "steps:", "no list of stages"),
         (RECIPE[RECIPE.index("stages:") :], "stages: []", "the list of stages is empty"),
         ("1e-3", "1e300", r"learning_rate: Input should be less than or equal to 1 \(got '1e300'\)"),
         ("1e-3", "1e-3, weight_decay: 1e300", r"weight_decay 1e\+300 times learning_rate 0.001 is what"),
-        ("1e-3", "1e-3, adam_epsilon: 1e300", r"adam_epsilon: Input should be less than or equal to 1"),
-        ("1e-3", "1e-3, max_logit_scale: 1e-300", r"max_logit_scale: Input should be greater than or equal to 1"),
         ("1e-3", "true", "tuned.learning_rate: a number is needed, not true or false"),
-        ("max_steps: 20", "max_steps: true", "tuned.max_steps: a number"),
-        ("num_samples: 64", "num_samples: true", "tuned.data.num_samples: a number"),
-        (
-            "web}",
-            "web}, evaluation: {tasks: [{task: pairs, dataset: x, num_samples: true}], every_steps: 1}",
-            r"s\.0\.num",
-        ),
-        ("output_dir: out", "output_dir: out\nseed: true", "seed: a number"),
     ],
 )
 def test_mistakes_are_named(recipe, old, new, message):
@@ -153,31 +187,23 @@ MERGES = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{y{n}: [{', '.join([f'*a{n - 1}'] *
         ("\n".join([*MERGES, RECIPE]), "more than 100000 values"),
         (f"self: &self [*self]\n{RECIPE}", "line 1: an alias stands for a value that holds it"),
         (f"deep: {'[' * 30}{']' * 30}\n{RECIPE}", "nested in more than 20 levels"),
-        (f"deep: {'[' * 50_000}{']' * 50_000}\n{RECIPE}", "nested in more than 20 levels"),
         (f"deep: {'{a: ' * 5000}{'}' * 5000}\n{RECIPE}", "nested in more than 20 levels"),
         (f"x: {'y' * 1_000_000}", "more than the 1000000 of any recipe"),
         (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "line 1: a recipe has no tags"),
-        (f"x: !!int ''\n{RECIPE}", "a recipe has no tags"),
         ("[", "not valid YAML"),
         (f"{RECIPE}---\n{RECIPE}", "not valid YAML: expected a single document"),
         (f"{{a: 1}}: 2\n{RECIPE}", "not valid YAML|given twice|is no text"),
         ("", "no list of stages"),
-        ("5", "no list of stages"),
         (f"5: x\n{RECIPE}", "the key 5 is no text: put it into quotes"),
         (f"x: 2020-13-45\n{RECIPE}", "month must be in"),
         (f"x: 2020-01-01\n{RECIPE}", "x: datetime.date.* is a date"),
         (f"x: {'1' * 5000}\n{RECIPE}", "4300 digits"),
         (f"seed: {'1' * 30}\n{RECIPE}", "seed: the number 1111.* has more than 64 bits"),
-        (f"seed: 4294967296\n{RECIPE}", "seed"),
         (RECIPE.replace("source: symbols", 'source: "a\\0b"'), r"source: .*characters that no file"),
-        (RECIPE.replace("source: symbols", 'source: "\\ud800"'), r"source: .*characters that no file"),
         (RECIPE.replace("output_dir: out", "output_dir: ''"), "output_dir"),
         (RECIPE.replace("stage: train", "stage: [1]"), "keys name and stage, both texts"),
         (RECIPE.replace("name: tuned", "name: 5"), "keys name and stage, both texts"),
-        (RECIPE.replace("name: tuned", "name: [tuned]"), "keys name and stage, both texts"),
         (f"{RECIPE}  - 5\n", "keys name and stage, both texts, got 5"),
-        (f"{RECIPE}  -\n", "keys name and stage, both texts, got None"),
-        ("defaults: 5\nstages: [{name: a, stage: train}]", "defaults needs keys with settings, not 5"),
         ("defaults: {train: 5}\nstages: [{name: a, stage: train}]", r"defaults.train needs keys with settings, not 5"),
     ],
 )
@@ -186,36 +212,14 @@ def test_what_is_no_recipe_is_refused_at_once(recipe, text, message):
         load_recipe(recipe(text))
 
 
-def test_files_that_are_no_text(tmp_path):
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match="binary is no text in UTF-8"):
-        load_recipe(tmp_path / "binary")
-    with pytest.raises(FileNotFoundError, match="is a folder, not a recipe"):
-        load_recipe(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        " ",
-        " a",
-        ".",
-        "..",
-        "../out",
-        "a/b",
-        "/",
-        "a\\b",
-        ".git",
-        "-a",
-        "recipe.yaml",
-        "Recipe.YAML",
+def test_names_that_no_stage_can_have(recipe):
+    names = [
+        *". .. ../out a/b / a\\b .git -a recipe.yaml Recipe.YAML tuned.partial seed defaults SPARSE".split(),
+        "x" * 201,
     ]
-    + ["tuned.partial", "a\nb", "a\tb", "x" * 201, "ü" * 101, "seed", "defaults", "SPARSE"],
-)
-def test_names_that_no_stage_can_have(recipe, name):
-    with pytest.raises(ValueError, match="cannot name a stage|are one folder"):
-        load_recipe(recipe(), {"tuned.name": name})
+    for name in [*names, "", " ", " a", "a\nb", "a\tb", "ü" * 101]:
+        with pytest.raises(ValueError, match="cannot name a stage|are one folder"):
+            load_recipe(recipe(), {"tuned.name": name})
 
 
 def test_names_that_stages_can_have(recipe):
@@ -223,33 +227,22 @@ def test_names_that_stages_can_have(recipe):
         assert load_recipe(recipe(), {"tuned.name": name}).stages[1].name == name
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("defaults", 5), ("defaults.train", 5), ("tuned.stage", [1]), ("tuned.name", 5), ("stages", 5), ("stages", [5])]
-    + [
-        ("tuned..x", 1),
-        ("tuned.", 1),
-        (".", 1),
-        ("", 1),
-        ("tuned." + "a." * 1000 + "a", 1),
-        ("seed.x", 1),
-        ("stages.x", 1),
-    ],
-)
-def test_overrides_that_break_a_recipe_are_refused(recipe, key, value):
-    with pytest.raises(ValueError):
-        load_recipe(recipe(), {key: value})
-
-
-@pytest.mark.parametrize("key", ["tuned.learning_rte", "tuned", "nope.max_steps", "tuned.max_steps.x"])
-def test_unknown_overrides_are_named(recipe, key):
-    with pytest.raises(ValueError, match=key.split(".")[0]):
-        load_recipe(recipe(), {key: 1})
-
-
-def test_missing_recipe(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
-        load_recipe(tmp_path / "nowhere.yaml")
+def test_overrides_that_break_a_recipe_are_refused(recipe):
+    broken = {"defaults": 5, "defaults.train": 5, "tuned.stage": [1], "tuned.name": 5, "stages": [5]}
+    unknown = [
+        "tuned..x",
+        "tuned.",
+        ".",
+        "",
+        "tuned." + "a." * 1000 + "a",
+        "seed.x",
+        "stages.x",
+        "tuned",
+        "nope.max_steps",
+    ]
+    for key, value in (broken | dict.fromkeys([*unknown, "tuned.max_steps.x", "tuned.learning_rte"], 1)).items():
+        with pytest.raises(ValueError):
+            load_recipe(recipe(), {key: value})
 
 
 def test_an_alias_is_overridden_in_one_place_alone(tmp_path):
