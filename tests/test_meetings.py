@@ -1,9 +1,7 @@
 """Where a model meets a processor, and several processors meet: what does not fit is refused by every command."""
 
 import json
-import re
 import shutil
-from pathlib import Path
 
 import converters
 import pytest
@@ -222,12 +220,3 @@ def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, c
         (line_of([train | {"hidden_states": str(kept)}]), kept)
     ]:
         assert f"the {half} of {other} " in line and f"that of {source}," in line, line
-
-
-def test_the_table_of_the_documentation():
-    """What is refused where: each fault and each command of this file stands in docs/reliability.md."""
-    page = Path(__file__).parents[1].joinpath("docs", "reliability.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|$", page, re.MULTILINE)
-    assert dict(rows).items() >= {fault: message for fault, (message, _) in FAULTS.items()}.items()
-    commands = page.split("Each is refused by ")[1].split(":")[0]
-    assert set(re.findall(r"`([^`]+)`", commands)) == {name.removeprefix("stage ") for name in [*COMMANDS, *STAGES]}
