@@ -8,10 +8,10 @@ import random
 import pytest
 from benchmark_folders import make_copy
 from test_annotations import coco, karpathy, table
-from tiny_sources import sharegpt4v
+from tiny_sources import image_folder, saved_to_disk, sharegpt4v
 
 from data.pairs import load_pairs
-from data.sources import DataArguments
+from data.sources import DataArguments, reading
 from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS
 
@@ -101,8 +101,21 @@ def tsv(tmp_path):
     return table(tmp_path, "pairs.tsv")
 
 
-@pytest.mark.parametrize("source", [table, tsv, coco, karpathy, sharegpt4v])
-def test_sources(tmp_path, source):
-    arguments = DataArguments(**source(tmp_path))
-    (file,) = (file for file in tmp_path.iterdir() if file.is_file())
-    require_read_or_refused(file, lambda: load_pairs(arguments), random.Random(source.__name__))
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        *((source, "*.*") for source in (table, tsv, coco, karpathy, sharegpt4v)),
+        (image_folder, "folder/metadata.jsonl"),
+        (saved_to_disk, "disk/state.json"),
+    ],
+)
+def test_sources(tmp_path, source, file, streaming):
+    arguments = DataArguments(**source(tmp_path), streaming=streaming)
+    (file,) = tmp_path.glob(file)
+
+    def load():
+        with reading(arguments):  # as the loader reads streams
+            list(load_pairs(arguments))
+
+    require_read_or_refused(file, load, random.Random(source.__name__))
