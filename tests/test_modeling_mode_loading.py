@@ -128,42 +128,12 @@ def test_an_expert_that_was_half_added_is_none(tmp_path):
     assert loaded.num_experts == 2 and torch.equal(loaded.centers, mixture(2).centers)
 
 
-def test_what_is_saved_can_be_given_up_and_loaded_again(inputs, tmp_path):
-    model = mixture(3)
-    model.max_loaded_experts = 1
-    model.save_pretrained(tmp_path)
-    model.replace_expert(1, dense(7))
-    model.save_pretrained(tmp_path)
-    for number in (0, 1, 2):
-        expected = dense(7 if number == 1 else number)(**inputs).logits_per_image
-        assert torch.equal(model.expert(number)(**inputs).logits_per_image, expected)
-    assert len(model.experts) == 1
-
-
 def test_a_state_dict_is_shared_out(inputs, tmp_path):
     model, other = mixture(2), CLIPMoDEModel.from_experts([dense(8), dense(9)])
     model.save_pretrained(tmp_path, state_dict=other.state_dict())
     loaded, equal = AutoModel.from_pretrained(tmp_path), torch.tensor([0.5, 0.5])
     found = loaded(**inputs, routing_weights=equal).logits_per_image
     assert torch.equal(found, other(**inputs).logits_per_image)
-
-
-def test_hub_arguments_reach_the_hub(tmp_path, monkeypatch):
-    called = []
-    monkeypatch.setattr(CLIPMoDEModel, "push_to_hub", lambda self, name, **kwargs: called.append((name, kwargs)))
-    mixture(2).save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/x", private=True, commit_message="first")
-    assert called == [("me/x", {"private": True, "commit_message": "first"})]
-
-
-def test_a_model_named_as_a_repository_is_saved_whole(inputs, tmp_path, monkeypatch):
-    """An expert of the repository me/mode is not the one in a folder me/mode."""
-    monkeypatch.chdir(tmp_path)
-    mixture(2).save_pretrained("there")
-    model = CLIPMoDEModel.from_pretrained("there", max_loaded_experts=1)
-    model._sources = {name: ("me/mode", name, {}) for name in model.config.experts}
-    model._load = lambda name: dense(int(name[-1]))
-    model.save_pretrained("me/mode")
-    assert AutoModel.from_pretrained("me/mode").num_parameters() == mixture(2).num_parameters()
 
 
 def test_an_unloaded_model_is_saved_elsewhere(inputs, tmp_path):
