@@ -27,11 +27,14 @@ training = [
 ]
 # K-means of more than 100,000 features
 faiss = ["faiss-cpu>=1.12"]
+# Captions embedded by a sentence encoder
+sentence = ["sentence-transformers>=6.2"]
 # The pictures of data.icons, and what draws them
 icons = ["mkdocs-material>=9.8.2", "resvg-py>=0.5"]
 test = [
     *training,
     *faiss,
+    *sentence,
     "hypothesis>=6.100",
     "import-linter>=2.3",
     "pytest>=8.3",
@@ -39,7 +42,6 @@ test = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.15",
-    "sentence-transformers>=6.2",
     "tensorboard>=2.18",
 ]
 # The page of examples.app. gradio takes no Pillow 13: see the Makefile
@@ -77,6 +79,7 @@ setup(
     extras_require={
         "training": training,
         "faiss": faiss,
+        "sentence": sentence,
         "icons": icons,
         "test": test,
         "integrations": integrations,

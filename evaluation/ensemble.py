@@ -19,7 +19,7 @@ from conversion.checkpoints import clip_class, config_of, load_mixture
 from conversion.folders import load_config, loading
 from data.images import decode_image
 from evaluation.embedder import Embedder
-from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder, load_encoder
+from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Ensemble:
         return sum(embeds) if self.router.config.feature_ensemble == "sum" else concatenate(embeds)
 
     @cached_property
-    def encoder(self) -> SentenceEncoder | ImageEncoder:
+    def encoder(self) -> SentenceEncoder:
         return load_encoder(self.folder / ENCODER, self.device)
 
     def _embed(self, texts: Iterable[str]) -> None:

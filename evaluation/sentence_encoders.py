@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
-from transformers import AutoModel, CLIPConfig, PreTrainedModel
+from transformers import CLIPConfig
 
 from conversion.checkpoints import check_weights, load_clip, stored_weights
 from conversion.folders import check_json, has_file, load_config, loading
@@ -27,7 +27,11 @@ from modeling_clip_moe import CLIPMoEConfig
 from records.files import save, writing
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
+# Of the last hidden states: the mean over the tokens; the first one (unsupervised SimCSE); or the model's own pooler, a
+# layer on the first one (supervised SimCSE)
 Pooling = Literal["mean", "cls", "pooler"]
+Modality = Literal["text", "image"]
+TOKENS = "token_embeddings"
 BATCH_SIZE = 256
 
 
@@ -79,30 +83,37 @@ class TfidfEncoder:
         _write(folder, {"kind": "tfidf", "words": self.words})
 
 
-class SentenceTransformerEncoder:
-    """A model of the sentence-transformers library, which has to be installed.
+class TextEncoder:
+    """A model of the sentence-transformers library, or a text model of transformers with a pooling on it.
 
     Args:
         source: a folder or hub name.
-        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights.
+        pooling: of a text model, see `Pooling`; a model of the library has its own.
+        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and the pooling.
     """
 
     modality = "text"
 
-    def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
+    def __init__(
+        self, source: str, pooling: Pooling = "mean", name: str | None = None, device: str | torch.device = "cpu"
+    ):
         try:
             import sentence_transformers
         except ImportError as error:
-            raise ValueError(f"{source} is a sentence-transformers model: pip install sentence-transformers") from error
+            raise ValueError(f"{source} is a sentence encoder: pip install sentence-transformers") from error
         if int(sentence_transformers.__version__.split(".")[0]) < 6:  # which run the modules that a folder brings
             raise ValueError(
                 f"sentence-transformers {sentence_transformers.__version__} runs code of the folders that it loads: "
                 "pip install 'sentence-transformers>=6'"
             )
-        self.source, self.name = source, name or _name(source)
+        self.source, self.pooling, is_whole = source, pooling, has_file(source, "modules.json")
+        self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
         check_json(source)
         with loading(source):
-            self.model = sentence_transformers.SentenceTransformer(source, device=str(device), trust_remote_code=False)
+            if not is_whole:
+                check_weights(stored_weights(source))
+            model = {"model_name_or_path": source} if is_whole else {"modules": _modules(source, pooling)}
+            self.model = sentence_transformers.SentenceTransformer(**model, device=str(device), trust_remote_code=False)
             check_weights(self.model.state_dict().items())
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
@@ -114,72 +125,25 @@ class SentenceTransformerEncoder:
         if Path(self.source).is_dir():
             with writing(folder):
                 self.model.save(str(folder / "model"))
-        _write(folder, {"kind": "sentence_transformers", "name": self.name, "source": self.source})
+        _write(folder, {"kind": "text", "name": self.name, "source": self.source, "pooling": self.pooling})
 
 
-class TransformersEncoder:
-    """A text model of transformers, or the text tower of a dense or sparse CLIP.
+def _modules(source: str, pooling: Pooling) -> list[torch.nn.Module]:
+    """A text model of transformers, and the pooling on it."""
+    from sentence_transformers.sentence_transformer import modules
 
-    Args:
-        source: a folder or hub name.
-        pooling: of the last hidden states: the mean over the tokens; the first one (unsupervised SimCSE); or the
-            model's own pooler, which is a layer on the first one (supervised SimCSE). A CLIP has its own.
-        name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and the pooling.
-    """
-
-    modality = "text"
-
-    def __init__(
-        self,
-        source: str,
-        pooling: Pooling = "mean",
-        name: str | None = None,
-        device: str | torch.device = "cpu",
-    ):
-        config = load_config(source)
-        self.is_clip = config.model_type in (CLIPConfig.model_type, CLIPMoEConfig.model_type)
-        self.source, self.pooling = source, pooling
-        self.name = name or (_name(source) if self.is_clip else f"{_name(source)}:{pooling}")
-        self.tokenizer = load_tokenizer(source)
-        if self.is_clip:
-            require_fit(config, source, source, self.tokenizer)
-        text_config = config.text_config if self.is_clip else config
-        longest = getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
-        self.max_length = min(longest, self.tokenizer.model_max_length)
-        self.model = (load_clip(source) if self.is_clip else _load_text_model(source)).eval()
-        self.model.to(device)
-
-    @torch.no_grad()
-    def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
-        """(texts, d) normalized."""
-        embeds = [self._embed(list(texts[start : start + batch_size])) for start in range(0, len(texts), batch_size)]
-        return torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1).cpu().numpy()
-
-    def _embed(self, texts: list[str]) -> torch.Tensor:
-        options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        batch = self.tokenizer(texts, **options).to(self.model.device)
-        if self.is_clip:
-            return self.model.get_text_features(batch["input_ids"], batch["attention_mask"]).pooler_output
-        outputs = self.model(**batch)
-        if self.pooling == "pooler":
-            if outputs.get("pooler_output") is None:
-                raise ValueError(f"{self.source} has no pooler: use pooling mean or cls")
-            return outputs.pooler_output
-        if self.pooling == "cls":
-            return outputs.last_hidden_state[:, 0]
-        mask = batch["attention_mask"][..., None].to(outputs.last_hidden_state.dtype)
-        return (outputs.last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
-
-    def save(self, folder: Path) -> None:
-        if Path(self.source).is_dir():
-            save(self.model, folder / "model")
-            save(self.tokenizer, folder / "model")
-        settings = {"kind": "transformers", "name": self.name, "source": self.source, "pooling": self.pooling}
-        _write(folder, settings)
+    output, made = ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
+    method = {"text": {"method": "forward", "method_output_name": output}}
+    transformer = modules.Transformer(source, modality_config=method, module_output_name=made)
+    if pooling == "pooler":
+        if getattr(transformer.model, "pooler", None) is None:
+            raise ValueError(f"{source} has no pooler: use pooling mean or cls")
+        return [transformer]
+    return [transformer, modules.Pooling(transformer.get_embedding_dimension(), pooling)]
 
 
-class ImageEncoder:
-    """The image tower of a dense or sparse CLIP: clusters of images are what MoDE section 5.3 compares with.
+class ClipEncoder:
+    """A tower of a dense or sparse CLIP. Clusters of images are what MoDE section 5.3 compares with.
 
     Args:
         source: a folder or hub name.
@@ -187,30 +151,41 @@ class ImageEncoder:
             images.
     """
 
-    modality = "image"
-
-    def __init__(self, source: str, name: str | None = None, device: str | torch.device = "cpu"):
-        self.source, self.name = source, name or f"{_name(source)}:image"
-        self.processor, self.model = load_processor(source), load_clip(source).eval().to(device)
+    def __init__(
+        self, source: str, modality: Modality = "text", name: str | None = None, device: str | torch.device = "cpu"
+    ):
+        self.source, self.modality = source, modality
+        self.name = name or (_name(source) if modality == "text" else f"{_name(source)}:image")
+        if modality == "image":
+            self.processor = load_processor(source)
+        else:
+            self.processor, config = load_tokenizer(source), load_config(source)
+            require_fit(config, source, source, self.processor)
+            self.max_length = min(config.text_config.max_position_embeddings, self.processor.model_max_length)
+        self.model = load_clip(source).eval().to(device)
 
     @torch.no_grad()
-    def encode(self, images: Sequence[PIL.Image.Image], batch_size: int = BATCH_SIZE) -> np.ndarray:
-        """(images, d) normalized."""
-        embeds = []
-        for start in range(0, len(images), batch_size):
-            batch = self.processor.image_processor(list(images[start : start + batch_size]), return_tensors="pt")
-            pixel_values = batch["pixel_values"].to(self.model.device, self.model.dtype)
-            embeds.append(self.model.get_image_features(pixel_values).pooler_output)
-        return torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1).cpu().numpy()
+    def encode(self, items: Sequence[str | PIL.Image.Image], batch_size: int = BATCH_SIZE) -> np.ndarray:
+        """(items, d) normalized: of texts, or of images."""
+        batches = [list(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
+        return torch.nn.functional.normalize(torch.cat([*map(self._embed, batches)]).float(), dim=-1).cpu().numpy()
+
+    def _embed(self, batch: list[str] | list[PIL.Image.Image]) -> torch.Tensor:
+        if self.modality == "image":
+            images = self.processor.image_processor(batch, return_tensors="pt")["pixel_values"]
+            return self.model.get_image_features(images.to(self.model.device, self.model.dtype)).pooler_output
+        options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
+        texts = self.processor(batch, **options).to(self.model.device)
+        return self.model.get_text_features(texts["input_ids"], texts["attention_mask"]).pooler_output
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
             save(self.model, folder / "model")
             save(self.processor, folder / "model")
-        _write(folder, {"kind": "clip_images", "name": self.name, "source": self.source})
+        _write(folder, {"kind": self.modality, "name": self.name, "source": self.source})
 
 
-SentenceEncoder = TfidfEncoder | SentenceTransformerEncoder | TransformersEncoder
+SentenceEncoder = TfidfEncoder | TextEncoder | ClipEncoder
 
 
 def open_encoder(
@@ -218,26 +193,26 @@ def open_encoder(
     pooling: Pooling = "mean",
     name: str | None = None,
     device: str | torch.device = "cpu",
-    modality: Literal["text", "image"] = "text",
-) -> SentenceEncoder | ImageEncoder:
-    """The sentence encoder of a folder or hub name: of sentence-transformers, or a model of transformers; or a CLIP's
-    of images.
+    modality: Modality = "text",
+) -> SentenceEncoder:
+    """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    if modality == "image" and has_file(source, "config.json"):
-        return ImageEncoder(source, name, device)
-    if has_file(source, "modules.json"):
-        return SentenceTransformerEncoder(source, name, device)
-    if has_file(source, "config.json"):
-        return TransformersEncoder(source, pooling, name, device)
-    raise FileNotFoundError(
-        f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor tfidf"
-    )
+    if modality == "text" and has_file(source, "modules.json"):
+        return TextEncoder(source, pooling, name, device)
+    if not has_file(source, "config.json"):
+        raise FileNotFoundError(
+            f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
+            "tfidf"
+        )
+    if modality == "image" or load_config(source).model_type in (CLIPConfig.model_type, CLIPMoEConfig.model_type):
+        return ClipEncoder(source, modality, name, device)
+    return TextEncoder(source, pooling, name, device)
 
 
-def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder | ImageEncoder:
+def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder:
     """The encoder that `save` kept in a folder.
 
     Raises:
@@ -259,12 +234,12 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
                 raise ValueError(f"{TFIDF_WEIGHTS} does not fit its words, or holds numbers that are not finite")
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
-        name, pooling = settings["name"], settings.get("pooling", "mean")
-        if not (isinstance(source, str) and isinstance(name, str) and pooling in get_args(Pooling)):
-            raise ValueError(
-                f"{SETTINGS_FILE} has a source, name or pooling that is none: {source!r}, {name!r}, {pooling!r}"
-            )
-    return open_encoder(source, pooling, name, device, "image" if settings["kind"] == "clip_images" else "text")
+        kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")
+        if not (kind in get_args(Modality) and isinstance(source, str) and isinstance(name, str)):
+            raise ValueError(f"{SETTINGS_FILE} has a kind, source or name that is none: {kind!r}, {source!r}, {name!r}")
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"{SETTINGS_FILE} has a pooling that is none: {pooling!r}")
+    return open_encoder(source, pooling, name, device, kind)
 
 
 def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
@@ -280,12 +255,6 @@ def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarra
     if unknown:
         raise ValueError(f"the encoder {encoder.name} knows no word of {unknown[0]!r} ({len(unknown)} of {len(texts)})")
     return embeds
-
-
-def _load_text_model(source: str) -> PreTrainedModel:
-    with loading(source):
-        check_weights(stored_weights(source))
-        return AutoModel.from_pretrained(source, trust_remote_code=False)
 
 
 def _vectorizer(**options) -> TfidfVectorizer:

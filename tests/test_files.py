@@ -19,7 +19,7 @@ from tiny_clip import processor, tiny_clip
 
 from conversion.processors import copy_processor
 from conversion.publishing.bundle import write_processor
-from evaluation.sentence_encoders import TransformersEncoder
+from evaluation.sentence_encoders import ClipEncoder
 from records.command_line import INTERRUPTED, one_line_errors
 from records.files import locked, new_file, new_folder, respect_umask, write_text
 
@@ -212,7 +212,7 @@ def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, full_dis
 WRITERS = {
     "copy": copy_processor,
     "publish": write_processor,
-    "encoder": lambda source, folder: TransformersEncoder(str(source)).save(folder),
+    "encoder": lambda source, folder: ClipEncoder(str(source)).save(folder),
 }
 
 

@@ -116,13 +116,15 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=1313, **sizes)).save_pretrained(encoder / "model")
     AutoProcessor.from_pretrained(BASE).tokenizer.save_pretrained(encoder / "model")
-    change(encoder / "encoder.json", kind="transformers", name="bert", source="runs/bert", pooling="mean")
+    change(encoder / "model" / "tokenizer_config.json", processor_class=None)  # which would need an image processor
+    change(encoder / "encoder.json", kind="text", name="bert", source="runs/bert", pooling="mean")
     for folder in (source, source / "expert_0", source / "expert_1", encoder, encoder / "model"):
         plant_module(folder, ran)
     for name in ("config.json", "expert_0/config.json", "expert_1/config.json", "metadata_encoder/model/config.json"):
         own = json.loads((source / name).read_text()).get("auto_map", {})
         change(source / name, auto_map=own | {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"})
     (source / "modeling_clip_moe.py").write_text("import evil\n")
+    assert load_encoder(encoder).encode(["a star"]).shape == (1, 8)
     publish.main([str(source), "user/mixture", "--dry-run", str(out)])
     assert not ran.exists()
     assert_clean(out)

@@ -125,7 +125,7 @@ def test_what_is_no_encoder_is_refused(tmp_path):
         load_encoder(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no sentence encoder"):
         open_encoder(str(tmp_path))
-    (tmp_path / "encoder.json").write_text(json.dumps({"kind": "transformers", "name": "x", "source": "somebody/gone"}))
+    (tmp_path / "encoder.json").write_text(json.dumps({"kind": "text", "name": "x", "source": "somebody/gone"}))
     with pytest.raises(FileNotFoundError, match="there is no sentence encoder somebody/gone"):
         load_encoder(tmp_path)
     encoder = TfidfEncoder.fit(TEXTS, 6, seed=0)

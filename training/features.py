@@ -23,7 +23,7 @@ from data.identity import OTHER_DATA
 from data.images import decode_image
 from data.pairs import first_caption
 from evaluation.feature_store import Compute, FeatureStore
-from evaluation.sentence_encoders import ImageEncoder, SentenceEncoder
+from evaluation.sentence_encoders import SentenceEncoder
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.loader import PairLoader
 
@@ -92,7 +92,7 @@ def mean_of_captions(
 
 
 def encoder_features(
-    encoder: SentenceEncoder | ImageEncoder,
+    encoder: SentenceEncoder,
     rows: datasets.Dataset,
     batch_size: int,
     image_root: str | None,

@@ -20,7 +20,6 @@ from data.identity import data_fingerprint
 from data.sources import DataArguments
 from evaluation.feature_store import FeatureStore
 from evaluation.sentence_encoders import (
-    ImageEncoder,
     SentenceEncoder,
     TfidfEncoder,
     encode_metadata,
@@ -330,7 +329,7 @@ def _store(
     directory: Path,
     rows: datasets.Dataset,
     stage: EmbedCaptionsStage | ClusterFineStage,
-    encoder: SentenceEncoder | ImageEncoder,
+    encoder: SentenceEncoder,
     context: Context,
 ) -> FeatureStore:
     images = encoder.modality == "image"
