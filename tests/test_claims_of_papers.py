@@ -41,61 +41,38 @@ def test_headlines_are_results_of_abstracts():
     assert [one.claim for one in headlines if not one.place.startswith("abstract")] == []
 
 
-# Words of a budget, and the stages of a recipe that a model of the headline goes through
-BUDGETS = {
-    "CLIP-UP 6.6 above dense, as many steps": [("51,200", "clip_up_symbols", "clip_up")],
-    "CLIP-UP above dense, as many multiply-adds": [
-        ("51,200", "clip_up_symbols", "clip_up"),
-        ("66,560", "clip_up_symbols", "dense_longer"),
-    ],
-    "CLIP-UP above dense, 4,096 names, as many multiply-adds": [
-        ("3.1 M", "clip_up_names_long", "clip_up_8"),
-        ("4.1 M", "clip_up_names_long", "dense_same_multiply_adds"),
-    ],
-    "CLIP-UP above sparse from scratch": [
-        ("92,800", "clip_up_tables_symbols", "separated_looks separated_seed separated_upcycled"),
-        (
-            "92,800",
-            "clip_up_tables_symbols",
-            "separated_scratch_looks separated_scratch_web separated_scratch",
-        ),
-    ],
-    "CLIP-MoE above fine-tuning for one stage": [
-        ("40,960", "clip_moe_symbols", "expert_1 expert_2 expert_3 clip_moe"),
-        ("10,240", "clip_moe_symbols", "direct"),
-        ("10,240", "clip_moe_symbols", "sparse_upcycling"),
-    ],
-    "CLIP-MoE above fine-tuning, as many samples": [
-        ("40,960", "clip_moe_symbols", "direct_4x"),
-        ("40,960", "clip_moe_symbols_baselines", "all_weights"),
-    ],
-    "CLIP-MoE above fine-tuning, zero-shot": [
-        ("40,960", "clip_moe_symbols", "direct_4x"),
-        ("10,240", "clip_moe_symbols", "sparse_upcycling"),
-    ],
-    "CLIP-FMoE above fine-tuning, as many samples": [
-        ("9,600", "clip_fmoe_symbols", "direct"),
-        ("19,200", "clip_fmoe_symbols", "direct_2x"),
-    ],
-    "MoDE-4 above one model, names by country": [
-        ("4.1 M", "mode_names", "expert_1 expert_2 expert_3 expert_4"),
-        ("4.1 M", "mode_names", "dense_same_multiply_adds"),
-    ],
-    "MoDE-4 above one model, samples of all experts": [
-        ("102,400", "mode_symbols", "expert_1 expert_2 expert_3 expert_4"),
-        ("102,400", "mode_symbols", "dense_4x"),
-    ],
-}
+# Of a headline a number of samples, and the stages of a recipe that a model of it goes through
+BUDGETS = """
+CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_long | clip_up_8
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense_same_multiply_adds
+CLIP-UP above sparse from scratch | 92,800 | clip_up_tables_symbols | separated_looks separated_seed separated_upcycled
+CLIP-UP above sparse from scratch | 92,800 | clip_up_tables_symbols | separated_scratch_looks \
+separated_scratch_web separated_scratch
+CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols_baselines | all_weights
+CLIP-MoE above fine-tuning, zero-shot | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, zero-shot | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-FMoE above fine-tuning, as many samples | 9,600 | clip_fmoe_symbols | direct
+CLIP-FMoE above fine-tuning, as many samples | 19,200 | clip_fmoe_symbols | direct_2x
+MoDE-4 above one model, names by country | 4.1 M | mode_names | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, names by country | 4.1 M | mode_names | dense_same_multiply_adds
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | dense_4x
+"""
 
 
 def test_budgets_are_those_of_the_recipes():
     headlines = {one.headline.short: one.headline for paper in PAPERS.values() for one in paper.claims if one.headline}
-    for short, parts in BUDGETS.items():
-        for words, recipe, names in parts:
-            assert words in headlines[short].budget
-            samples = samples_of(recipe, names.split())
-            number = words.split(" samples")[0].split(" for")[0]
-            assert number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), (short, words, samples)
+    for line in BUDGETS.strip().splitlines():
+        short, number, recipe, names = line.split(" | ")
+        samples = samples_of(recipe, names.split())
+        assert number in headlines[short].budget and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), line
 
 
 def samples_of(recipe, names):
