@@ -94,19 +94,6 @@ def test_tokenizer_is_that_of_the_models(tokenizer):
 # --- rows
 
 
-def test_rows_follow_from_their_arguments(web, detailed):
-    """A longer dataset starts with the shorter one; splits and seeds differ; captions of all styles and numbers are of
-    the same pictures."""
-    few, many = (symbols.load("test", "web", number, seed=3) for number in (30, 40))
-    assert told(few) == told(many)[:30] and encoded(few) == encoded(many)[:30]
-    parts = [few, symbols.load("test", "web", 30, seed=1), symbols.load("train", "web", 30, seed=3)]
-    assert len({image for part in parts for image in encoded(part)}) == 90
-    several = symbols.load("test", "web", 30, seed=3, captions_per_image=3)
-    assert encoded(several) == encoded(few) and [row[0] for row in several["caption"]] == list(few["caption"])
-    assert encoded(web) == encoded(detailed) and list(web["caption"]) != list(detailed["caption"])
-    assert [{**row, "caption": ""} for row in told(web)] == [{**row, "caption": ""} for row in told(detailed)]
-
-
 def test_both_symbols_are_in_the_picture():
     """Each half has the ink of its own symbol."""
     scene = {"kind": "cloud", "color": "red", "size": "small", "position": "left", "background": "white"}

@@ -50,6 +50,29 @@ def test_a_world_has_what_others_need(name):
     assert any(task.startswith(f"{name}_") for task in ALL_TASKS)
 
 
+@pytest.mark.parametrize("name", WORLDS)
+def test_rows_follow_from_their_arguments(name):
+    """A longer data set starts with the shorter one; splits and seeds differ; captions of all styles and numbers are of
+    the same pictures."""
+    if name == "icons":
+        pytest.importorskip("resvg_py", reason="the icons extra is not installed")
+    world = WORLDS[name]
+    kinds = world.kind_set("all")[:16]
+
+    def load(split="test", captions="web", number=20, seed=3, **more):
+        rows = world.load(split, captions, number, kinds, seed, **more)
+        return [np.asarray(image).tobytes() for image in rows["image"]], list(rows["caption"]), list(rows["kind"])
+
+    few, many, others = load(), load(number=30), [load(seed=1), load("train")]
+    assert few == tuple(part[:20] for part in many) and len(set(few[0])) == 20
+    for other in others:
+        assert not set(other[0]) & set(few[0]) and set(other[2]) <= set(load(number=200)[2])
+    for style in world.CAPTION_STYLES:
+        pictures, captions, _ = load(captions=style, captions_per_image=2)
+        assert pictures == few[0] and [len(of_image) for of_image in captions] == [2] * 20
+        assert [first for first, _ in captions] == load(captions=style)[1]
+
+
 def test_a_recipe_draws_the_kinds_that_it_names():
     rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
     expected = WORLDS["symbols"].load("train", "detailed", 20, WORLDS["symbols"].KIND_SETS["planet"])
