@@ -7,37 +7,25 @@ The cases are the same in every run: RECIPES damaged recipes, TEXTS of pieces of
 import contextlib
 import copy
 import io
+import json
+import shutil
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import recipe
+from test_fuzz import ODD, ended, fuzz, places, rows, with_value, written
+from tiny_runs import recipe, run_recipe_until, same_weights
 
+from conversion.commands import publish
+from conversion.publishing import bundle
 from training.commands import train
 from training.recipe import Recipe, load_recipe
 from training.runner import run_recipe
 
-pytestmark = pytest.mark.slow
-
 RECIPES, TEXTS, COMMANDS = 1200, 500, 200
 
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([0, -1, 1, 2, 10**9, 2**31, 2**32, 2**62, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e300, 1e-300]),
-    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
-    st.sampled_from(
-        ["", " ", ".", "..", "/", "a/b", "-", "~", "null", "1e999", "9" * 5000, "symbols", "dense", "x" * 300]
-    ),
-    st.sampled_from(["recipe.yaml", "tuned.partial", "(", "\x00", "\ud800", "é", "\n", "*", "{", "%s", "{0}", "None"]),
-    st.sampled_from(
-        [[], {}, [[]], [None], {"": None}, {"x": {}}, {1: 2}, {None: 1}, [1, "a"], {"a": {"b": {"c": []}}}]
-    ),
-    st.text(max_size=8),
-    st.integers(),
-    st.floats(),
-)
+ANY = st.one_of(ODD, st.text(max_size=8), st.integers(), st.floats())
 
 
 def whole():
@@ -51,14 +39,6 @@ def whole():
     return settings | {"seed": 0, "mixed_precision": "no", "trackers": [], "push_to_hub": {}}
 
 
-def places(value, path=()):
-    """The paths of all values in nested dictionaries and lists."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*path, key))
-
-
 @st.composite
 def damaged(draw):
     """A recipe with up to three values replaced, left out, doubled or put under another key."""
@@ -69,7 +49,7 @@ def damaged(draw):
         for key in path[:-1]:
             parent = parent[key]
         key, how = path[-1], draw(st.sampled_from(["replaced", "left out", "added", "renamed"]))
-        value = draw(ODD) if how in ("replaced", "added") else parent[key]
+        value = draw(ANY) if how in ("replaced", "added") else parent[key]
         if how in ("left out", "renamed"):
             del parent[key]
         if how != "left out":
@@ -80,16 +60,12 @@ def damaged(draw):
     return raw
 
 
-PIECES = st.sampled_from(
-    [*"stages name stage train : - { } [ ] , *a ' \" # ? 1 0x 1:1 ~ \\ @ `".split(), *"2020-99-99 defaults".split()]
-    + [": ", "- ", "\n", "\n  ", "&a ", "<<: *a", "!x ", "!!python/name:os.system ", "|\n", ">\n", "%YAML 9.9\n"]
-    + ["---\n", "...\n", "? ", "!!int ", "!!set ", "!!binary ", "\t", "\x07", "\ufeff", "output_dir: out\n"]
-)
-
-
-def fuzz(number):
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=checks)
+# Between spaces; ends of lines stand as ¶, spaces within as ·
+PIECES = """
+stages name stage train :· : -· ¶ ¶·· { } [ ] , &a· *a <<:·*a !x· !!python/name:os.system· ' " |¶ >¶ # %YAML·9.9¶ ---¶
+...¶ ?· 1 0x 1:1 ~ 2020-99-99 !!int· !!set· !!binary· defaults output_dir:·out¶ \\ @ `
+""".split()
+PIECES = st.sampled_from([*(piece.replace("·", " ").replace("¶", "\n") for piece in PIECES), "\t", "\x07", "\ufeff"])
 
 
 def is_read_or_refused(path, overrides=None):
@@ -101,6 +77,7 @@ def is_read_or_refused(path, overrides=None):
         assert isinstance(loaded, Recipe)
 
 
+@pytest.mark.slow
 @fuzz(RECIPES)
 @given(raw=damaged())
 def test_damaged_recipes_are_read_or_refused(tmp_path, raw):
@@ -109,6 +86,7 @@ def test_damaged_recipes_are_read_or_refused(tmp_path, raw):
     is_read_or_refused(path)
 
 
+@pytest.mark.slow
 @fuzz(TEXTS)
 @given(pieces=st.lists(PIECES, max_size=30), place=st.integers(0, 2000))
 def test_damaged_texts_are_read_or_refused(tmp_path, pieces, place):
@@ -131,13 +109,13 @@ def finished(tmp_path_factory):
     return folder / "recipe.yaml"
 
 
-KEYS = st.sampled_from(
-    "seed output_dirs stages.x defaults defaults.train defaults.initialize defaults.initialize.processor dense"
-    " dense.stage dense.projection_dim dense.text_config dense.text_config.hidden_size dense..x . dense.processor"
-    " mixed_precision trackers.x push_to_hub push_to_hub.x push_to_hub.dense.x - a=b".split()
-    + [""]
-)
-WORDS = st.one_of(ODD.map(str), ODD.map(repr), st.lists(PIECES, max_size=4).map("".join))
+KEYS = """
+seed output_dirs stages.x defaults defaults.train defaults.initialize defaults.initialize.processor dense dense.stage
+dense.projection_dim dense.text_config dense.text_config.hidden_size dense..x . dense.processor mixed_precision
+trackers.x push_to_hub push_to_hub.x push_to_hub.dense.x - a=b
+"""
+KEYS = st.sampled_from([*KEYS.split(), ""])
+WORDS = st.one_of(ANY.map(str), ANY.map(repr), st.lists(PIECES, max_size=4).map("".join))
 
 
 @st.composite
@@ -153,6 +131,7 @@ def arguments(draw):
             return draw(st.lists(WORDS, min_size=1, max_size=3))
 
 
+@pytest.mark.slow
 @fuzz(COMMANDS)
 @given(damage=arguments())
 def test_damaged_arguments_end_in_lines_or_in_the_same_run(finished, damage):
@@ -168,3 +147,77 @@ def test_damaged_arguments_end_in_lines_or_in_the_same_run(finished, damage):
             in_lines = all(line.startswith("  ") for line in faults)
             assert exit.code == 0 or (first.startswith("error: ") and in_lines)
     assert (finished.parent / "out" / "dense" / "manifest.json").read_bytes() == before
+
+
+# --- Records: every JSON file of a run with a random value at a random place
+
+FEW, MANY = 5, 60
+PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
+# Of a model: what they say may be changed to something else that is as good
+SETTINGS = ("config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def whole_run(folder):
+    """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
+    tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
+    best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
+    settings = recipe(max_steps=5, hidden_states="states", trainable=r"\.mlp\.experts\.", **PAIRS, evaluation=best)
+    settings["stages"][2:2] = [
+        {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
+        {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+        {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
+        {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
+    ]
+    return settings
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was killed after its checkpoint of step 4, and the same run that went on."""
+    folder = tmp_path_factory.mktemp("records")
+    (folder / "data").mkdir()
+    rows().to_parquet(folder / "data" / "train.parquet")
+    run_recipe_until(folder, whole_run(folder), stop=4)
+    shutil.copytree(folder / "out", folder / "stopped")
+    run_recipe_until(folder, whole_run(folder))
+    (folder / "out").rename(folder / "whole")
+    return folder
+
+
+def check_records(folder, number, damage, is_published):
+    """Plans, goes on, and publishes."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    shutil.copytree(folder / "stopped", folder / "out")
+    files = sorted((folder / "out").rglob("*.json"))
+    path = files[number % len(files)]
+    text = written(lambda content: json.dumps(with_value(json.loads(content), *damage)), path.read_text())
+    path.write_text(path.read_text() if text is None else text)
+    command = ["--config", folder / "recipe.yaml"]
+    ends = [ended(train.main, [*command, "--plan"]), ended(train.main, command)]
+    if ends[-1] is None and path.name not in SETTINGS:
+        assert same_weights(folder / "out" / "tuned", folder / "whole" / "tuned"), path.name
+    if is_published:
+        shutil.rmtree(folder / "published", ignore_errors=True)
+        ends.append(ended(publish.main, [folder / "out" / "sparse", "user/x", "--dry-run", folder / "published"]))
+    for end in ends:
+        assert end is None or end.startswith("error: "), (path.name, damage, end)
+
+
+DAMAGE = {
+    "number": st.integers(0, 10**6),
+    "damage": st.tuples(st.integers(0, 9), st.integers(0, 10**6), ODD | st.just(...)),
+}
+
+
+@fuzz(FEW)
+@given(**DAMAGE)
+def test_damaged_records_end_in_one_line(stopped, number, damage):
+    check_records(stopped, number, damage, is_published=False)
+
+
+@pytest.mark.slow
+@fuzz(MANY)
+@given(**DAMAGE)
+def test_many_damaged_records_end_in_one_line(stopped, monkeypatch, number, damage):
+    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)  # which starts a process
+    check_records(stopped, number, damage, is_published=True)
