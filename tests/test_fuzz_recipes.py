@@ -15,7 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz import ODD, ended, fuzz, places, rows, with_value, written
-from tiny_runs import recipe, run_recipe_until, same_weights
+from tiny_runs import recipe, same_weights
+from tiny_runs import train as run_recipe_until
 
 from conversion.commands import publish
 from conversion.publishing import bundle
@@ -157,18 +158,27 @@ PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
 SETTINGS = ("config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-def whole_run(folder):
+def run_until(folder, stop=None):
     """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
     tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
     best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
-    settings = recipe(max_steps=5, hidden_states="states", trainable=r"\.mlp\.experts\.", **PAIRS, evaluation=best)
-    settings["stages"][2:2] = [
-        {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
-        {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-        {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
-        {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
-    ]
-    return settings
+    settings = {
+        "max_steps": 5,
+        "hidden_states": "states",
+        "trainable": r"\.mlp\.experts\.",
+        "evaluation": best,
+        **PAIRS,
+    }
+
+    def add_stages(recipe):
+        recipe["stages"][2:2] = [
+            {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
+            {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
+        ]
+
+    run_recipe_until(folder, stop, add_stages, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +187,9 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     (folder / "data").mkdir()
     rows().to_parquet(folder / "data" / "train.parquet")
-    run_recipe_until(folder, whole_run(folder), stop=4)
+    run_until(folder, stop=4)
     shutil.copytree(folder / "out", folder / "stopped")
-    run_recipe_until(folder, whole_run(folder))
+    run_until(folder)
     (folder / "out").rename(folder / "whole")
     return folder
 
