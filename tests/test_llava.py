@@ -122,25 +122,18 @@ def test_llavas_layout(file):
     "entry, message",
     [
         ({"image": "0.png"}, "entry 1 is no conversation of LLaVA's layout"),
-        ("text", "entry 1 is no conversation"),
-        ({"conversations": []}, "entry 1 needs turns of human and gpt"),
         ({"conversations": [*turns("a", "b"), *turns("c", "d")[::-1]]}, "entry 1 needs turns of human and gpt"),
         ({"image": 5, "conversations": turns("a", "b")}, "entry 1 has an image or a turn that is no text"),
         ({"image": "broken.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*broken.png"),
-        ({"image": "gone.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*gone.png"),
         ({"image": "0.png", "conversations": turns("a", " ")}, "1 of 2 pairs .* cannot be used.*caption is empty"),
     ],
 )
-def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(file, entry, message):
+def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(file, entry, message, caplog):
     good = {"image": "0.png", "conversations": turns("<image>\na", "b")}
     with pytest.raises(ValueError, match=message):
         load_conversations(file([good, entry]))
-
-
-def test_unreadable_images_are_skipped_up_to_a_share(file, caplog):
-    entries = [{"image": name, "conversations": turns("a", "b")} for name in ("0.png", "broken.png", "1.png")]
-    rows = load_conversations(file(entries, max_unreadable=0.5))
-    assert rows["image"] == ["0.png", "1.png"] and "1 of 3 pairs" in caplog.text
+    if "1 of 2" in message:
+        assert len(load_conversations(file([good, entry], max_unreadable=0.5))) == 1 and "1 of 2 pairs" in caplog.text
 
 
 @pytest.mark.parametrize("load", [load_conversations, load_pairs])
@@ -240,12 +233,8 @@ def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inferenc
                 total, number = total - log_probs[row, position - 1, of_row[position]], number + 1
     torch.testing.assert_close(loss, total / number)
     assert metrics["answer_tokens"] == number and metrics["cut_conversations"] == 0
-
-
-def test_a_batch_without_images_leaves_the_projector_a_gradient(loader, llava):
-    model = LlavaForConditionalGeneration.from_pretrained(llava)
-    loss, _ = LlavaTask(model).train()(next(loader([{"conversations": turns("Why?", "So.")}]).batches(0)))
-    loss.backward()
+    # Without images, the projector still gets a gradient, of zeros
+    LlavaTask(model)(next(loader(entries[1:]).batches(0)))[0].backward()
     projector = model.model.multi_modal_projector
     assert projector.linear_1.weight.grad.abs().max() == 0 and model.lm_head.weight.grad.abs().max() > 0
 
@@ -385,13 +374,13 @@ def test_what_cannot_train_is_refused_before_it_begins(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             run_stages(tmp_path, stages, {f"tuned.{key}": value})
-    with pytest.raises(ValueError, match="exactly one of language_model and text_config"):
-        run_stages(tmp_path, stages, {"llava.language_model": "a/b"})
-    with pytest.raises(ValueError, match="LlamaConfig has no field 'hidden'"):
-        run_stages(tmp_path, stages, {"llava.text_config": {"hidden": 4}})
-    for field, value in (("vocab_size", 100), ("pad_token_id", 999999), ("eos_token_id", [2, -1])):
-        with pytest.raises(ValueError, match=rf"llava: text_config.{field}: .*tokens"):
-            run_stages(tmp_path, stages, {f"llava.text_config.{field}": value})
-    with pytest.raises(ValueError, match="rope_parameters.rope_type: there is no 'nope': did you mean "):
-        run_stages(tmp_path, stages, {"llava.text_config.rope_parameters": {"rope_type": "nope"}})
+    for setting, value, message in (
+        ("language_model", "a/b", "exactly one of language_model and text_config"),
+        ("text_config", {"hidden": 4}, "LlamaConfig has no field 'hidden'"),
+        ("text_config.vocab_size", 100, "llava: text_config.vocab_size: .*tokens"),
+        ("text_config.eos_token_id", [2, -1], "llava: text_config.eos_token_id: .*tokens"),
+        ("text_config.rope_parameters", {"rope_type": "nope"}, "rope_type: there is no 'nope': did you mean "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path, stages, {f"llava.{setting}": value})
     assert not (tmp_path / "out").exists()
