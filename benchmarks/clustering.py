@@ -1,7 +1,7 @@
 """Clustering as the stages compute it, beside faiss by itself, scikit-learn and k-means-constrained.
 
     python -m benchmarks.clustering kmeans [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
-    python -m benchmarks.clustering kmeans --rows 10000 --size 64 --clusters 64 --methods balanced k-means-constrained
+    python -m benchmarks.clustering kmeans --rows 10000 --size 64 --clusters 64 --means 64 --methods balanced
 
 kmeans: features around many means, those of balanced clusters around means of very different shares, so that limits
     matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
