@@ -276,9 +276,10 @@ def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
         "dense": {1: {"loss": 2.0, "z_loss": 0.5}, 2: {"loss": 1.0, "z_loss": 0.5}},
         "sparse": {1: {"loss": 1.0, "local_entropy_text": 0.5}, 2: {"loss": 0.9, "local_entropy_text": 0.4}},
     }
-    monkeypatch.setattr(curves.plt, "close", lambda figure: None)
+    figures = []
+    monkeypatch.setattr(curves.plt, "close", figures.append)
     curves.draw(drawn, tmp_path / "curves.png")
-    figure = curves.plt.gcf()
+    (figure,) = figures
     colors = {(line.get_label(), line.get_color()) for axis in figure.axes for line in axis.get_lines()}
     assert len(colors) == len({label for label, _ in colors}) == len({color for _, color in colors}) == 2
     (legend,) = figure.legends
@@ -294,7 +295,7 @@ def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
         curves_command.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
     log, text = tmp_path / "log.jsonl", (measured / "log.jsonl").read_bytes()
     lines = (
-        b'{"step": "a"}|{"step": 1, "loss": "high"}|{"step": 1, "x": null}|{"step": 1, "logit_scale": 0}|{"loss": 0.5}'
+        b'{"step": "a"}|{"step": 1, "loss": "high"}|{"step": 1, "a/b": null}|{"step": 1, "logit_scale": 0}|{"loss": 0.5}'
     )
     for line in [*lines.split(b"|"), b"[1]", b"5", b"{", b'{"step": 1, "loss": "\xff"}']:
         log.write_bytes(line + b"\n" + text)
