@@ -115,10 +115,7 @@ def test_a_draft_is_smaller_and_differs_little():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({}, "augmentation changes nothing"),
-        ({"random_resized_crop": [0.9, 0.5]}, r"\[0.9, 0.5\] starts above its end"),
-    ],
+    [({}, "augmentation changes nothing"), ({"random_resized_crop": [0.9, 0.5]}, r"\[0.9, 0.5\] starts above its end")],
     ids=str,
 )
 def test_wrong_settings_are_refused(settings, message):

@@ -119,10 +119,7 @@ ROWS = {"tuned.data.source": "rows", "tuned.data.caption_column": "text"}
         ({"tuned.model": "./nowhere"}, "tuned.model: there is no stage './nowhere', and no such folder"),
         ({"tuned.model": "empty"}, "tuned.model: empty is the folder of neither a model nor a stage: *config.json*"),
         # Tasks, presets and what they change
-        (
-            {"scores.tasks": ["symbol_pairs"]},
-            "scores.tasks: unknown task symbol_pairs: did you mean 'symbols_pairs'?",
-        ),
+        ({"scores.tasks": ["symbol_pairs"]}, "scores.tasks: unknown task symbol_pairs: did you mean 'symbols_pairs'?"),
         ({"looked.tasks": ["symbols_pairs"] * 2}, "looked.tasks: the task symbols_pairs occurs twice"),
         ({"sparse.preset": "clip_upp"}, "sparse.preset: Input should be *: did you mean 'clip_up'? (got 'clip_upp')"),
         ({"sparse.changes.num_expert": 2}, "sparse.changes: * no num_expert (did you mean 'num_experts'?)"),

@@ -90,12 +90,7 @@ def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, inputs
     loaded.save_pretrained(tmp_path)
     after = hashes(tmp_path)
     changed = {str(path) for path, digest in after.items() if before.get(path) != digest}
-    assert changed == {
-        "config.json",
-        "routing.safetensors",
-        "expert_4/config.json",
-        "expert_4/model.safetensors",
-    }
+    assert changed == {"config.json", "routing.safetensors", "expert_4/config.json", "expert_4/model.safetensors"}
     again = AutoModel.from_pretrained(tmp_path)
     weights = again.set_task(unit(30, 6, seed=3))
     assert weights.shape == (5,) and again.config.num_centers == 15

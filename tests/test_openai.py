@@ -7,15 +7,7 @@ import pickle
 
 import pytest
 import torch
-from openai_reference import (
-    LENGTH,
-    SIZES,
-    VOCABULARY,
-    assert_matches_reference,
-    gelu,
-    openai_state_dict,
-    torchscript,
-)
+from openai_reference import LENGTH, SIZES, VOCABULARY, assert_matches_reference, gelu, openai_state_dict, torchscript
 from safetensors.torch import save_file
 from tiny_clip import error_of, processor
 from transformers import AutoModel, AutoProcessor, CLIPModel

@@ -68,12 +68,7 @@ STAGES = {
     "chosen": {"stage": "select", "fine": "assigned", "captions": "sentences", "metadata": ["a red circle"]},
     "first": {**EXPERT, "expert": 2, "cluster": 0, "global_batch_size": 4},
     "second": {**EXPERT, "expert": 3, "cluster": 1, "global_batch_size": 4},
-    "mixture": {
-        "stage": "assemble",
-        "experts": ["first", "second"],
-        "clusters": "coarse",
-        "captions": "sentences",
-    },
+    "mixture": {"stage": "assemble", "experts": ["first", "second"], "clusters": "coarse", "captions": "sentences"},
     "mean": {"stage": "average", "models": ["first"]},
     "sparse": {"stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 2}},
     "taken": {"stage": "dense", "model": "sparse", "take": 0, "scale": 1.0},

@@ -66,25 +66,13 @@ def test_words_of_another_form(words):
 @pytest.mark.parametrize(
     ("changes", "towers", "message"),
     [
-        (
-            {"sparse_layers": "every_secnd"},
-            ["vision"],
-            "\\(did you mean 'every_second'\\?\\): .* 0 to 23",
-        ),
-        (
-            {"sparse_layers": [11, 12, 24, -1]},
-            TOWERS,
-            "has 12, 24, -1, but that tower has the layers 0 to 11",
-        ),
+        ({"sparse_layers": "every_secnd"}, ["vision"], "\\(did you mean 'every_second'\\?\\): .* 0 to 23"),
+        ({"sparse_layers": [11, 12, 24, -1]}, TOWERS, "has 12, 24, -1, but that tower has the layers 0 to 11"),
         ({"sparse_layers": [3, 3]}, ["text"], "names a layer twice: \\[3, 3\\]"),
         ({"sparse_layers": []}, ["text"], "text tower is \\[\\]: it must be one of"),
         ({"sparse_layers": 3}, ["text"], "text tower is 3: it must be one of all, every_second, second_half"),
         ({"sparse_layers": {"text": "all"}}, TOWERS, "layers of text, but .* are text, vision"),
-        (
-            {"sparse_layers": {"txt": [1], "vision": [1]}},
-            TOWERS,
-            "txt \\(did you mean 'text'\\?\\), vision, but",
-        ),
+        ({"sparse_layers": {"txt": [1], "vision": [1]}}, TOWERS, "txt \\(did you mean 'text'\\?\\), vision, but"),
         ({"num_experts": "four"}, TOWERS, "num_experts"),
         ({"num_experts_per_tok": 9}, TOWERS, "num_experts_per_tok must be between 1 and num_experts \\(4\\), got 9"),
         ({"router_aux_loss_coef": -1.0}, ["text"], "router_aux_loss_coef must be finite and not negative"),

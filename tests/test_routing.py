@@ -221,10 +221,7 @@ def test_what_is_left_beside_the_patches_is_not_drawn(side, patch, patches, tmp_
 def test_top_patches_by_hand():
     """Two images of a class token and two patches, three experts; the last computes nothing."""
     probabilities = np.array(
-        [
-            [[0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.3, 0.7, 0.0]],
-            [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.7, 0.3, 0.0]],
-        ]
+        [[[0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.3, 0.7, 0.0]], [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.7, 0.3, 0.0]]]
     )
     routed = RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
     assert routed.grid == (1, 2)

@@ -22,27 +22,10 @@ from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
-from training.stages.base import (
-    Reference,
-    Stage,
-    each_value,
-    expected_output,
-    inherited,
-    kinds,
-    map_inputs,
-    references,
-)
+from training.stages.base import Reference, Stage, each_value, expected_output, inherited, kinds, map_inputs, references
 
 # What a wrong setting makes configurations and libraries raise
-SETTING_ERRORS = (
-    ValueError,
-    OSError,
-    StrictDataclassError,
-    TypeError,
-    ArithmeticError,
-    LookupError,
-    RuntimeError,
-)
+SETTING_ERRORS = (ValueError, OSError, StrictDataclassError, TypeError, ArithmeticError, LookupError, RuntimeError)
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
 

@@ -35,10 +35,7 @@ SEVERAL = "hidden states need caption_weights where images have several captions
 
 
 def clip_features(
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    loader: PairLoader,
-    caption_weights: Sequence[float] | None = None,
+    accelerator: Accelerator, model: PreTrainedModel, loader: PairLoader, caption_weights: Sequence[float] | None = None
 ) -> Compute:
     """`image` and `text` (pairs, D), normalized. The batches, hence the features to the bit, do not depend on the
     number of processes.

@@ -51,10 +51,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[decay_all or NO_DECAY.search(name) is None].append(parameter)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
+    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 OptimizerName = Literal["adamw", "adamw_8bit"]

@@ -85,7 +85,4 @@ class RouterSettings:
                     yield f"{setting}.{name}", "that tower has no sparse layers: leave it out"
         for name, enough in self.global_entropy_min_experts.items():
             if name in sparse and enough > sparse[name].num_experts:
-                yield (
-                    f"global_entropy_min_experts.{name}",
-                    f"{enough:g} of {sparse[name].num_experts} experts",
-                )
+                yield (f"global_entropy_min_experts.{name}", f"{enough:g} of {sparse[name].num_experts} experts")

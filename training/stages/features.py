@@ -357,11 +357,7 @@ class ClusterStage(Stage):
         self, features: dict[str, StoredRows], previous: FeatureClusters | None, seed: int, method: Method
     ) -> tuple[dict[str, np.ndarray], FeatureClusters]:
         """The labels by each modality, and the clusters that they make together with the previous ones."""
-        numbers = {
-            "image": self.num_image_clusters,
-            "text": self.num_text_clusters,
-            "random": self.num_random_clusters,
-        }
+        numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
         groups, stage = None, 0 if previous is None else previous.tuples.shape[1]
         if self.within:
             groups, stage = previous.labels, 0
