@@ -54,7 +54,7 @@ class OwnStage(BaseModel):
 class Record(BaseModel):
     """What made the folder of a stage."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, validate_assignment=True)
 
     format: Literal[1] = 1
     # What made it: settings that change what is computed, hashes of a user's own modules, inputs with digests, data
