@@ -1,5 +1,6 @@
 """Where a model meets a processor, and several processors meet: what does not fit is refused by every command."""
 
+import itertools
 import json
 import shutil
 
@@ -139,8 +140,11 @@ def one_line(main, arguments):
     return line
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *STAGES])
-@pytest.mark.parametrize("fault", FAULTS)
+# All go through `require_fit`: one command meets every fault, and every command meets one, another one each
+PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULTS), [*COMMANDS, *STAGES], strict=False))
+
+
+@pytest.mark.parametrize(("fault", "command"), sorted(PAIRS))
 def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fault, command):
     folder = tmp_path / "model"
     shutil.copytree(sound / ("sparse" if command == "hidden_states" else "dense"), folder)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import hub_server
-import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -129,25 +128,6 @@ def test_the_card_renders(published):
     pictures = re.findall(r'<img src="(.*?)"', html)
     assert pictures == ["report.png"] and (published / "report.png").is_file()
     assert html.count("<pre>") == 6
-
-
-@pytest.mark.skipif(
-    huggingface_hub.__version__ < "2", reason="huggingface_hub 1 asks huggingface.co, whatever HF_ENDPOINT"
-)
-def test_the_card_validates(published, hub, tmp_path):
-    program = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
-
-    def validate(card):
-        return python("-c", program, card, hub=hub)
-
-    done = validate(published / "README.md")
-    assert done.returncode == 0, done.stderr
-    wrong = tmp_path / "README.md"
-    text = (published / "README.md").read_text()
-    wrong.write_text(text.replace("pipeline_tag: zero-shot-image-classification", "pipeline_tag: guessing"))
-    assert "guessing is no task" in validate(wrong).stderr
-    wrong.write_text(text.replace("tags:", "datasets:\n- no name\ntags:"))
-    assert "no name" in validate(wrong).stderr
 
 
 def test_how_long_it_took_is_recorded(run):
