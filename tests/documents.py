@@ -35,7 +35,7 @@ CLIP_MOE_DEMO = "--config training/recipes/clip_moe_demo.yaml " + SMALL
 SMALLER = {
     "--config training/recipes/clip_moe_demo.yaml": SMALL,
     "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
-    "training.upcycle --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
+    "train --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
     "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.baseline seed "
     "--evaluation.models '{seed: seed_model, dense: dense}'",
     "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "

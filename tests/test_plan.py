@@ -64,13 +64,13 @@ def cache(tmp_path_factory):
 def printed(command, cache=None):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"HF_HUB_CACHE": str(cache)} if cache else {}
-    words = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
+    words = [sys.executable, "-m", "clip_moe", *shlex.split(command.replace("\\\n", " "))[1:]]
     return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_page_shows_what_is_printed(cache):
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("## What a run will take: --plan")[1]
-    blocks = re.findall(r"```text\n\$ (python -m training\.upcycle (?:.*\\\n)*.*)\n((?:.*\n)*?)```\n", page)
+    blocks = re.findall(r"```text\n\$ (clip-moe train (?:.*\\\n)*.*)\n((?:.*\n)*?)```\n", page)
     ((command, shown),) = blocks
     of_libraries = re.compile(r"memory and [\d.]+ MB")  # on this machine
     assert of_libraries.sub("", printed(command, cache).stdout) == of_libraries.sub("", shown)
