@@ -217,7 +217,7 @@ def content(path: Path) -> Any:
     """All that a file holds; of safetensors without the order of its header, which differs from run to run; of results
     the scores."""
     if path.suffix == ".json":
-        return json.loads(path.read_text())["metrics"]
+        return json.loads(path.read_text()).get("metrics")  # not all results have some
     if path.suffix != ".safetensors":
         return path.read_bytes()
     with safe_open(path, framework="numpy") as file:
