@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         conversion.publish,
     ):
         line.command(command)
+    line.command("examples.app:app", name="app", help="A page in the browser to try a model.")
     run(line, arguments)
 
 

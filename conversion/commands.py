@@ -1,14 +1,12 @@
-"""The commands of this room: `clip-moe upcycle`, `clip-moe convert ...` and `clip-moe publish`, or `python -m`
-`conversion.NAME`."""
+"""The commands of this room: `clip-moe upcycle`, `convert NAME` and `publish`; or `python -m conversion.NAME`."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from conversion.presets import PRESETS, Preset, changed_preset, read_sparse_layers
-from records.command_line import command
+from conversion.presets import PRESETS, changed_preset, read_sparse_layers
+from records.command_line import Folder, command
 from records.files import new_folder
 
 Tower = Literal["text", "vision"]
@@ -18,7 +16,7 @@ BOTH: tuple[Tower, ...] = ("text", "vision")
 @command
 def upcycle(
     source: str,
-    output: Path,
+    output: Folder,
     /,
     *,
     preset: Literal[*PRESETS],
@@ -60,10 +58,15 @@ def upcycle(
         fusion_gate: whether to keep the dense FFN beside the experts
         capacity_factor: C: an expert takes at most T / E * C tokens in training
     """
-    given = {name: value for name, value in locals().items() if name in _PRESET_FIELDS and value is not None}
-    if sparse_layers is not None:
-        given["sparse_layers"] = read_sparse_layers(sparse_layers)
-    changed = changed_preset(preset, given)
+    changes = {
+        "sparse_layers": None if sparse_layers is None else read_sparse_layers(sparse_layers),
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "norm_topk_prob": norm_topk_prob,
+        "fusion_gate": fusion_gate,
+        "capacity_factor": capacity_factor,
+    }
+    changed = changed_preset(preset, {name: value for name, value in changes.items() if value is not None})
     from conversion.upcycle import convert
 
     with new_folder(output) as folder:
@@ -71,13 +74,10 @@ def upcycle(
     return f"wrote {output}"
 
 
-_PRESET_FIELDS = {field.name for field in dataclasses.fields(Preset)}
-
-
 @command
 def unify(
     base: str,
-    output: Path,
+    output: Folder,
     /,
     *,
     experts: list[str],
@@ -121,7 +121,7 @@ def unify(
 
 
 @command
-def assemble(output: Path, /, *, experts: list[str]) -> str:
+def assemble(output: Folder, /, *, experts: list[str]) -> str:
     """Whole CLIPs in one `CLIPMoDEModel`, each in a folder of its own (MoDE).
 
     Without clusters all experts have the same weight. The assemble stage of a recipe adds the centers that tasks are
@@ -139,7 +139,7 @@ def assemble(output: Path, /, *, experts: list[str]) -> str:
 
 
 @command
-def average(output: Path, /, *, models: list[str], weights: list[float] | None = None) -> str:
+def average(output: Folder, /, *, models: list[str], weights: list[float] | None = None) -> str:
     """One CLIP whose parameters are the weighted means of those of several.
 
         clip-moe convert average OUTPUT --models BASE FINE_TUNED --weights 0.3 0.7
@@ -160,7 +160,7 @@ def average(output: Path, /, *, models: list[str], weights: list[float] | None =
 
 
 @command
-def dense(source: str, output: Path, /, *, expert: int | Literal["base"], scale: str | None = None) -> str:
+def dense(source: str, output: Folder, /, *, expert: int | Literal["base"], scale: str | None = None) -> str:
     """One expert of a CLIP-MoE as a dense CLIP: every token goes through that expert.
 
         clip-moe convert dense clip-up-b16 expert-2 --expert 2 --scale experts/experts.json
@@ -185,7 +185,7 @@ def dense(source: str, output: Path, /, *, expert: int | Literal["base"], scale:
 
 
 @command
-def long_context(source: str, output: Path, /, *, length: int, keep: int = 20) -> str:
+def long_context(source: str, output: Folder, /, *, length: int, keep: int = 20) -> str:
     """A CLIP, dense or sparse, with a longer text context, as Long-CLIP (https://arxiv.org/abs/2403.15378) makes it.
 
         clip-moe convert long-context openai/clip-vit-large-patch14 clip-l14-248 --length 248
@@ -210,7 +210,7 @@ def long_context(source: str, output: Path, /, *, length: int, keep: int = 20) -
 @command
 def openai(
     archive: Path,
-    output: Path,
+    output: Folder,
     /,
     *,
     activation: Literal["quick_gelu", "gelu"] | None = None,
@@ -245,7 +245,7 @@ def openai(
 @command
 def released_clip_moe(
     source: str,
-    output: Path,
+    output: Folder,
     /,
     *,
     reverse: Annotated[bool, Parameter(negative=())] = False,
@@ -279,7 +279,7 @@ def released_clip_moe(
 
 
 @command
-def llava(llava: str, tower: str, output: Path, /) -> str:
+def llava(llava: str, tower: str, output: Folder, /) -> str:
     """A LLaVA of transformers with a CLIP-MoE in place of its vision tower.
 
         clip-moe convert llava llava-hf/llava-1.5-7b-hf clip-moe-l14-336 llava-moe
@@ -308,7 +308,7 @@ def publish(
     repository: str,
     /,
     *,
-    dry_run: Path | None = None,
+    dry_run: Folder | None = None,
     private: bool | None = None,
     revision: str | None = None,
     pull_request: Annotated[bool, Parameter(negative=())] = False,

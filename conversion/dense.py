@@ -55,8 +55,8 @@ def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) 
                 if value is None:
                     raise ValueError(
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
-                        f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `python -m "
-                        "evaluation.experts` makes of this model, or, right after upcycling, --scale 1"
+                        f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `clip-moe "
+                        "experts` makes of this model, or, right after upcycling, --scale 1"
                     )
                 if not 0 < value < math.inf:
                     raise ValueError(
@@ -153,7 +153,7 @@ def read_scale(value: str, source: str | Path) -> Scale:
         weights, scales = result["weights"], SCALES.validate_python(result["scales"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{value} holds no scales: make it again with `python -m evaluation.experts --model {source}` "
+            f"{value} holds no scales: make it again with `clip-moe experts --model {source}` "
             f"({type(error).__name__}: {error})"
         ) from error
     if weights != weights_fingerprint(str(source)):

@@ -99,8 +99,8 @@ def evaluate(
 
     from evaluation.ensemble import is_mixture
     from evaluation.evaluate import evaluate_model
-    from evaluation.processes import joined_processes
     from evaluation.tasks import find_tasks
+    from records.processes import joined_processes
 
     data = data or Data()
     state = joined_processes(device)

@@ -38,7 +38,7 @@ from model_cards.verdicts import (
     read_expert_scores,
     verdict_of_all,
 )
-from records.command_line import command
+from records.command_line import Folder, command
 from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\
@@ -81,7 +81,7 @@ class Judged:
 
 
 @command
-def write_claims(claims: Path, output: Path) -> str:
+def write_claims(claims: Path, output: Folder) -> str:
     """Write the page of all claims and, where there are headlines, their picture beside it.
 
     Args:

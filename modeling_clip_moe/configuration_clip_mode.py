@@ -7,8 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 ROUTINGS = ("paper", "released")
-# Of new mixtures: it measures better (docs/results.md). A configuration without the field is of a time when there was
-# only the paper's
+# It measures better than the printed equations (docs/results.md)
 DEFAULT_ROUTING = "released"
 
 
@@ -45,7 +44,7 @@ class CLIPMoDEConfig(PreTrainedConfig):
     metadata_dim: int | None = None
     metadata_modality: str = "text"
     num_centers: int = 0
-    routing: str = "paper"
+    routing: str = DEFAULT_ROUTING
     routing_temperature: float | int = 0.2
     nearest_center_only: bool = True
     feature_ensemble: str = "concatenate"

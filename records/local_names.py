@@ -1,6 +1,5 @@
 """Names that hold on this machine alone, which are not published, and names on the Hub."""
 
-import difflib
 import glob
 import os
 import re
@@ -10,6 +9,8 @@ from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+
+from records.messages import most_similar
 
 NAMELESS = "a local folder"
 # How like a file here a name is that may be one on the Hub, but is a slip
@@ -28,8 +29,8 @@ def is_hub_name(name: str) -> bool:
 def meant_here(name: str) -> str | None:
     """A file or folder that is here and that a misspelt name probably means; None: there is none."""
     folder, last = os.path.split(name)
-    similar = difflib.get_close_matches(last, os.listdir(folder) if os.path.isdir(folder) else [], 1, SLIP)
-    return os.path.join(folder, similar[0]) if similar else None
+    similar = most_similar(last, os.listdir(folder) if os.path.isdir(folder) else [], SLIP)
+    return similar and os.path.join(folder, similar)
 
 
 def is_url(text: str) -> bool:

@@ -24,9 +24,9 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def most_similar(name: str, known: Iterable[str]) -> str | None:
+def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that is most like an unknown one, which may be meant; None where none is like it."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def what_is_meant(name: str, known: Iterable[str]) -> str:

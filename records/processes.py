@@ -1,4 +1,4 @@
-"""Processes on CPUs, as `accelerate launch` should start them."""
+"""Several processes: as `accelerate launch` should start them on CPUs, and what they know of each other."""
 
 import argparse
 import logging
@@ -6,8 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
@@ -70,3 +75,21 @@ def _asked_of_accelerate(command: Sequence[str]) -> argparse.Namespace:
         launcher.set_defaults(**known)
         asked, _ = launcher.parse_known_args(command)
     return asked
+
+
+def joined_processes(device: str | None = None) -> "PartialState | None":
+    """What a launcher's processes know of each other, where it started several; each gets a device of its own.
+
+    Args:
+        device: what the user asked for. Only `cpu` can be asked for.
+    """
+    import torch
+    from accelerate import PartialState
+
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    if device not in (None, "cpu"):
+        raise ValueError(f"--device {device}: of several processes each takes an accelerator of its own, or all cpu")
+    use_cpu = device == "cpu" or not torch.accelerator.is_available()
+    # One process may have kept all that it has to embed, and waits for another one that has not
+    return PartialState(cpu=use_cpu, timeout=timedelta(days=1))

@@ -122,7 +122,7 @@ def test_one_tower_may_need_a_scale():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "text tower: give --scale experts.json, which `python -m evaluation.experts` makes of this model"),
+        (None, "text tower: give --scale experts.json, which `clip-moe experts` makes of this model"),
         ("{", "holds no scales: make it again"),
         ("[]", "holds no scales: make it again"),
         ('{"scales": {}}', "holds no scales: make it again"),

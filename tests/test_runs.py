@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny_runs import as_made_before, recipe, same_weights, train
+from tiny_runs import recipe, recorded, same_weights, train
 
 from data.worlds import build_processor
 from records.command_line import INTERRUPTED
@@ -201,7 +201,7 @@ def test_every_error_names_its_stage(write, tmp_path):
         run_recipe(load_recipe(path, {"sparse.model": "nowhere/"}))
     run_recipe(load_recipe(path), ["dense"])
     (tmp_path / "out" / "dense" / "model.safetensors").unlink()
-    as_made_before(tmp_path / "out" / "dense")
+    recorded(tmp_path / "out" / "dense")
     with pytest.raises(OSError, match="^sparse: "):
         run_recipe(load_recipe(path))
     with pytest.raises(FloatingPointError, match="^tuned: .*tensor"):

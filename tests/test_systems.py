@@ -22,7 +22,7 @@ from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from tiny_recipes import tiny_run
-from tiny_runs import as_made_before, losses, stored, weights
+from tiny_runs import losses, recorded, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -109,7 +109,7 @@ def change_weights(folder, change):
     tensors = weights(folder)
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    as_made_before(folder)
+    recorded(folder)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_base_in_half_precision(system):
 
     def halve(output):
         AutoModel.from_pretrained(output / "dense", dtype=torch.float16).save_pretrained(output / "dense")
-        as_made_before(output / "dense")
+        recorded(output / "dense")
 
     output = remade(system("clip_moe"), ["expert_1", "unified"], {"unified.experts": ["expert_1"]}, halve)
     tensors = weights(output / "unified")

@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from evaluation.feature_store import FeatureStore
+from records.provenance import Record, weights_fingerprint
 from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -121,11 +122,11 @@ def same_weights(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def as_made_before(folder):
-    """A stage's folder whose manifest does not know its weights, as of earlier versions: it may be changed."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["weights"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+def recorded(folder):
+    """Lets the record of a stage's folder know the weights that are there now, as if the stage had made them."""
+    record = Record.read(folder)
+    record.weights = weights_fingerprint(str(folder))
+    record.write(folder)
 
 
 def losses(folder):

@@ -1,7 +1,6 @@
 """A recipe checked whole before its first stage runs: all faults at once, each of which a run would meet later."""
 
 import copy
-import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
 from records.local_names import is_hub_name, meant_here
-from records.messages import Faults, what_is_meant
+from records.messages import Faults, most_similar, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
 from training.settings import Reads, dump
@@ -180,7 +179,7 @@ def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Itera
 def _is_misspelt(value: str, names: list[str]) -> bool:
     """Whether a plain word, which a hub name may be, is rather the name of a stage with a slip."""
     plain = not set(value) & set("/\\.*~") and value not in WORLDS and not Path(value).exists()
-    return plain and not is_cached(value) and bool(difflib.get_close_matches(value, names, n=1, cutoff=0.75))
+    return plain and not is_cached(value) and most_similar(value, names, cutoff=0.75) is not None
 
 
 def find_faults(outlook: Outlook, wanted: Collection[str]) -> Iterator[str]:

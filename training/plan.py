@@ -12,7 +12,7 @@ from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
 from training.engine import CHECKPOINTS
 from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
-from training.runner import comparable, has_work, require_same
+from training.runner import comparable, has_work, require_same_record
 from training.settings import dump
 from training.stages.base import Stage, references
 from training.training_state import latest_checkpoint
@@ -66,7 +66,7 @@ def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[
         try:
             if (folder / MANIFEST).is_file() and (has_work(folder) or folder.suffix != ".partial"):
                 asked = {"stage": comparable(dump(stage)), "seed": recipe.seed}
-                require_same(folder, Record.read(folder).model_copy(update=asked), None)
+                require_same_record(folder, Record.read(folder).model_copy(update=asked), None)
         except ValueError as error:
             yield error
 

@@ -112,7 +112,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     Args:
         path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
             settings that all stages of that type share unless they set them themselves. Those of `train` hold for
-            `train_experts`, `train_data_expert` and `train_router`, too, and those of any kind for your own classes
+            all kinds made of it (`train_experts`, `train_router`, ...), and those of any kind for your own classes
             of that kind.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).

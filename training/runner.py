@@ -232,7 +232,7 @@ class Runner:
         if folders and all(self.context.finished(reference.value) for reference in references(stage)):
             record, data = self._record(stage), getattr(stage, "data", None)
             for folder in folders:
-                require_same(folder, record, data and self.context.resolve(data))
+                require_same_record(folder, record, data and self.context.resolve(data))
 
     def _folders(self, stage: Stage) -> tuple[Path, Path]:
         output_dir = self.context.output_dir
@@ -302,7 +302,7 @@ def comparable(settings: Any) -> Any:
     return {key: comparable(value) for key, value in settings.items() if key not in left_out}
 
 
-def require_same(folder: Path, new: Record, data: DataArguments | None) -> None:
+def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> None:
     """
     Args:
         data: of the stage, where it may be read.

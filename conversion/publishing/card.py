@@ -1,5 +1,6 @@
 """Model cards: what a run left behind, told by `model_cards/template.md`."""
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,12 @@ TEXT_ENCODERS = {
 LLAVA_TOWER = (1024, 336, 14)
 # Of a stage, those that a card shows
 SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
-CITATIONS = yaml.safe_load(TEMPLATE.with_name("citations.yaml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def citations() -> dict[str, str]:
+    """The entry of each paper. A Space, which has no card to make, has no such file."""
+    return yaml.safe_load(TEMPLATE.with_name("citations.yaml").read_text(encoding="utf-8"))
 
 
 def render(
@@ -72,7 +78,7 @@ def render(
         text=escape,
         code=code,
         license=license,
-        citations=[CITATIONS[key] for key in dict.fromkeys([*_systems(config, lineage), "clip"])],
+        citations=[citations()[key] for key in dict.fromkeys([*_systems(config, lineage), "clip"])],
     )
 
 
@@ -108,7 +114,7 @@ def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
     if config.model_type != "clip_moe":
         return [config.model_type]
     presets = [record.stage.get("preset") for record in lineage.stages.values()]
-    return [key for key in sorted(CITATIONS) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
+    return [key for key in sorted(citations()) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 
 
 def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
