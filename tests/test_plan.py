@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, CLIPConfig
 
 from benchmarks.runs import peak_of_stage
-from data import sources
 from training import engine
 from training.commands import train
 from training.estimates import AtMost, Uncounted
@@ -192,7 +191,7 @@ def test_the_peak_of_a_process(tmp_path):
     settings = {"tuned.global_batch_size": 48, "tuned.data.in_memory": True, "tuned.max_steps": 2}
     settings |= {"tuned.num_epochs": None, "tuned.model": str(ROOT / "training/symbol_clip")}
     words = " ".join(f"--{key} {json.dumps(value)}" for key, value in settings.items())
-    told = printed(f"python -m training.upcycle --config {tmp_path}/recipe.yaml --stages tuned --plan {words}").stdout
+    told = printed(f"clip-moe train --config {tmp_path}/recipe.yaml --stages tuned --plan {words}").stdout
     (process,) = re.findall(r"this memory and ([\d.]+) MB", told)
     recipe = load_recipe(tmp_path / "recipe.yaml", settings)
     memory = plan(recipe, [stage for stage in recipe.stages if stage.name == "tuned"], 1)[0][0].numbers["memory"]
@@ -261,28 +260,6 @@ def test_memory_counts_images_that_are_kept(plan_of, tmp_path):
     assert memory[1] - memory[0] == 50 * image
     pair = plan_of(tmp_path / "recipe.yaml", {})[0]["tuned"].numbers["memory a pair"]
     assert 0 < memory[2] - memory[0] - 8 * (pair + image) < 0.02 * memory[0]  # similarities and embeddings
-
-
-def test_a_plan_lists_a_folder_once(plan_of, tmp_path, monkeypatch):
-    """However many stages take however many of its pairs."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "images").mkdir()
-    for number in range(40):
-        (tmp_path / "images" / f"{number}.png").write_bytes(DOT)
-    lines = [json.dumps({"file_name": f"{number}.png", "caption": "a dot"}) for number in range(40)]
-    (tmp_path / "images" / "metadata.jsonl").write_text("\n".join(lines))
-    stages = [
-        {"name": f"tuned_{number}", "stage": "train", "model": str(ROOT / "training/symbol_clip")}
-        | TRAINED
-        | {"data": {"source": "images", "num_samples": number}}
-        for number in (20, 30, 40)
-    ]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": stages}))
-    listed, original = [], sources.get_data_patterns
-    monkeypatch.setattr(sources, "get_data_patterns", lambda folder: listed.append(folder) or original(folder))
-    rows, faults = plan_of(tmp_path / "recipe.yaml", {})
-    assert not faults and all(isinstance(row.numbers["memory a pair"], int) for row in rows.values())
-    assert len(listed) == 1
 
 
 def test_units():
