@@ -234,7 +234,7 @@ def test_every_stage_that_makes_a_model_says_how_to_load_it(write, tmp_path, cap
         (["--dense.stage", "[1]"], "keys name and stage, both texts"),
         (["--dense.name", ".."], "'..' cannot name a stage"),
         (["--dense.projection_dim", "&a [*a]"], "an alias stands for a value that holds it"),
-        (["--output-dir", ""], "output_dir"),
+        (["--output-dir", ""], "--output-dir"),
         (["--output-dir", "FILE"], "is a file"),
         (["--stages", ""], "--stages takes names of stages, such as upcycled,clip_up, not ''"),
         (["--stages", "nope"], "the recipe has no stage nope"),

@@ -1,7 +1,6 @@
 """What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
 
 import inspect
-import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from data.contact_sheet import contact_sheet
 from data.drawing import png
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from data.symbol_captions import WRONG_SHARE
 from data.symbol_kinds import TOPIC_OF, TOPICS
 from data.worlds import WORLDS, build_processor
 from evaluation.built_in_tasks import icon_tasks
@@ -85,10 +83,6 @@ def test_the_page_of_worlds_tells_what_is_drawn():
         f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(symbols.KINDS)} kinds" in page
     )
     assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
-    shares = {"the pictures": symbols.TWO, "the symbols": symbols.COVERED, "its": symbols.HABIT, "them": WRONG_SHARE}
-    assert all(f"{share * 100:.0f} % of {of} " in page for of, share in shares.items())
-    named = set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) - set(WORLDS)
-    assert named == {"kind_set", "CAPTION_STYLES", "load", "build_tokenizer", "TEMPLATES"}
 
 
 @pytest.mark.parametrize(
