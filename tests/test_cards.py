@@ -16,6 +16,8 @@ from evaluation.own_data import OwnTask
 from evaluation.tasks import find_tasks
 from records.provenance import Record
 
+pytestmark = pytest.mark.slow
+
 made, run  # noqa: B018, fixtures
 
 

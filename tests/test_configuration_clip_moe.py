@@ -99,6 +99,7 @@ def test_file_round_trip(tmp_path):
     assert CLIPMoEVisionConfig.from_pretrained(tmp_path).moe_layers == [1, 3]
 
 
+@pytest.mark.slow
 def test_import_brings_in_nothing_that_clip_does_not():
     code = (
         "import sys; from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer; before = set(sys.modules);"

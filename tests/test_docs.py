@@ -71,19 +71,15 @@ def checkout(tmp_path_factory, small_tests):
     return folder
 
 
-def with_marks(page):
-    """Pages of many commands run by `make test-slow`."""
-    marks = [pytest.mark.slow] if page.name in ("recipes.md", "evaluation.md") else []
-    return pytest.param(page, marks=marks, id=name_of(page))
-
-
-@pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if page.name not in ELSEWHERE and blocks(page)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=name_of)
 def test_examples_run_as_they_stand(page, checkout, tmp_path, monkeypatch):
     shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     monkeypatch.chdir(tmp_path / "checkout")
     run_page(page)
 
 
+@pytest.mark.slow
 def test_the_first_recipe_ends_with_scores_on_own_images(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("openai/clip-vit-base-patch16", "my/images/train", "my/images/test"):

@@ -214,6 +214,8 @@ from training.stages.base import Stage
 from training.stages.features import ClusterStage
 from training.stages.train import TrainRouterStage, TrainStage
 
+pytestmark = pytest.mark.slow
+
 @dataclass(config=STRICT, kw_only=True)
 class NoRun(Stage):
     size: int = 1

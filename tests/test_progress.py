@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 import yaml
 from tiny_runs import DENSE, SPARSE, TUNED
 
@@ -32,6 +33,7 @@ def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
     data = {"source": "symbols", "num_samples": 40}
     tuned = TUNED | {"data": data, "model": "sparse", "max_steps": 6, "gradient_checkpointing": True}

@@ -79,6 +79,7 @@ def assert_clean(folder):
             assert path.read_bytes() == (ROOT / "modeling_clip_moe" / path.name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_planted_code_neither_runs_nor_is_published(source, ran, tmp_path, capsys):
     plant_processor(source)
     text = json.loads((source / "config.json").read_text())["text_config"]
@@ -107,6 +108,7 @@ def test_planted_code_neither_runs_nor_is_published(source, ran, tmp_path, capsy
         assert f"warning: {source}/{entry} is left out" in warnings
 
 
+@pytest.mark.slow
 def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, capsys):
     source, out, dense = tmp_path / "source", tmp_path / "out", CLIPModel.from_pretrained(BASE)
     CLIPMoDEModel.from_experts([dense, upcycle(dense, PRESETS["clip_moe"], seed=0)]).save_pretrained(source)

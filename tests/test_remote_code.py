@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig, AutoModel, AutoModelForImageClassification, AutoModelForZeroShotImageClassification
 )
+
+pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 inputs = load_file("inputs.safetensors")
 """

@@ -47,6 +47,7 @@ def test_a_learned_tokenizer_is_clip_s(tmp_path):
     assert tokenizer("日本 🏄 ÿ", add_special_tokens=False)["input_ids"].count(tokenizer.unk_token_id) == 0
 
 
+@pytest.mark.slow
 def test_the_same_captions_give_the_same_bytes_in_every_process(tmp_path):
     """Words made of random letters, with many pairs that are equally frequent."""
     program = """
