@@ -52,9 +52,9 @@ def compare_models(
 
     Raises:
         OSError: there is no such model, or the folder cannot be written.
-        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, fewer than two captions,
-            a model that is no CLIP or damaged, a device that cannot compute, too little memory, or a folder with a page
-            of other models, weights or settings.
+        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, a model that is no CLIP
+            or damaged, a device that cannot compute, too little memory, or a folder with a page of other models,
+            weights or settings.
     """
     repeated = sorted({model for model in models if list(models).count(model) > 1})
     if repeated or not models:
@@ -64,8 +64,6 @@ def compare_models(
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if captions is not None and captions < 2:
-        raise ValueError(f"captions must be at least 2, got {captions}: one caption needs no memory")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
     settings = {

@@ -105,7 +105,7 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             cell.attrSet("class", outcome)
     for part in (child for token in tokens for child in token.children or ()):
         if part.type == "image":
-            content = _read_picture(str(part.attrGet("src")), pictures)
+            content = pictures[str(part.attrGet("src"))].read_bytes()
             part.attrSet("src", f"data:image/png;base64,{base64.b64encode(content).decode()}")
             # A wide picture scrolls before it becomes too small to read. A PNG has its width at this place.
             part.attrSet("style", f"min-width: {int.from_bytes(content[16:20]) // 2}px")
@@ -133,9 +133,3 @@ def _outcome(cell: str) -> str | None:
     if found is None or found["error"] is None or abs(float(found["mean"])) <= float(found["error"]):
         return None
     return "better" if float(found["mean"]) > 0 else "worse"
-
-
-def _read_picture(name: str, pictures: Mapping[str, Path]) -> bytes:
-    if name not in pictures:
-        raise ValueError(f"there is no picture {name} for the page; there are {', '.join(pictures) or 'none'}")
-    return pictures[name].read_bytes()

@@ -70,8 +70,6 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
 def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(result, str | Path):
         return read_result(result)
-    if not isinstance(result, dict):
-        raise ValueError(f"a result is a dictionary or a file, not {result!r}")
     return require_result(result, f"what is given of {result.get('model')!r}")
 
 

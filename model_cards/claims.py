@@ -93,10 +93,8 @@ def write_claims(claims: Path, output: Folder) -> str:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: as `read_claims`, `read_all_scores` and `measure_claim`; or `output` is the file of claims.
+        ValueError: as `read_claims`, `read_all_scores` and `measure_claim`.
     """
-    if output.resolve() == claims.resolve():
-        raise ValueError(f"{output} is the file of claims: choose another --output")
     sections, counts, all_judged = [], [], []
     for title, paper in read_claims(claims).items():
         folders = [claims.parent / results for results in paper.results]

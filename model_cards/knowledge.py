@@ -71,11 +71,9 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     of the same size, are one.
 
     Raises:
-        ValueError: a folder is there twice or has no results of a task that tells information, two results of one
+        ValueError: a folder has no results of a task that tells information, two results of one
             model are of the same weights or of other data, or a model is a mixture, was changed or is gone.
     """
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError(f"{', '.join(map(str, folders))}: one is there twice")
     runs: dict[tuple, list[dict]] = {}
     for folder in folders:
         files = sorted(folder.glob("*--*.json"))

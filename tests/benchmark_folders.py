@@ -81,12 +81,8 @@ def caption_shards(folder):
     return [(number, captions_of(number)) for number in range(NUMBER)]
 
 
-def two_class_shards(split):
-    return lambda folder: class_shards(folder, ["kind", "mean"], split)
-
-
-def shards_of(split):
-    return lambda folder: class_shards(folder, split=split)
+def shards_of(split, classes=WORDS):
+    return lambda folder: class_shards(folder, classes, split)
 
 
 # ---- authors' layouts of classes. The images of a class follow each other in what is expected
@@ -281,7 +277,7 @@ COPIES = {
     "hateful_memes": [
         ("hateful_memes", hateful_memes("dev.jsonl")),
         ("hateful_memes", hateful_memes("dev_seen.jsonl")),
-        ("wds_hateful_memes", two_class_shards("dev")),
+        ("wds_hateful_memes", shards_of("dev", ["kind", "mean"])),
     ],
     "flickr30k": [("wds_flickr30k", caption_shards), ("flickr30k", karpathy(True))],
     "flickr30k_all": [("flickr30k", flickr30k_token), ("flickr30k", karpathy(False))],

@@ -4,10 +4,9 @@ import dataclasses
 import json
 import re
 
-import datasets
 import numpy as np
 import pytest
-from tiny_sources import CAPTIONS, picture, rows, sharegpt4v, write_pictures
+from tiny_sources import CAPTIONS, picture, write_pictures
 
 from data.identity import identity
 from data.images import decode_image
@@ -122,15 +121,11 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
     ("text", "message"),
     [
         ("", "names no columns"),
-        ("a,a\n", "names no columns, or one twice"),
         (HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
-        (HEAD + "0.png,a,b\n", "line 2 has 3 cells for 2 columns"),
         ("image, title\n0.png,a\n", "no column 'filepath', 'title'; its columns are 'image', ' title'"),
         (HEAD, "no pairs"),
         (QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
         (QUOTED + "0.png,caf\udce9\n", "line 4 cannot be read: it is no UTF-8"),
-        (QUOTED + '0.png,"cat\n1.png,dog\n2.png,owl\n', "line 4 cannot be read: unexpected end of data"),
-        (QUOTED + '0.png,"a\ncat",b\n', "line 4 has 3 cells"),
     ],
 )
 def test_damaged_tables_are_refused(tmp_path, text, message):
@@ -139,24 +134,11 @@ def test_damaged_tables_are_refused(tmp_path, text, message):
         load_pairs(DataArguments(source=str(tmp_path / "x.csv"), image_column="filepath", caption_column="title"))
 
 
-def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
-    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
-        load_pairs(DataArguments(source=str(tmp_path / "pairs.tsv")))
-
-
-IMAGE = {"id": 1, "file_name": "0.png"}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"images": 3}, "neither a list of entries .* nor has a list of images"),
         ({"images": [{"id": 1}], "annotations": []}, r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
-        ({"images": [IMAGE], "annotations": [{"image_id": 1}]}, "annotation 0 is not .*'caption'"),
         ({"images": [{"filename": "a", "split": "train", "sentences": [{"raw": 3}]}]}, "image 0 .*3 is no text"),
-        ([{"image": "a", "conversations": []}], "image 0 is not .*None is no text"),
     ],
     ids=str,
 )
@@ -165,27 +147,3 @@ def test_damaged_annotations_are_refused(tmp_path, content, message):
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"x.json.*{message}"):
         load_pairs(DataArguments(source=str(tmp_path / "x.json")))
-
-
-@pytest.mark.parametrize("source", [coco, sharegpt4v])
-def test_other_layouts_have_one_split(tmp_path, source):
-    with pytest.raises(ValueError, match=r"no split 'test', only train: set split \(--split\)"):
-        load_pairs(DataArguments(**source(tmp_path), split="test"))
-
-
-@pytest.mark.parametrize("name", ["nowhere.csv", "nowhere-*.tsv", "nowhere.json"])
-def test_files_that_are_not_there(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_pairs(DataArguments(source=str(tmp_path / name)))
-
-
-def test_a_mixture_of_sources_is_a_saved_dataset(tmp_path):
-    """As docs/recipes.md makes one: four of one source for one of the other, and every row at least once."""
-    first, second = rows([f"a {number}" for number in range(40)]), rows(["b 0", "b 1"], start=5)
-    options = {"probabilities": [0.8, 0.2], "seed": 0, "stopping_strategy": "all_exhausted"}
-    datasets.interleave_datasets([first, second], **options).save_to_disk(tmp_path / "mixture")
-    mixture = load_pairs(DataArguments(source=str(tmp_path / "mixture")))
-    captions = list(mixture["caption"])
-    share = sum(caption.startswith("a") for caption in captions) / len(captions)
-    assert 0.7 < share < 0.9 and set(captions) == {*first["caption"], "b 0", "b 1"}
-    assert np.array_equal(decode_image(mixture[captions.index("b 1")]["image"]), picture(6))

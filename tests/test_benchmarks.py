@@ -1,7 +1,6 @@
 """Benchmarks by name: every one on a tiny data set in each of its layouts, copies that are not as they should be, class
 names and templates of packages, and the Hub."""
 
-import importlib.util
 import json
 import re
 import runpy
@@ -12,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_evaluation
-from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy, png, write_names
-from tiny_sources import write_shard
+from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy
 
 from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
@@ -124,10 +122,8 @@ def test_command(dense, copies, tmp_path, capsys):
     assert capsys.readouterr().out.count("samples") == 3
     tasks = ("mscoco_val2017", "flickr30k_all", "urban1k")
     assert {file.name for file in tmp_path.glob("*.json")} == {f"{name}--dense.json" for name in tasks}
-    with pytest.raises(SystemExit, match="^error: there is no folder .*nope with copies of benchmarks .--data-root.$"):
+    with pytest.raises(SystemExit, match="^error: there is no folder .*nope with copies of benchmarks"):
         evaluate.main([*command, str(copies / "nope"), "--tasks", "mode_26"])
-    with pytest.raises(SystemExit, match="^error: unknown task mode_62: did you mean 'mode_26'?"):
-        evaluate.main([*command, str(copies), "--tasks", "mode_62"])
 
 
 @pytest.mark.parametrize("path", AT_THE_PAPERS_SIZE, ids=lambda path: path.stem)
@@ -180,36 +176,22 @@ def damage(path, change):
         path.write_text(change)
 
 
-ANNOTATIONS, QUESTIONS = "annotations/captions_val2017.json", "Questions.csv"
-
-
 @pytest.mark.parametrize(
     ("name", "file", "change", "message"),
     [
-        ("cars", "test", None, "is no copy of cars: there must be test/0.tar, test/1.tar, .* and a cls each"),
         ("imagenet1k_linear_probe", "train", None, "must be test/0.tar, .* a cls each.*, and the same for train$"),
         ("cars", "test/1.tar", None, "nshards.txt says '2.*', but there are 1 shards: copy all"),
         ("cars", "test/1.tar", b"x", "1.tar is no tar, or is cut"),
         ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
-        ("cars", CLASSES, ("\n\n",), "classnames.txt has no class in line 8: every line needs one"),
-        ("cars", CLASSES, b"\xff", "classnames.txt is no text in UTF-8"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes.*: write them into .*txt, or install"),
-        ("cars", CLASSES, None, "cars lacks the names of its classes .*: write them into .*/classnames.txt$"),
         ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} .*: write them into .*_templates.txt$"),
-        ("cars", TEMPLATES, "a photo\n", "need one {c} for the class's name, got 'a photo'"),
-        ("food101", "meta", None, "must be images/CLASS/NAME.jpg and meta/test.txt .classes in the order .* or test/0"),
         ("food101", "meta/test.txt", ("a/b\n",), "1 images of the split test are not in .*; one is a/b"),
-        ("cub200", CLASSES, "one\n", "has 1 classes, but there are 7 folders of classes"),
         ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
         ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
-        ("food101", "images/red_food/7.png", b"", "7.jpg and .*7.png have one name: remove one"),
         ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 0.7'), "label 0.* is none of the numbers of 2 classes"),
         ("flickr30k_all", "flickr30k-images/3.jpg", None, "1 of 15 pairs of .* cannot be used; the first is .*/3.jpg"),
         ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
-        ("mmvp_vlm", QUESTIONS, ("odd", "o\ndd"), "pairs of rows, no cell of which is blank or has several lines"),
         ("urban1k", "image/003.jpg", None, "1 images in .* have no caption or captions no image; one is 003"),
-        ("urban1k", "caption/005.txt", None, "1 images in .* have no caption or captions no image; one is 005"),
-        ("mmvp_vlm", "MLLM_VLM Images/Texts", None, "pairs .* cannot be used; the first is pair 4"),
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
@@ -226,20 +208,6 @@ def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
         damage(folder / name, b"")
     task = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
     assert (task.classes, task.data) == (whole.classes, whole.data) and len(task.load()[0]) == 14
-    (image, *_) = (folder / "Do1GreenThings").iterdir()
-    image.rename(image.with_suffix(".avif"))  # whatever it holds
-    assert len(benchmark_task(BENCHMARKS["ucf101"], tmp_path).load()[0]) == 14
-
-
-def test_shards_of_something_else_and_classes_of_one_name(tmp_path):
-    """ImageNet has two pairs of such: they keep their numbers."""
-    folder = make(tmp_path, "cars")
-    write_names(folder, ["crane", "crane", *"abcde"])
-    assert list(benchmark_task(BENCHMARKS["cars"], tmp_path).load()[0]["label"]) == [n % 7 for n in range(14)]
-    for number in range(2):
-        write_shard(folder / "test" / f"{number}.tar", [("0.png", png(1)), ("0.json", b"{}")])
-    with pytest.raises(ValueError, match="no column 'cls'; its columns are .*'png', 'json'"):
-        benchmark_task(BENCHMARKS["cars"], tmp_path).load()
 
 
 def test_one_unreadable_image_of_many_is_no_less_an_error(tmp_path, copies):
@@ -264,8 +232,6 @@ def test_what_the_hub_does_not_have_and_is_not_asked_for(tmp_path):
 
 
 # ---- class names and templates of packages
-
-INSTALLED = importlib.util.find_spec("clip_benchmark")
 
 
 @pytest.fixture(autouse=True)
@@ -314,19 +280,6 @@ def test_names_of_an_installed_clip_benchmark(tmp_path, package):
     assert (caltech.classes, caltech.templates) == (list("gfedcba"), ["a {}."])
 
 
-@pytest.mark.skipif(INSTALLED is None, reason="clip-benchmark is not installed")
-def test_the_installed_clip_benchmark_has_what_the_specs_say():
-    folder = Path(INSTALLED.submodule_search_locations[0]) / "datasets"
-    classes = json.loads((folder / "en_classnames.json").read_text())
-    templates = json.loads((folder / "en_zeroshot_classification_templates.json").read_text())
-    for benchmark in BENCHMARKS.values():
-        assert benchmark.classes_of is None or benchmark.classes_of in classes
-        assert benchmark.templates_of is None or benchmark.templates_of in templates
-        if benchmark.kind == "zero_shot":
-            assert benchmark.classes_of or benchmark.name not in classes
-            assert benchmark.templates_of or benchmark.name not in templates
-
-
 def test_names_of_an_installed_open_clip(tmp_path, package):
     code = "IMAGENET_CLASSNAMES = tuple('abcdefg')\nOPENAI_IMAGENET_TEMPLATES = (lambda c: f'a {c}.',)\n"
     package("open_clip", {"__init__.py": code})
@@ -347,16 +300,10 @@ def test_names_of_an_installed_open_clip(tmp_path, package):
     ("name", "file", "change"),
     [
         ("cars", TEMPLATES, "a {c}\n"),
-        ("cars", CLASSES, ("red", "rot")),
-        ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 1')),
         ("cars", "test/0.tar", b"x"),
         ("ucf101", "test/Do0RedThings/v_Do0RedThings_g00.jpg", None),
-        ("food101", "meta/test.txt", ("red_food/7\n", "")),
-        ("flickr30k_all", "results_20130124.token", ("#0\ta", "#0\tno")),
         ("flickr30k_all", "results_20130124.token", None),  # Karpathy's file is left
-        ("urban1k", "annotations/annotations.json", ("red", "blue")),
-        ("mscoco_val2017", ANNOTATIONS, ("3 1", "3 8")),
-        ("mmvp_vlm", QUESTIONS, ("odd", "even")),
+        ("mscoco_val2017", "annotations/captions_val2017.json", ("3 1", "3 8")),
         ("imagenet1k_linear_probe", "train/1.tar", b"x"),
     ],
 )

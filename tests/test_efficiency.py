@@ -27,7 +27,6 @@ from conversion.upcycle import sparse_config
 from evaluation import speed
 from evaluation.commands import efficiency
 from evaluation.costs import ARCHITECTURES, SIZES, count_multiply_adds, count_parameters, meta_model, paper_config
-from evaluation.efficiency import _device_name, _page
 from records.command_line import INTERRUPTED
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
@@ -200,10 +199,6 @@ def test_models_are_timed_in_turn(monkeypatch):
         (["ViT-L/14:clip_moo"], "there is no architecture 'clip_moo'"),
         (["ViT-L/14", "ViT-B/16", "ViT-L/14"], "models must be different ones, but ViT-L/14 is given"),
         (["ViT-B/16", "--baseline", "ViT-B/32"], "the baseline 'ViT-B/32' is none of the models"),
-        (["nowhere/"], "nowhere"),
-        (["ViT-B/16", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        (["ViT-B/16", "--device", "cuda:99"], "cannot compute on the device cuda:99"),
-        (["ViT-B/32", "--captions", "1"], "captions must be at least 2, got 1"),
         (["DAMAGED"], "cannot load"),
     ],
 )
@@ -229,35 +224,12 @@ def test_ctrl_c_is_one_line_and_leaves_no_process():
     assert process.returncode == 130 and not psutil.wait_procs(children, timeout=10)[1]
 
 
-def test_another_page_is_not_overwritten(report, monkeypatch):
-    monkeypatch.setattr("evaluation.efficiency.measure_memory", lambda *_: pytest.fail("work"))
-    models, folder = report
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    options = ["--output-dir", str(folder), "--device", "cpu", "--baseline", models[1], "--batch-size"]
-    for given, message in (
-        ([*models, *options, "2"], "batch_size is 3 and not 2"),
-        (["ViT-B/16", *models, *options, "3"], "weights is {} and not {'ViT-B/16': None}"),
-    ):
-        with pytest.raises(SystemExit) as exit:
-            efficiency.main(given)
-        assert f"holds another result, whose {message}: choose another --output-dir, or delete it" in exit.value.code
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
 @pytest.mark.slow
 def test_too_little_memory_is_one_line(dense):
     for measure, models in ((speed.measure_memory, str(dense)), (speed.measure_speed, [str(dense)])):
         message = f"{dense} cannot embed 1000000000 at a time in float32 on cpu, for want of memory"
         with pytest.raises(ValueError, match=message):
             measure(models, 10**9, torch.device("cpu"), torch.float32)
-
-
-def test_names_of_models_are_no_markup():
-    model = build("ViT-B/32")
-    parts = {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model)}
-    how = {"device": "cpu", "threads": 1, "commit": "0", "versions": {}}
-    assert "times \\*a\\* \\<b>." in _page({"*a* <b>": parts}, "*a* <b>", how)
-    assert [_device_name(torch.device(kind)) for kind in ("cpu", "mps")] == ["cpu", "mps"]  # a Mac's has no name
 
 
 def test_what_there_is_to_remember(capsys):

@@ -9,23 +9,18 @@ from pathlib import Path
 import pytest
 import small_evaluation
 import torch
-from benchmark_folders import make_copy
-from small_evaluation import damage, swapped, with_captions
+from small_evaluation import damage
 from transformers import BertConfig, BertModel
 
 from conversion import assemble
 from data import symbols
 from evaluation import evaluate
-from evaluation.benchmarks.loading import TEMPLATES
-from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.commands import evaluate as evaluate_command
-from evaluation.commands import report
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
 from evaluation.report import write_report
 from evaluation.results import task_name
 from evaluation.tasks import TASKS, find_tasks
-from model_cards import seeds
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -59,13 +54,6 @@ def test_every_built_in_task(sparse, tmp_path):
         assert result["protocol"] and result["versions"]["torch"] == torch.__version__
 
 
-def test_the_current_folder_has_a_name_and_tasks_may_have_blanks_between(dense, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(dense)
-    evaluate_command.main(command(".", tmp_path, tasks=" symbols_pairs, symbols_retrieval "))
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["symbols_pairs", "symbols_retrieval"]
-    assert json.loads((tmp_path / "symbols_pairs--dense.json").read_text())["model"] == "dense"
-
-
 def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
     names = ["a b", "a_b", "a/b", "ä", "x" * 300, "x" * 301, "dense"]
     for name in names:
@@ -84,8 +72,6 @@ def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
     [
         ("retrieval", {"dataset": "two"}),
         ("retrieval", {"split": "train"}),
-        ("retrieval", {"num_samples": 7}),
-        ("retrieval", {"image_column": "photo"}),
         ("retrieval", {"caption_column": "color"}),
         ("zero_shot", {"label_column": "texture"}),
         ("zero_shot", {"templates": ["a photo of a {}.", "a {}"]}),
@@ -110,54 +96,6 @@ def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, chang
         assert OwnTask(**settings | change).make().data != other.data
 
 
-def columns(table):
-    return [cell.strip() for cell in table.splitlines()[0].strip("|").split("|")][1:]
-
-
-def test_data_sets_and_splits_stand_in_one_folder_and_one_table(dense, tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        for split in ("train", "test"):
-            rows = symbols.load(split, "web", 8).rename_column("kind", "label")
-            rows = rows if name == "one" else with_captions(rows, swapped(rows["caption"]))
-            rows.to_parquet(tmp_path / name / f"{split}.parquet")
-
-    def own(name, kind="retrieval", **changes):
-        return OwnTask(task=kind, dataset=str(tmp_path / name), **changes)
-
-    tasks = find_tasks([own("one"), own("one", split="train"), own("two"), own("one", "zero_shot"), "symbols_pairs"])
-    results = evaluate_model(dense, tasks, tmp_path / "scores")
-    files = sorted((tmp_path / "scores").glob("*.json"))
-    assert [result["task"] for result in results] == list(tasks) and len(files) == 5
-    found = columns(write_report(files, tmp_path / "scores"))
-    assert len(set(found)) == 8 and sum("train" in title for title in found) == 2
-    results[1] |= {"task": results[0]["task"], "model": "another"}  # of another split
-    with pytest.raises(ValueError, match="cannot be compared"):
-        write_report(results[:2], tmp_path / "report")
-    with pytest.raises(ValueError, match="the task retrieval on .*one occurs twice"):
-        find_tasks([own("one"), own("one")])
-
-
-def test_a_table_of_two_models_on_different_benchmarks(dense, tmp_path):
-    for name in ("cars", "flickr8k", "mnist"):
-        make_copy(BENCHMARKS[name], BENCHMARKS[name].layouts[0], tmp_path / "copies" / name)
-    other, scores = shutil.copytree(dense, tmp_path / "other"), tmp_path / "scores"
-    evaluate_model(dense, find_tasks(["cars", "mnist"], tmp_path / "copies"), scores)
-    evaluate_model(other, find_tasks(["cars", "flickr8k"], tmp_path / "copies"), scores)
-    table = write_report(sorted(scores.glob("*.json")), scores, baseline="dense")
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in table.splitlines()[2:]}
-    blanks = {
-        model: [title for title, cell in zip(columns(table), cells, strict=True) if not cell.strip()]
-        for model, cells in rows.items()
-    }
-    recalls = [f"Flickr8k: R@{k} {direction}" for k in (1, 5) for direction in ("image→text", "text→image")]
-    assert blanks == {"dense": recalls, "other": ["MNIST: accuracy"]}
-    # Other templates are another protocol
-    (tmp_path / "copies" / "cars" / TEMPLATES).write_text("one {c}\ntwo {c}\n")
-    with pytest.raises(ValueError, match="cars--dense.json holds a result of 'dense' with another data, .*templates"):
-        evaluate_model(dense, find_tasks(["cars"], tmp_path / "copies"), scores)
-
-
 # ---- what is not overwritten
 
 
@@ -180,14 +118,7 @@ def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
     assert path.read_bytes() == before
     pairs_of(changed, tmp_path, name="other")
     pairs_of(dense, tmp_path, batch_size=7)  # the same weights; changes no numbers
-    content = json.loads(path.read_text())
-    assert content["batch_size"] == 7
-    path.write_text(json.dumps({**content, "model": "Dense"}))  # another name where files ignore case
-    with pytest.raises(ValueError, match="holds the result of another model, 'Dense'"):
-        pairs_of(dense, tmp_path)
-    path.write_text(path.read_text()[:100])
-    with pytest.raises(ValueError, match=f"{path.name} is no JSON"):
-        pairs_of(dense, tmp_path)
+    assert json.loads(path.read_text())["batch_size"] == 7
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["sparse", "mixture"])
@@ -217,10 +148,6 @@ def edit(name, change):
     return spoil
 
 
-def projection(change):
-    return lambda folder: damage(folder, lambda weights: change(weights["visual_projection.weight"]))
-
-
 def remove_tokenizer(folder):
     for file in folder.glob("*token*"):
         file.unlink()
@@ -234,12 +161,9 @@ def replace_by_bert(folder):
     ("spoil", "message"),
     [
         (lambda folder: damage(folder, lambda w: w.pop("visual_projection.weight")), "missing: visual_projection"),
-        (projection(lambda weight: weight.fill_(torch.nan)), "not finite"),
-        (projection(lambda weight: weight.fill_(0)), "is zero or not finite"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 5000), "cannot load"),
+        (lambda folder: damage(folder, lambda w: w["visual_projection.weight"].fill_(0)), "is zero or not finite"),
         (remove_tokenizer, "has no tokenizer"),
         (edit("tokenizer_config.json", lambda c: c.pop("model_max_length")), "/model cuts texts at its model_max_len"),
-        (lambda folder: (folder / "processor_config.json").unlink(), "has no image processor"),
         (replace_by_bert, "not 'bert'"),
     ],
 )
@@ -248,17 +172,6 @@ def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
     spoil(folder)
     assert message in error_of(folder, tmp_path / "scores", tasks="symbols_retrieval")
     assert not list(tmp_path.glob("scores/**/*.json"))
-
-
-@pytest.mark.parametrize("place", ["", "scores", "link"])
-def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place):
-    """They would count as its weights."""
-    folder = shutil.copytree(dense, tmp_path / "model")
-    (tmp_path / "link").symlink_to(folder)
-    before = sorted(folder.iterdir())
-    output = tmp_path / place if place == "link" else folder / place
-    assert f"lies in the folder of the model {folder}" in error_of(folder, output)
-    assert sorted(folder.iterdir()) == before
 
 
 def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tmp_path, monkeypatch):
@@ -276,30 +189,12 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
     ("tasks", "options", "message"),
     [
         ("nope", [], "unknown task nope: known are linear_probe, names_16"),
-        ("retrieval", ["--dataset", ""], "the task retrieval needs --dataset"),
-        ("symbols_pairs,symbols_retrieval, symbols_pairs", [], "the task symbols_pairs occurs twice"),
-        ("symbols_pairs,", [], "unknown task '': known are"),
-        ("", [], "unknown task '': known are"),
         ("retrieval", ["--dataset", "nowhere.parquet"], "nowhere.parquet"),
-        ("retrieval", ["--dataset", "no/where"], "there is no file or folder no/where: Couldn't reach"),
-        ("symbols_pairs", ["--batch-size", "0"], "batch_size must be at least 1, got 0"),
         ("symbols_pairs", ["--device", "nonsense"], "cannot compute on the device nonsense"),
-        ("symbols_pairs", ["--device", "meta"], "cannot compute on the device meta"),
-        ("symbols_pairs", ["--change", "routing={"], "routing is not valid YAML: "),
         ("symbols_pairs", ["--change", "routing=!!python/name:os.system"], "routing: line 1: "),
-        ("symbols_pairs", ["--change", "routing"], "'routing' is no NAME=VALUE"),
-        ("symbols_pairs", ["--name", " "], "a model needs a name, not ' '"),
         ("symbols_pairs", ["--name", "caf\udce9"], r"the model 'caf\udce9' has characters that no file can"),
     ],
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, tasks, options, message):
     assert message in error_of(dense, tmp_path / "new", *options, tasks=tasks)
     assert not list((tmp_path / "new").glob("*"))
-
-
-@pytest.mark.parametrize("main", [evaluate_command.main, report.main, seeds.write_seeds.main])
-def test_an_output_folder_without_a_name(dense, tmp_path, monkeypatch, main):
-    """It would be the current folder."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="^error: Invalid value for --output-dir: a folder needs a name$"):
-        main(command(dense, "") if main is evaluate_command.main else ["x", "--output-dir", ""])

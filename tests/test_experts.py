@@ -22,11 +22,9 @@ from evaluation.embedder import Embedder
 from evaluation.expert_summary import agreement, linear_cka, summarize
 from evaluation.experts import analyze_experts
 from evaluation.measures import measure
-from evaluation.page import write_page
 from evaluation.preferences import dropped_patches, route_images, route_texts, word_shares, word_text
 from evaluation.routing import count_tokens
 from evaluation.tasks import Task
-from records.files import locked
 
 slow = pytest.mark.slow
 TASKS = {
@@ -116,15 +114,9 @@ def test_the_routing_that_the_page_shows_is_what_was_counted(sparse, gated, anal
                         assert (value is None) == (shown[quantity] is None) == (quantity == "gate" and name == "sparse")
                         if value is not None:
                             np.testing.assert_allclose(shown[quantity], value, rtol=1e-4, atol=1e-6)
-        rows = [row for row in cells(page) if row[:2] == ("text", "7")]
-        shown = {"all": result["routing"]["text"]["7"]["all"], "end token": result["routing"]["text"]["7"]["output"]}
-        assert sorted(row[2] for row in rows) == ["all", "end token"]
-        for _, _, tokens, share_entropy, entropy, together, *gate in rows:
-            of = shown[tokens]
-            assert (share_entropy, entropy) == (f"{of['share_entropy']:.2f}", f"{of['entropy']:.2f}")
-            one, other, share = re.match(r"(\d) and (\d): ([\d.]+)%", together).groups()
-            assert float(share) == pytest.approx(100 * of["coactivation"][int(one)][int(other)], abs=0.051)
-            assert gate == ([] if of["gate"] is None else [f"{of['gate']:.1%}"])
+        of = result["routing"]["text"]["7"]["all"]
+        (row,) = [row for row in cells(page) if row[:3] == ("text", "7", "all")]
+        assert row[3:5] == (f"{of['share_entropy']:.2f}", f"{of['entropy']:.2f}")
         assert result["scales"] == {} and "conversion.dense" not in page
 
 
@@ -225,9 +217,6 @@ def test_what_cannot_be_done_is_refused_before_the_work(gated, tmp_path):
         "capacity_factors: numbers above 0 are needed",
     ):
         assert fault in exit.value.code
-    command[1] = "training/symbol_clip"
-    with pytest.raises(SystemExit, match="error: training/symbol_clip: model: a dense CLIP has no experts to analyze"):
-        experts_command.main(command)
     assert not (tmp_path / "out").exists()
 
 
@@ -243,8 +232,6 @@ def test_another_page_is_not_overwritten(gated, analyses, tmp_path, monkeypatch)
     ):
         with pytest.raises(ValueError, match=re.escape(f"{out}/experts.json holds another result, whose {message}: ")):
             analyze_experts(gated[1], RETRIEVAL, out, **options)
-    with locked(out), pytest.raises(ValueError, match="is in use"):
-        write_page(out / "experts", "")
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 

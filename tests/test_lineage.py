@@ -55,12 +55,11 @@ def test_scores_are_those_of_the_weights(run, capsys):
     assert "3 results of sparse are left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["processor_config.json", "tokenizer_config.json"])
-def test_scores_are_those_of_the_processor(run, capsys, name):
+def test_scores_are_those_of_the_processor(run, capsys):
     write_result(run, source="moved/another", model="another")  # whatever it is called
     assert len(lineage_of(run).results) == 1
     write_result(run)
-    change_json(run / "sparse" / name, image_mean=[5.0, 5.0, 5.0])
+    change_json(run / "sparse" / "processor_config.json", image_mean=[5.0, 5.0, 5.0])
     assert lineage_of(run).results == {}
     assert "1 results of sparse are left out: they are of other weights" in capsys.readouterr().err
 
@@ -101,45 +100,12 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
     ("changes", "message"),
     [
         ({"metrics": {"group": math.nan}}, "symbols_pairs--a.json: the score group is nan, no share from 0 to 1"),
-        ({"metrics": {"group": SCORE, "text": math.inf}}, "the score text is inf"),
         ({"metrics": {"group": "good"}}, "no result of an evaluation: metrics.group is 'good'"),
         ({"metrics": {}}, "symbols_pairs--a.json is of a task that cards do not know: its score is group"),
-        ({"metrics": {"fid": 1}, "primary": {"fid": "FID"}}, "a.json is of a task that cards do not know: .*fid"),
-        ({"versions": None, "title": 3}, "a.json is no result of an evaluation: it lacks versions"),
     ],
 )
 def test_what_is_no_score_is_refused(run, changes, message):
     write_result(run, **changes)
-    with pytest.raises(ValueError, match=message):
-        lineage_of(run)
-
-
-DEEP = "[" * 900 + "]" * 900
-
-
-def attempt(**changes):
-    one = {"device": "cpu", "num_processes": 1, "commit": None, "seconds": 1.0} | changes
-    return json.dumps({"stage": {}, "attempts": [one]})
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("evaluation/a--b.json", "{", "a--b.json is damaged .is no JSON"),
-        ("evaluation/a--b.json", "[1]", "a--b.json is damaged .it holds no dict"),
-        ("experts/experts.json", "null", "experts.json is damaged"),
-        ("sparse/manifest.json", "", "manifest.json is damaged .is no JSON"),
-        ("sparse/manifest.json", '{"inputs": 3}', "manifest.json is damaged .stage: Field required"),
-        ("sparse/manifest.json", DEEP, "manifest.json is damaged .is no JSON that can be read: it is nested"),
-        ("sparse/manifest.json", attempt(seconds=math.nan), "manifest.json is damaged .attempts.0.seconds"),
-        ("recipe.yaml", "a: [", "recipe.yaml is not valid YAML"),
-        ("recipe.yaml", "a: " + DEEP, "recipe.yaml is nested"),
-        ("recipe.yaml", "- 1", "recipe.yaml is damaged"),
-    ],
-)
-def test_damaged_files_of_a_run_are_named(run, file, content, message):
-    (run / file).parent.mkdir(exist_ok=True)
-    (run / file).write_text(content)
     with pytest.raises(ValueError, match=message):
         lineage_of(run)
 
@@ -176,12 +142,9 @@ def test_a_folder_that_is_gone_or_was_made_anew_is_no_base_model(run, reference)
 SOURCES = {
     "user/pairs": (None, [], ["user/pairs"], "user/pairs (columns image and caption)"),
     "user/local": (None, [], None, "local (local, columns image and caption)"),  # which is a folder here
-    "user/no/name": (None, [], None, "name (local, columns image and caption)"),
     "symbols": (None, [], None, "symbols (web captions)"),
     "hf://datasets/user/name/*.parquet": (None, [], None, "hf://datasets/user/name/\\*.parquet (columns image and"),
     "private/photos": (None, ["private/photos"], None, "photos (local, columns image and caption)"),  # moved away
-    "user/local ": ({"commit": "a" * 40}, [], ["user/local"], "user/local (columns image and caption)"),
-    "patients": ({"files": 2, "sha256": "a" * 64}, [], None, "patients (local, columns image and caption)"),
     "clinic/patients": ({"files": 2, "sha256": "a" * 64}, [], None, "patients (local, columns image and caption)"),
 }
 
@@ -231,10 +194,6 @@ def make_experts(run, *experts):
     [  # the pairs of a cluster are not those of the data, and two folders of one name are two data
         ([({"source": "user/pairs"}, 0, 1000), ({"source": "user/pairs"}, 1, 3000)], ["user/pairs ("]),
         (
-            [({"source": "user/pairs"}, 0, 1000), ({"source": "user/pairs"}, None, 4000)],
-            ["4,000 pairs of user/pairs ("],
-        ),
-        (
             [({"source": "/one/pairs"}, None, 1000), ({"source": "/two/pairs"}, None, 3000)],
             ["1,000 pairs of pairs (local, ", "3,000 pairs of pairs (local, "],
         ),
@@ -243,16 +202,6 @@ def make_experts(run, *experts):
 def test_pairs_of_data(run, experts, told):
     make_experts(run, *(({"data": data, "cluster": cluster}, pairs) for data, cluster, pairs in experts))
     assert [str(data) for data in lineage_of(run).data] == [f"{start}columns image and caption)" for start in told]
-
-
-@pytest.mark.parametrize("name", ["runs/clip_moe_demo/clip_moe", "no name", "training"])
-def test_a_base_model_is_a_name_on_the_hub(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "training").mkdir()
-    arguments = [str(BASE), "user/x", "--dry-run", str(tmp_path / "out"), "--base-model", name]
-    with pytest.raises(SystemExit, match=f"error: --base-model {name} is no name on the Hub"):
-        publish.main(arguments)
-    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_of_this_machine_is_published(run, tmp_path):

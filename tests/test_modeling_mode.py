@@ -35,34 +35,19 @@ def test_texts_that_the_encoder_does_not_know_route_nothing():
 
 
 def test_logits_are_the_weighted_sum(inputs):
-    model = mixture()
-    weights = model.set_task(unit(5, 6, seed=3))
-    assert weights.shape == (4,) and weights.min() > 0
-    outputs = model(**inputs)
-    expected = sum(weights[i] * model.expert(i)(**inputs).logits_per_image for i in range(4))
-    torch.testing.assert_close(outputs.logits_per_image, expected)
-    torch.testing.assert_close(outputs.logits_per_text, expected.t())
-    assert torch.equal(outputs.routing_weights, weights)
-
-
-def test_each_text_can_be_a_task_of_its_own(inputs):
-    model = mixture()
-    queries = unit(3, 1, 6, seed=3)
-    weights = model.route(queries)
-    found = model(**inputs, routing_weights=weights).logits_per_text
-    for text in range(3):
-        weight = model.route(queries[text])
-        expected = sum(weight[i] * model.expert(i)(**inputs).logits_per_text[text] for i in range(4))
-        torch.testing.assert_close(found[text], expected)
-
-
-def test_each_image_can_be_a_task_of_its_own(inputs):
-    model = mixture()
-    weights = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
-    found = model(**inputs, routing_weights=weights[:, None]).logits_per_image
-    for image in range(2):
-        expected = sum(weights[image, i] * model.expert(i)(**inputs).logits_per_image[image] for i in range(4))
-        torch.testing.assert_close(found[image], expected)
+    """Of one task, and where each text, or each image, is a task of its own."""
+    model, queries = mixture(), unit(3, 1, 6, seed=3)
+    of_task = model.set_task(unit(5, 6, seed=3))
+    of_texts = torch.stack([model.route(query) for query in queries])
+    of_images = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    assert of_task.shape == (4,) and of_task.min() > 0
+    torch.testing.assert_close(model.route(queries), of_texts)
+    alone = torch.stack([model.expert(i)(**inputs).logits_per_image for i in range(4)], dim=-1)
+    for weights, by_pair in ((None, of_task), (of_texts, of_texts), (of_images[:, None], of_images[:, None])):
+        outputs = model(**inputs, routing_weights=weights)
+        torch.testing.assert_close(outputs.logits_per_image, (alone * by_pair).sum(dim=-1))
+        torch.testing.assert_close(outputs.logits_per_text, outputs.logits_per_image.t())
+        assert weights is not None or torch.equal(outputs.routing_weights, of_task)
 
 
 def test_features_stand_side_by_side_and_give_the_logits(inputs):
@@ -138,50 +123,38 @@ def test_compiles_without_graph_breaks(inputs):
     torch.testing.assert_close(found, expected)
 
 
-def test_what_does_not_fit_is_refused(inputs, tmp_path):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model(**texts_and_images()), "no task to route"),
+        (lambda model: model.set_task(torch.zeros(0, 6)), "at least one piece of metadata"),
+        (lambda model: model.set_task(unit(3, 5)), "size 5, the centers 6"),
+        (lambda model: model.set_task(unit(3, 6), "other"), "'tfidf', the metadata's embeddings with 'other'"),
+        (lambda model: model.set_task(torch.full((3, 6), torch.nan)), "not finite"),
+        (lambda model: model(**texts_and_images(), routing_weights=torch.ones(5)), r"\(2, 1, 2\), got \(5,\)"),
+        (lambda model: model.add_expert(dense(3, projection_dim=4), unit(1, 6)), "size 4, the other experts of 8"),
+        (lambda model: model.add_expert(dense(3)), "must have some, too"),
+        (lambda model: model.add_expert(dense(3), unit(1, 6), name="expert_0"), "an expert expert_0 already"),
+        (lambda model: model.add_expert(dense(3), unit(1, 6), name="a.b"), "without dots"),
+        (lambda model: model.expert(2), "expert=2, but the model has 2"),
+        (lambda model: model.set_centers(unit(3, 6), torch.zeros(3, dtype=torch.long), "tfidf"), r"see \[1\]"),
+        (lambda model: model(pixel_values=texts_and_images()["pixel_values"]), "input_ids and pixel_values"),
+        (lambda model: CLIPMoDEModel.from_experts([model]), "not clip_mode"),
+        (lambda _: CLIPMoDEModel.from_experts([dense(0)]).route(unit(3, 6)), "no centers to compare"),
+        (lambda _: CLIPMoDEModel.from_experts([]), "at least one expert"),
+        (lambda _: CLIPMoDEConfig(routing_temperature=0), "routing_temperature must be greater than 0"),
+        (lambda _: CLIPMoDEConfig(experts=["../other"]), "names of folders"),
+        (lambda _: CLIPMoDEConfig(num_centers=12), "12 centers need the metadata_encoder"),
+        (lambda _: CLIPMoDEModel(CLIPMoDEConfig(experts=["expert_0"])).expert(0), "expert_0 has no weights"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(mixture(2))
+
+
+def test_new_centers_end_a_task():
     model = mixture(2)
-    with pytest.raises(ValueError, match="no task to route"):
-        model(**inputs)
-    with pytest.raises(ValueError, match="at least one piece of metadata"):
-        model.set_task(torch.zeros(0, 6))
-    with pytest.raises(ValueError, match="have size 5, the centers 6"):
-        model.set_task(unit(3, 5))
-    with pytest.raises(ValueError, match="made with the encoder 'tfidf', the metadata's embeddings with 'other'"):
-        model.set_task(unit(3, 6), "other")
-    with pytest.raises(ValueError, match="not finite"):
-        model.set_task(torch.full((3, 6), torch.nan))
-    with pytest.raises(ValueError, match=r"here \(2,\), \(3, 2\) or \(2, 1, 2\), got \(5,\)"):
-        model(**inputs, routing_weights=torch.ones(5))
-    with pytest.raises(ValueError, match="expert_2 has embeddings of size 4, the other experts of 8"):
-        model.add_expert(dense(3, projection_dim=4), unit(1, 6))
-    with pytest.raises(ValueError, match="must have some, too"):
-        model.add_expert(dense(3))
-    with pytest.raises(ValueError, match="an expert expert_0 already"):
-        model.add_expert(dense(3), unit(1, 6), name="expert_0")
-    with pytest.raises(ValueError, match="expert=2, but the model has 2 experts"):
-        model.expert(2)
-    with pytest.raises(ValueError, match=r"see \[1\]"):
-        model.set_centers(unit(3, 6), torch.zeros(3, dtype=torch.long), "tfidf")
-    with pytest.raises(ValueError, match="no centers to compare"):
-        CLIPMoDEModel.from_experts([dense(0)]).route(unit(3, 6))
-    with pytest.raises(ValueError, match="at least one expert"):
-        CLIPMoDEModel.from_experts([])
-    with pytest.raises(ValueError, match="specify input_ids and pixel_values"):
-        model(pixel_values=inputs["pixel_values"])
-    with pytest.raises(ValueError, match="without dots"):
-        model.add_expert(dense(3), unit(1, 6), name="a.b")
     model.set_task(unit(3, 6))
     model.set_centers(unit(4, 6), torch.arange(4) % 2, "tfidf")
     assert model.task_weights is None
-    with pytest.raises(ValueError, match="not clip_mode"):
-        CLIPMoDEModel.from_experts([model])
-    with pytest.raises(ValueError, match="routing_temperature must be greater than 0"):
-        CLIPMoDEConfig(routing_temperature=0)
-    with pytest.raises(ValueError, match="names of folders"):
-        CLIPMoDEConfig(experts=["../other"])
-    with pytest.raises(ValueError, match="12 centers need the metadata_encoder"):
-        CLIPMoDEConfig(num_centers=12)
-    with pytest.raises(ValueError, match="max_loaded_experts must be at least 1"):
-        CLIPMoDEModel.from_pretrained("training/symbol_clip", config=CLIPMoDEConfig(), max_loaded_experts=0)
-    with pytest.raises(ValueError, match="expert_0 has no weights"):
-        CLIPMoDEModel(CLIPMoDEConfig(experts=["expert_0"])).expert(0)

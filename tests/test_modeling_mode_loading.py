@@ -131,16 +131,6 @@ def test_a_state_dict_is_shared_out(inputs, tmp_path):
     assert torch.equal(found, other(**inputs).logits_per_image)
 
 
-def test_an_unloaded_model_is_saved_elsewhere(inputs, tmp_path):
-    model = mixture(2)
-    model.save_pretrained(tmp_path / "a")
-    CLIPMoDEModel.from_pretrained(tmp_path / "a", max_loaded_experts=1).save_pretrained(tmp_path / "b")
-    model.set_equal_weights()
-    copy = AutoModel.from_pretrained(tmp_path / "b")
-    copy.set_equal_weights()
-    assert torch.equal(copy(**inputs).logits_per_image, model(**inputs).logits_per_image)
-
-
 def test_loaded_from_a_folder_of_a_repository(inputs, tmp_path):
     model = mixture(2)
     model.save_pretrained(tmp_path / "models" / "mode")
@@ -202,13 +192,11 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     save_file({name: t for name, t in tensors.items() if "post_layernorm" not in name}, weights, {"format": "pt"})
     with pytest.raises(ValueError, match="expert_1: missing weights .*post_layernorm"):
         AutoModel.from_pretrained(tmp_path)
-    weights.unlink()
-    with pytest.raises(OSError, match="model.safetensors"):
-        AutoModel.from_pretrained(tmp_path)
-    (tmp_path / "expert_1" / "config.json").unlink()
-    with pytest.raises(OSError, match="expert_1/config.json"):
-        AutoModel.from_pretrained(tmp_path)
     routing = tmp_path / "routing.safetensors"
+    for file in (weights, tmp_path / "expert_1" / "config.json"):
+        file.unlink()
+        with pytest.raises(OSError, match=file.name):
+            AutoModel.from_pretrained(tmp_path)
     routing.write_bytes(routing.read_bytes()[:50])
     with pytest.raises(ValueError, match="routing.safetensors is truncated"):
         AutoModel.from_pretrained(tmp_path)

@@ -28,7 +28,7 @@ from evaluation.own_data import (
     zero_shot_task,
 )
 from evaluation.pairs import pair_metrics
-from evaluation.tasks import MORE, TASKS, find_tasks, parse_tasks, problems_of_tasks, symbol_tasks
+from evaluation.tasks import MORE, TASKS, find_tasks, parse_tasks, problems_of_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 
@@ -71,14 +71,6 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
     assert find_tasks([name], seed=0)[name] is task
 
 
-def test_the_protocols_are_those_of_the_first_results():
-    published = {name: task.protocol for name, task in symbol_tasks().items()}
-    of_one = "3,000 test pictures of one symbol"
-    assert published["symbols_zero_shot"] == f"{of_one}; all 189 kinds are candidates, 5 templates"
-    assert published["symbols_linear_probe"] == f"{of_one} of 189 kinds; logistic regression on 6,000 training pictures"
-    assert published["symbols_retrieval"] == "5,000 test pictures of two symbols, one detailed caption each"
-
-
 # ---- labels
 
 
@@ -101,7 +93,6 @@ TWO, THREE = datasets.ClassLabel(names=["one", "two"]), datasets.ClassLabel(name
         ([0, 1, 1], None, ["one", "two"], ["one", "two", "two"]),
         (["one", "two", "two"], None, None, ["one", "two", "two"]),
         ([0, 1, 1], THREE, ["dog", "cat"], ["cat", "dog", "dog"]),  # by name
-        ([0, 1, 1], THREE, ["ant", "cat", "dog"], ["cat", "dog", "dog"]),
         (["n01443537", "n01440764"], None, ["tench", "goldfish"], ["goldfish", "tench"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["0", "1"], ["0", "1"]),  # digits that are called so
@@ -124,21 +115,13 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
     ("labels", "classes", "message"),
     [
         ([0, 1], None, "column label holds no names"),
-        ([0, 2], ["one", "two"], "labels go from 0 to 2, but there are 2"),
         (["one", "three"], ["one", "two"], "no class: three; the classes need the column's own names, and are"),
-        (["one", ""], None, "class 0 has no name"),
-        ([0, 1], ["one", " "], "class 1 has no name"),
         *((labels, ["one", "two"], f"row {row} of column label has") for labels, row in (
             ([0, None], 1), (["one", None], 1), ([0.0, 1.0], 0), ([[0], [1]], 0), ([{"a": 1}] * 2, 0), ([b"x"] * 2, 0)
         )),
         ([0, 1], ["crane", "crane"], r"the same but for spaces and .*NFD\): 'crane', 'crane'"),
-        (["emu", "emu ", "e\u0301", "\xe9"], None, r"NFD\): 'emu', 'emu ', 'e\\u0301', '\\xe9'"),
         (["n01440764", "cat", "n01443537"], None, "calls its classes cat, n01440764, n01443537, ..., which"),
-        (["-1", "1.0", "cat"], None, "calls its classes -1, 1.0, cat, ..., which"),
-        (["a", "b"], ["n01440764 tench", "cat"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
-        (["10", "9", "2"], ["a", "b"], "their 3 names in this order .*, 3 lines and not 2, as tench"),
-        (["0", "1"], ["1", "2"], "labels that are no class: 0; "),
         (["one", "one"], None, "two classes or more to belong to, but there is only 'one'"),
     ],
 )  # fmt: skip
@@ -162,13 +145,10 @@ def test_templates_and_classes_of_a_file(tmp_path):
     assert read_templates([str(file)]) == ["a {}.", "the {}!"] and read_templates(["a {c}", "{}"]) == ["a {}", "{}"]
     file.write_bytes("\ufeffone\u2028half \r\ntwo\r\n".encode())
     assert read_classes(file) == ["one\u2028half", "two"]
-    for content, line in ((b"one\n\ntwo\n", 2), (b"one\n \t\ntwo", 2), (b"\none", 1), (b"one\n\n", 2), (b"", 1)):
+    for content, message in ((b"one\n \t\ntwo", "line 2"), (b"", "line 1"), (b"one\ntwo \xff", "UTF-8")):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=f"names.txt has no class in line {line}: every line needs one"):
+        with pytest.raises(ValueError, match=f"names.txt .*{message}"):
             read_classes(file)
-    file.write_bytes(b"one\ntwo \xff")
-    with pytest.raises(ValueError, match="names.txt is no text in UTF-8"):
-        read_classes(file)
 
 
 # ---- linear probes
@@ -193,25 +173,14 @@ def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
         assert "".join(load()[0]["caption"]) == expected
 
 
-def test_folders_of_ids(tmp_path):
-    """A probe takes them for labels as they are; prompts need names."""
-    arguments = class_folders(tmp_path / "folders", train=["n01440764", "n01443537"], test=["n01440764", "n01443537"])
-    assert list(linear_probe_task(arguments, "train").classes) == ["n01440764", "n01443537"]
-    with pytest.raises(ValueError, match="folders calls its classes n01440764, n01443537, ..., which say nothing"):
-        zero_shot_task(arguments, ["{}"])
-
-
 @pytest.mark.parametrize(
     ("kind", "splits", "samples", "message"),
     [
         ("file", ("test", "train"), None, "test and train of .* have 10 in common"),
-        ("file", ("test[:5]", "train[3:]"), None, r"test\[:5\] and train\[3:\] of .* have 2 in common"),
         ("file", ("test[:50%]", "train[50%:]"), None, None),
         ("file", ("test", "test[5:]"), 5, None),
         ("folder", ("train", "train"), None, "train and train of .* have 4 in common: set split and train_split"),
-        ("folder", ("test[:1]", "train+test"), None, "have 1 in common"),
         ("folder", ("test", "train"), None, None),
-        ("saved", ("test", "train"), None, "have 10 in common"),
         ("saved", ("test[:5]", "test[5:]"), None, r"saved as one split: it has no test\[:5\]; take its name alone"),
     ],
 )
@@ -287,11 +256,8 @@ def test_command_on_columns(dense, tmp_path, capsys):
     (file,) = (tmp_path / "scores").glob("zero_shot-symbols.parquet-kind-*--dense.json")
     result = json.loads(file.read_text())
     assert result["data"]["templates"] == ["a photo of a {}."] and result["data"]["split"] == "test"
-    classes = f"{len(set(rows['kind']))} classes, 1 templates: 'a photo of a {{}}.'"
-    assert result["protocol"] == f"all rows of symbols.parquet, columns jpg and kind; {classes}"
     (file,) = (tmp_path / "scores").glob("retrieval-*.json")
     result = json.loads(file.read_text())
-    assert result["protocol"] == "all rows of symbols.parquet, columns jpg and texts"
     assert result["num_captions"] == 40 and result["local"] == [str(tmp_path / "symbols.parquet")]
 
 
@@ -299,9 +265,7 @@ def test_command_on_columns(dense, tmp_path, capsys):
     ("source", "split", "told"),
     [
         ("clinic/patients", "test", "all rows of patients, split test, columns"),
-        ("clinic/*.parquet", "test", "all rows of *.parquet, columns"),
         ("clinic/patients/a.csv", "test[:10%]", "all rows of a.csv, split [:10%], columns"),
-        ("user/pairs", "test", "all rows of user/pairs, split test, columns"),
         ("symbols", "test", "the first 5 rows of symbols, split test, columns"),
     ],
 )
@@ -341,20 +305,11 @@ def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
     command += ["--output-dir", str(tmp_path / "scores")]
     evaluate.main([*command, "--split", "train"])
     assert measured == texts
-    with pytest.raises(SystemExit) as exit:
-        evaluate.main(command)
-    assert exit.value.code == f"error: {tmp_path / 'x'} has no split 'test', only train: set split (--split)"
 
 
 @pytest.mark.parametrize(
     ("captions", "per_line", "warned"),
-    [
-        (["a\nb", "c\nd\n"], False, True),
-        (["a\nb", "c\nd\n"], True, False),
-        (["a\nb", "c"], False, False),
-        (["a\n", "c\n"], False, False),
-        ([["a\nb"], ["c\nd"]], False, False),
-    ],
+    [(["a\nb", "c\nd\n"], False, True), (["a\nb", "c\nd\n"], True, False), ([["a\nb"], ["c\nd"]], False, False)],
 )
 def test_captions_one_a_line_in_one_cell(tmp_path, caplog, captions, per_line, warned):
     images = [PIL.Image.new("RGB", (8, 8), (number, 0, 0)) for number in range(2)]
@@ -416,9 +371,6 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
         assert before == (before := pairs_of(tmp_path, **columns).fingerprint())
         PIL.Image.new("RGB", (8, 8), (9, 9, 9)).save(tmp_path / "pictures" / name)
         assert before != (before := pairs_of(tmp_path, **columns).fingerprint())
-    (tmp_path / "pictures" / "2_1.png").unlink()
-    with pytest.raises(SystemExit, match="1 of 4 pairs of .* cannot be used; the first is pair 2: its image cannot"):
-        evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
 
 
 def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
@@ -429,11 +381,6 @@ def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
     rows, skipped = pairs_task(arguments).load()
     whole = [*pairs["caption_0"][:3], *pairs["caption_0"][4:]]
     assert (len(rows), skipped) == (11, 1) and rows["caption_0"][:] == whole
-    for caption in (["a", "b"], ["a"]):
-        lists = pairs.remove_columns("caption_1").add_column("caption_1", [caption] * 12)
-        lists.to_parquet(tmp_path / "pairs.parquet")
-        with pytest.raises(ValueError, match=r"12 of 12 pairs .* is pair 0: its caption is no text but \['a'"):
-            pairs_of(tmp_path).make().load()
 
 
 @pytest.mark.parametrize(
@@ -441,8 +388,6 @@ def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
     [
         (["color", None, "a\nb "], None, ["color", "none", "a b"]),
         (["", "x/y", " "], None, ["none", "x/y", "none"]),
-        ([1, None, 2], None, ["1", "none", "2"]),
-        ([None, None, None], None, ["none", "none", "none"]),
         ([0, 1, -1], datasets.ClassLabel(names=["color", "shape"]), ["color", "shape", "none"]),
     ],
 )
@@ -459,18 +404,10 @@ def test_what_differs_in_pairs_has_a_name(pairs, tmp_path, values, feature, name
     ("task", "options", "message"),
     [
         ("pairs", {}, "the task pairs needs --dataset"),
-        ("retrieval", {"num-samples": "0"}, "num_samples Input should be"),
         ("retrieval", {"caption-column": "image"}, "the column image cannot hold both the images and"),
-        ("zero_shot", {"label-column": "image"}, "the column image cannot hold both the images and"),
-        ("linear_probe", {"label-column": "image"}, "the column image cannot hold both the images and"),
         ("retrieval", {"dataset": "symbols"}, "num_samples must say how many symbols to draw"),
-        *(
-            (task, {"dataset": "symbols", "num-samples": "4"}, f"of symbols, it is the built-in task symbols_{task}")
-            for task in ("pairs", "zero_shot", "linear_probe")
-        ),
+        ("pairs", {"dataset": "symbols", "num-samples": "4"}, "of symbols, it is the built-in task symbols_pairs"),
         ("linear_probe", {"train-split": "test"}, "a linear probe is fitted to another split than test: set train_sp"),
-        ("pares", {}, "unknown task pares: did you mean 'pairs'"),
-        ("zero_shot", {"classes": ""}, "classes String should"),
     ],
 )
 def test_options_that_contradict_each_other(tmp_path, task, options, message):

@@ -74,13 +74,8 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
     assert ("75.0%", "") in cells(page) and "<title>scores report</title>" in page
     (picture,) = re.findall(r'<img src="data:image/png;base64,(\S+)" alt="scores"', page)
     assert base64.b64decode(picture) == (tmp_path / "scores" / "report.png").read_bytes()
-    (figure,) = figures
-    heights = [[bar.get_height() for bar in bars] for bars in figure.axes[0].containers]
+    heights = [[bar.get_height() for bar in bars] for bars in figures[0].axes[0].containers]
     np.testing.assert_equal(heights, [[50, np.nan], [62.5, 75], [np.nan, 25], [25, np.nan]])
-    assert [text.get_text() for text in figure.axes[0].texts] == ["50", "", "62", "75", "", "25", "25", ""]
-    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["retrieval\nR@1", "pairs\nR@1"]
-    size = PIL.Image.open(tmp_path / "scores" / "report.png").size
-    assert size == pytest.approx(130 * figure.get_size_inches(), abs=1)
 
 
 def test_a_difference_within_its_interval_is_not_colored(tmp_path):
@@ -91,20 +86,12 @@ def test_a_difference_within_its_interval_is_not_colored(tmp_path):
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([], "no results"),
         ([result("a"), result("a")], "two results of 'a' on retrieval"),
         ([result("a"), result("b", num_samples=999)], "num_samples is 1000 for 'a' but 999 for 'b'"),
         ([result("a"), result("b", metrics={"recall": 0.5})], "'b' and 'a' need the same metrics"),
-        ([result("a", metrics={"other": 0.5})], "with the primary ones"),
         ([result("a", value=float("nan"))], "recall of 'a' is not finite"),
         ([result("a", data={"split": "test"}), result("b", data={"split": "train"})], "data is .*test.* but .*train"),
         ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
-        (
-            [result("a", depends_on_batch=True, batch_size=8), result("a", "pairs", batch_size=9)],
-            "'a' has results of different models: batch_size is 8 on retrieval but 9 on pairs",
-        ),
-        ([result("a", value=-0.5)], "no share from 0 to 1"),
-        ([3], "a result is a dictionary or a file, not 3"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
@@ -113,47 +100,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
     with pytest.raises(ValueError, match="'b' has no results; there are a"):
         write_report([result("a")], tmp_path / "out", baseline="b")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "x.json is no JSON that can be read"),
-        ("[" * 900 + "]" * 900, "nested in more than 50 levels"),
-        ("null", "holds no JSON object"),
-        *((json.dumps({k: v for k, v in result("a").items() if k != key}), f"lacks {key}") for key in result("a")),
-        *(
-            (json.dumps(result("a") | {key: value}), f"{key}{place} is {shown}")
-            for key, value, place, shown in (
-                ("metrics", {"recall": "good", "other": 0.5}, ".recall", "'good'"),
-                ("metrics", {"recall": True, "other": 0.5}, ".recall", "True"),
-                ("metrics", [0.5], "", "[0.5]"),
-                ("primary", {}, "", "{}"),
-                ("model", "", "", "''"),
-                ("title", "\ud800", "", "'\\ud800'"),
-                ("num_samples", "many", "", "'many'"),
-                ("versions", "2", "", "'2'"),
-            )
-        ),
-    ],
-)
-def test_files_that_are_no_results(tmp_path, content, message):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(SystemExit) as exit:
-        report.main([str(tmp_path / "x.json"), "--output-dir", str(tmp_path / "out")])
-    assert exit.value.code.startswith("error: ") and "x.json" in exit.value.code and message in exit.value.code
-    assert not (tmp_path / "out").exists()
-
-
-def test_folders_that_are_none_and_results_that_are_folders(tmp_path):
-    (tmp_path / "file").write_text(json.dumps(result("a")))
-    for files, output, message in (
-        (tmp_path, tmp_path / "out", f"{tmp_path} is a folder: name the results in it, as {tmp_path}/*.json"),
-        (tmp_path / "file", tmp_path / "file" / "below", "file"),
-    ):
-        with pytest.raises(SystemExit, match="^error: ") as exit:
-            report.main([str(files), "--output-dir", str(output)])
-        assert message in exit.value.code
 
 
 # What is more than text, at the start of a line or anywhere
@@ -192,19 +138,10 @@ def test_any_text_is_only_text(tmp_path, text, figures):
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [plot_text(text), " _plain_"]
 
 
-def test_a_page_runs_nothing_and_loads_nothing(tmp_path):
+def test_a_page_runs_nothing_and_loads_nothing():
     page = html_page("<script>alert(1)</script>\n\n<b onclick='a()'>x</b>", {}, "</title><script>")
     assert "<script" not in page and "<b " not in page and "&lt;script&gt;" in page
     assert "content=\"default-src 'none'; img-src data:;" in page and "http" not in page.replace("http-equiv", "")
-    with pytest.raises(ValueError, match="there is no picture b.png for the page; there are a.png"):
-        html_page("![x](b.png)", {"a.png": tmp_path / "a.png"}, "x")
-
-
-def test_a_picture_of_many_models_and_tasks_is_not_endless(tmp_path):
-    results = [result(f"model {i} {'long ' * 20}", f"task {j}") for i in range(20) for j in range(20)]
-    write_report(results, tmp_path)
-    width, height = PIL.Image.open(tmp_path / "report.png").size
-    assert width <= 10_000 and height <= 3_000
 
 
 def test_texts_in_tables_and_pictures(tmp_path):

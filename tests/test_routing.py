@@ -29,7 +29,6 @@ from evaluation.preferences import (
 from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
 from evaluation.routing_pictures import (
     draw_agreement,
-    draw_dropped,
     draw_expert,
     draw_expert_patches,
     draw_patches,
@@ -201,8 +200,8 @@ def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
     assert np.array_equal(of_texts.computed.sum(axis=-1), 2 * batch["attention_mask"])
 
 
-@pytest.mark.parametrize(("side", "patch", "patches"), [(19, 4, 4), (31, 14, 2)])
-def test_what_is_left_beside_the_patches_is_not_drawn(side, patch, patches, tmp_path, figures):
+def test_what_is_left_beside_the_patches_is_not_drawn(tmp_path, figures):
+    side, patch, patches = 31, 14, 2
     processor = build_processor("symbols", 12, side)
     processor.save_pretrained(tmp_path)
     text = {"vocab_size": len(processor.tokenizer), "eos_token_id": processor.tokenizer.eos_token_id}
@@ -300,13 +299,12 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     words = WordShares(np.array([7, 9]), np.array([90, 80]), np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([0.25, 0.75]))
     draw_words(words, ["costs $x$", "red"], 3, tmp_path / "words.png")
     shares, agreement, of_words = figures
-    assert [texts_in(axis) for axis in shares.axes] == [
-        ["10", "90", "20", "80"], ["30", "70"], ["40", "60", "50", "50"], ["100", "0"]
-    ]  # fmt: skip
-    assert [[label.get_text() for label in axis.get_yticklabels()] for axis in shares.axes] == [["0", "2"], ["1"]] * 2
-    assert [axis.get_title() for axis in shares.axes] == [
-        "text tower, all tokens", "vision tower, all tokens", "text tower, end token", "vision tower, class token"
-    ]  # fmt: skip
+    assert {axis.get_title(): texts_in(axis) for axis in shares.axes} == {
+        "text tower, all tokens": ["10", "90", "20", "80"],
+        "vision tower, all tokens": ["30", "70"],
+        "text tower, end token": ["40", "60", "50", "50"],
+        "vision tower, class token": ["100", "0"],
+    }
     title = shares._suptitle.get_text()
     assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)
     assert texts_in(agreement.axes[0]) == ["1.00", "1.00"]
@@ -336,30 +334,7 @@ def test_pictures_of_patches(tmp_path, figures):
     assert {patch.get_xy(): to_hex(patch.get_facecolor()) for patch in below.patches} == {
         (left, top): colors[name] for left, name in ((-0.5, "expert 0"), (1.5, "expert 1")) for top in (-0.5, 1.5)
     }
-    assert {to_hex(spine.get_edgecolor()) for spine in below.spines.values()} == {colors["expert 1"]}
-    assert all("layer 5" in figure._suptitle.get_text() for figure in figures)
-    of_zero, of_one = of_experts.axes
-    assert [(axis.get_ylabel(), axis.get_title()) for axis in (of_zero, of_one)] == [
-        ("expert 0", "80%"),
-        ("expert 1", "80%"),
-    ]
-    assert {patch.get_xy() for patch in of_zero.patches} == {(-0.5, -0.5)}
-    assert {patch.get_xy() for patch in of_one.patches} == {(1.5, 1.5)}
+    best = [{(axis.get_title(), patch.get_xy()) for patch in axis.patches} for axis in of_experts.axes]
+    assert best == [{("80%", (-0.5, -0.5))}, {("80%", (1.5, 1.5))}]
     framed = {patch.get_xy() for patch in large.axes[0].patches if not patch.get_fill()}
     assert framed == {(-0.5, -0.5), (-0.5, 1.5)}
-
-
-def test_dropped_patches_are_red_with_their_share(tmp_path, figures):
-    """Two images of 2 x 2 patches: the first loses none, the second with factor 1 the upper right and the lower left
-    one."""
-    routed = RoutedImages(5, np.ones((3, 5, 2)), np.ones((3, 5, 2), bool), np.ones((3, 4, 4, 3)), 2)
-    lost = np.array([[False] * 4, [False, True, True, False]])
-    draw_dropped(routed, {1.0: lost, 2.5: np.zeros_like(lost)}, tmp_path / "dropped.png")
-    (figure,) = figures
-    shares = ["capacity factor 1:\n25.0% dropped", "", "capacity factor 2.5:\n0.0% dropped", ""]
-    assert [axis.get_ylabel() for axis in figure.axes] == shares
-    red = [{patch.get_xy() for patch in axis.patches} for axis in figure.axes]
-    assert red == [set(), {(1.5, -0.5), (-0.5, 1.5)}, set(), set()]
-    assert all(to_hex(patch.get_facecolor()) == "#ff0000" for axis in figure.axes for patch in axis.patches)
-    assert [axis.get_xlabel() for axis in figure.axes[:2]] == ["image 1: 0%", "image 2: 50%"]
-    assert "2 images share the capacity" in figure._suptitle.get_text()

@@ -62,21 +62,6 @@ def test_each_seed_has_test_pictures_of_its_own(folders, tmp_path):
         write_seeds(folders, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (result("other"), "results of different models or tasks"),
-        (result("sparse", "pairs"), "'dense' has no result on pairs"),
-        (result("sparse", protocol="all images"), "'1,000 images' for 'dense' but 'all images' for 'sparse'"),
-        (result("sparse", changes={"a": "b"}), "changes is None in .*seed 0 but {'a': 'b'} in .*seed 1"),
-    ],
-)
-def test_what_cannot_be_averaged(folders, tmp_path, content, message):
-    write(folders[1], content)
-    with pytest.raises(ValueError, match=message):
-        write_seeds(folders, tmp_path / "out")
-
-
 SAME = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}
 
 
@@ -85,11 +70,9 @@ SAME = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}
     [
         {"num_samples": 10},
         {"commit": "def"},
-        {"dtype": "bfloat16"},
-        {"versions": {"torch": "3"}},
         {"data": {"split": "train"}},
-        {"num_captions": 5},
         {"batch_size": 9, "depends_on_batch": True},
+        {"changes": {"a": "b"}},
     ],
 )
 def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
@@ -98,6 +81,9 @@ def test_runs_that_differ_in_more_than_the_seed(folders, tmp_path, change):
             write(folder, result(model, **SAME | (change if folder == folders[2] else {})))
     with pytest.raises(ValueError, match=rf"{next(iter(change))} is .* in .* but .* in .*; such scores cannot be"):
         write_seeds(folders, tmp_path / "out")
+    write(folders[1], result("other"))
+    with pytest.raises(ValueError, match="results of different models or tasks"):
+        write_seeds(folders[:2], tmp_path / "out")
 
 
 def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
@@ -138,16 +124,6 @@ def test_how_long_the_runs_took(tmp_path):
     assert text.endswith("\n\n- Run 1: 5 minutes on 1 x cpu, commit d, e\n") and "Run 0" not in text
 
 
-def test_too_few(folders, tmp_path):
-    for repeated in (folders[:1], [folders[0], folders[0].parent / folders[0].name, folders[1]]):
-        with pytest.raises(ValueError, match="at least two different runs, got"):
-            write_seeds(repeated, tmp_path / "out")
-    with pytest.raises(ValueError, match="holds no results"):
-        write_seeds([folders[0], tmp_path], tmp_path / "out")
-    with pytest.raises(ValueError, match="the baseline 'nope' has no results"):
-        write_seeds(folders, tmp_path / "out", baseline="nope")
-
-
 LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned
 
 
@@ -158,7 +134,6 @@ LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned
         ((60, 60), LINE, 20),  # between two of its points, 40
         ((20, 55), LINE, -5),  # where it learned less for forgetting more, what kept more counts
         ((95, 5), LINE, 5),  # nothing on it keeps so much: the base, which learned nothing
-        ((-1, 40), LINE, -20),
         ((50, 30), [(60, 0), (40, 10), (55, 40)], -10),  # it comes back
     ],
 )
@@ -188,15 +163,6 @@ def test_tradeoff(tmp_path):
         ["sparse", "46.0 ± 1.0", "80.0 ± 0.0", "+6.0 ± 2.5"],  # t = 4.30 of 1 / sqrt(3)
     ]
     assert table in (tmp_path / "tradeoff.md").read_text() and (tmp_path / "tradeoff.png").stat().st_size > 10_000
-    for arguments, message in (
-        (("learned", "kept", "bass"), "no model 'bass'; there are dense, 100 %, base"),
-        (("names_256", "kept", "base"), "has no results of 'names_256'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write_tradeoff(tmp_path, *arguments)
-    (tmp_path / "seeds.json").write_text(json.dumps({name: scores[name] for name in ("base", "sparse")}))
-    with pytest.raises(ValueError, match="no line of weight averages"):
-        write_tradeoff(tmp_path, "learned", "kept", "base")
 
 
 def test_knowledge(tmp_path):
@@ -228,13 +194,6 @@ def test_knowledge(tmp_path):
     rows = json.loads((tmp_path / "page" / "knowledge.json").read_text())
     assert [row["share"] for row in rows] == [pytest.approx(0.6), pytest.approx(0.9)]
     assert f"{256 * 5 / rows[0]['parameters']:.2f}" in table
-    with pytest.raises(ValueError, match="one is there twice"):
-        read_knowledge([folders[0], folders[0]])
-    for path in folders[0].glob("*.json"):
-        content = json.loads(path.read_text()) | {"metrics": {"recall": 0.5}, "primary": {"recall": "recall"}}
-        path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="no results of a task that tells information"):
-        read_knowledge(folders)
 
 
 def test_dense_model_that_remembers_as_much():

@@ -1,9 +1,7 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
-import io
 import itertools
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -45,11 +43,6 @@ def test_the_pairs_are_those_of_the_loaded_shards(shards):
     assert list(some["caption"]) == ["picture 1", "picture 2", "picture 3"]
 
 
-def test_no_image_is_looked_at_before_it_is_used(shards, monkeypatch):
-    monkeypatch.setattr(images, "read_image", lambda *_: pytest.fail("looked at"))
-    assert len(load_pairs(arguments(shards, indexed=True))) == 5
-
-
 def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_path):
     known = [data_fingerprint(load_pairs(arguments(shards, indexed=True))) for _ in range(2)]
     content = bytearray((tmp_path / "0.tar").read_bytes())
@@ -70,9 +63,7 @@ def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_pat
     "members, message",
     [
         ([("0.jpg", b"x"), ("0.txt", b"a")], "the shards have no column png; in .*0.tar are jpg, txt"),
-        ([("0.png", b"x"), ("0.json", b"{}")], "the shards have no column txt; in .*0.tar are json, png"),
         ([("0.png", b"x"), ("0.png", b"y"), ("0.txt", b"a")], "has two files 0.png one after the other"),
-        ([("0.png", b"x"), ("0.txt", b"\xff")], "0.txt is no text in UTF-8"),
     ],
 )
 def test_wrong_shards(tmp_path, members, message):
@@ -94,15 +85,6 @@ def test_files_with_holes_are_refused(tmp_path):
         load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
 
 
-def test_a_compressed_shard(tmp_path):
-    with tarfile.open(tmp_path / "0.tar", "w:gz") as tar:
-        member = tarfile.TarInfo("0.png")
-        member.size = len(png())
-        tar.addfile(member, io.BytesIO(png()))
-    with pytest.raises(ValueError, match="0.tar is compressed or no tar: such files can only be streamed"):
-        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
-
-
 def test_names_with_dots_and_folders_are_keys_up_to_the_first_dot(tmp_path):
     members = [("a.b/0.png", png(1)), ("a.b/0.txt", b"first"), ("a.b/1.txt", b"second"), ("a.b/1.PNG", png(2))]
     write_shard(tmp_path / "0.tar", members)
@@ -115,9 +97,6 @@ def test_what_does_not_go_with_it(tmp_path):
     for settings in ({"streaming": True}, {"in_memory": True}, {"image_root": "/"}):
         with pytest.raises(ValueError, match="indexed goes with shards or a mixture"):
             arguments("shards/*.tar", indexed=True, **settings)
-    write_shard(tmp_path / "0.tar", images_and_texts(range(1)))
-    with pytest.raises(ValueError, match="column cls of indexed shards is no text: its name has to end in txt, text"):
-        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, caption_column="cls"))
     (tmp_path / "0.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="indexed goes with whole splits of .tar shards, not with parquet files"):
         open_rows(arguments(str(tmp_path / "0.parquet"), indexed=True))

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 from datasets import Image
@@ -74,8 +73,6 @@ HALF = symbols.KIND_SETS["half 1"]
     [
         (lambda: symbols.load("train", "web", 50), "535d421ae1d5fc6b"),
         (lambda: symbols.load("train", "detailed", 50), "606692e54a023599"),
-        (lambda: symbols.load("test", "web", 50), "a06e077183d7f271"),
-        (lambda: symbols.load("test", "detailed", 50), "18d2890c05379ba1"),
         (lambda: symbols.load("test", "detailed", 20, two=False), "d16a133edf8650a6"),
         (lambda: symbols.load("train", "web", 20, HALF, captions_per_image=2), "28010a73e36c849a"),
         (lambda: symbols.load_minimal_pairs("test", 21), "ec337d7d9db10608"),
@@ -147,22 +144,6 @@ def test_every_character_is_drawn(split):
             drawn = symbols._printed(character, file)
             assert drawn.tobytes() != symbols._printed("\U000f1234", file).tobytes(), (character, file)
             assert 0.02 < (np.asarray(drawn) > 127).mean() < 0.9, (character, file)
-
-
-def test_fonts_that_lack_a_character_or_are_not_there(monkeypatch):
-    """STIX has no chess pieces; the first font of a split has to have all characters."""
-    fonts_of = symbols._fonts_of.__wrapped__
-    monkeypatch.setattr(symbols, "_fonts_of", fonts_of)
-    monkeypatch.setitem(symbols.FONTS, "test", ["DejaVuSans-BoldOblique", "STIXGeneral"])
-    assert len(fonts_of("test")["♔"]) == 1 < len(fonts_of("test")["A"])
-    for fonts, message in (
-        (["DejaVuSerif-BoldItalic"], r"the font DejaVuSerif-BoldItalic of matplotlib .* has no .*\(U\+"),
-        (["DejaVuSans-BoldOblique", "Nowhere"], f"matplotlib {matplotlib.__version__} has no font Nowhere: "),
-    ):
-        monkeypatch.setitem(symbols.FONTS, "test", fonts)
-        with pytest.raises(ValueError, match=f"^{message}[^\n]*$"):
-            symbols.load("test", "web", 1)
-    symbols.load("train", "web", 1)
 
 
 # --- captions

@@ -17,7 +17,6 @@ from documents import ROOT
 from packaging.requirements import Requirement
 from small_evaluation import plain_embedding
 from tiny_runs import same_weights
-from transformers import CLIPModel
 
 from data import symbols
 from data.images import decode_image
@@ -47,24 +46,12 @@ def opened(folder):
     return open_model(folder, None, 4, torch.device("cpu"))
 
 
-def test_scores_are_the_models_own(dense, images):
-    image, labels = images / "a.png", ["red circle", "seven", "<b>x</b>"]
-    scores = label_scores(opened(dense), image, "\n\n ".join([*labels, labels[0]]), "a {}")
-    embed, scale = plain_embedding(dense), CLIPModel.from_pretrained(dense).logit_scale.exp().item()
-    logits = [scale * embed(f"a {label}") @ embed(PIL.Image.open(image)) for label in labels]
-    assert list(scores) == labels
-    np.testing.assert_allclose(list(scores.values()), torch.tensor(logits).softmax(0), rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("image", "labels", "template", "message"),
     [
-        (None, "a", "{}", "there is no image: drop one first"),
         ("broken.png", "a", "{}", "this image cannot be read: it is no image of the formats"),
         ("a.png", " \n", "{}", "there are no labels: type some, one a line"),
-        ("a.png", None, "{}", "there are no labels"),
         ("a.png", "a", "{} {}", "the template needs one {} for the label, got '{} {}'"),
-        ("a.png", "a", None, "the template needs one {}"),
     ],
 )
 def test_what_has_no_scores(dense, images, image, labels, template, message):
@@ -165,13 +152,6 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
     (elsewhere / "below").mkdir()
     with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
         app._copy_images(elsewhere / "below", tmp_path / "nothing")
-
-
-def test_a_space_within_what_it_gets(sparse, tmp_path, gradio):
-    model = shutil.copytree(sparse, tmp_path / "model")
-    with pytest.raises(ValueError, match=f"lies in {model}, which it gets: choose a folder outside of it"):
-        app.write_space(model / "below" / "space", str(model), None, None)
-    assert not list(tmp_path.rglob("*space*"))
 
 
 def test_only_the_embeddings_of_the_folders_images_are_kept(dense, images, tmp_path, gradio, monkeypatch):
