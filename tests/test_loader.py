@@ -12,7 +12,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, webdataset, write_shard
+from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, write_shard
+from torch.utils.data import DataLoader
 
 from data import symbols
 from data.pairs import load_pairs
@@ -95,29 +96,6 @@ def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_worker
     assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
 
 
-def test_batches(processor):
-    arguments = DataArguments(source="symbols", captions="detailed", num_samples=20)
-    rows = load_pairs(arguments)
-    loader = PairLoader(rows, processor, arguments, batch_size=8)
-    (batch,) = batches(loader, 0, 1)
-    assert batch["pixel_values"].shape == (8, 3, 16, 16) and batch["pixel_values"].dtype == torch.float32
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == (8, 16)  # cut at model_max_length
-    first = next(iter(loader.sampler))[0]
-    expected = processor(images=rows[first]["image"], return_tensors="pt")["pixel_values"][0]
-    assert torch.equal(batch["pixel_values"][0], expected)
-    text = processor.tokenizer(rows[first]["caption"], truncation=True)["input_ids"]
-    assert batch["input_ids"][0][: len(text)].tolist() == text
-
-
-@pytest.mark.parametrize("change", [{"num_workers": 2}, {"in_memory": True}], ids=str)
-def test_batches_do_not_depend_on_how_they_are_read(processor, change):
-    loaders = []
-    for settings in ({}, change):
-        arguments = DataArguments(source="symbols", num_samples=20, **settings)
-        loaders.append(PairLoader(load_pairs(arguments), processor, arguments, batch_size=8))
-    assert equal(*(batches(loader, 0, 3) for loader in loaders))
-
-
 def test_resuming_goes_on_where_it_stopped(processor):
     arguments = DataArguments(source="symbols", num_samples=20)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
@@ -126,41 +104,15 @@ def test_resuming_goes_on_where_it_stopped(processor):
         assert equal(batches(loader, start, 7 - start), whole[start:])
 
 
-def test_two_ranks_make_one_global_batch(processor):
-    arguments = DataArguments(source="symbols", num_samples=40)
-    rows = load_pairs(arguments)
-    alone = batches(PairLoader(rows, processor, arguments, 8), 0, 3)
-    ranks = [batches(PairLoader(rows, processor, arguments, 4, rank, 2), 0, 3) for rank in range(2)]
-    for whole, *parts in zip(alone, *ranks, strict=True):
-        assert torch.equal(whole["pixel_values"], torch.cat([part["pixel_values"] for part in parts]))
-
-
-def test_several_captions_take_turns(processor):
-    rows = symbols.load("train", "web", 8, captions_per_image=3)
-    arguments = DataArguments(source="symbols", num_samples=8)
-    loader = PairLoader(rows, processor, arguments, batch_size=8)
-    ids = {tuple(ids) for batch in batches(loader, 0, 10) for ids in batch["input_ids"].tolist()}
-    assert len(ids) > 8
-    assert equal(batches(loader, 5, 1), batches(loader, 5, 1))
-
-
-def test_streamed_batches_resume(processor, tmp_path):
-    arguments = DataArguments(**webdataset(tmp_path), streaming=True)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=3)
-    whole = batches(loader, 0, 4)  # more than an epoch
-    assert whole[0]["pixel_values"].shape == (3, 3, 16, 16)
-    assert equal(batches(loader, 2, 2), whole[2:])
-
-
-@pytest.mark.parametrize("counts", [(0, 20), (3, 20)], ids=["empty", "short"])
-def test_streams_of_uneven_shards_resume(processor, tmp_path, counts):
+@pytest.mark.parametrize(("counts", "num_workers"), [((0, 20), 2), ((3, 20), 2), ((3, 20), 0)], ids=str)
+def test_streams_of_uneven_shards_resume(processor, tmp_path, counts, num_workers):
     for shard, count in enumerate(counts):
         images = [{"bytes": png(number), "path": None} for number in range(count)]
         features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
         captions = [f"{shard} {number}" for number in range(count)]
         rows = datasets.Dataset.from_dict({"image": images, "caption": captions}, features)
         rows.to_parquet(str(tmp_path / f"{shard}.parquet"))
-    arguments = DataArguments(source=str(tmp_path), streaming=True, num_workers=2)
+    arguments = DataArguments(source=str(tmp_path), streaming=True, num_workers=num_workers)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=2)
     whole = batches(loader, 0, 12)
     for start in (1, 3, 6):
@@ -288,22 +240,6 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
     assert "100.0%" in report(1) and "(50 looked at)" in caplog.text
 
 
-def test_several_captions_that_are_cut_are_counted_each(processor, caplog):
-    rows = symbols.load("train", "web", 3, captions_per_image=2)
-    rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])
-    arguments = DataArguments(source="symbols", num_samples=3)
-    PairLoader(rows, processor, arguments, 3).report_cut_captions()
-    assert "25.0% of the captions of symbols (4 looked at)" in caplog.text
-
-
-def test_a_tokenizer_without_a_limit_cuts_nothing(caplog):
-    processor = build_processor("symbols", 16, 16)
-    processor.tokenizer.model_max_length = int(1e30)
-    arguments = DataArguments(source="symbols", num_samples=8, captions="detailed")
-    PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
-    assert not caplog.text
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
     (tmp_path / "x").mkdir()
@@ -318,3 +254,85 @@ def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
     assert len(first["pixel_values"].mean(dim=(1, 2, 3)).unique()) == 4  # the first frames
     assert caplog.text.count("several frames, of which the first is used") == 1
     assert str(tmp_path / "x") in caplog.text and ("2 of 4 images" in caplog.text or streaming)
+
+
+def test_cut_captions_are_counted_each_where_there_is_a_limit(caplog):
+    rows = symbols.load("train", "web", 3, captions_per_image=2)
+    rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])
+    processor, arguments = build_processor("symbols", 16, 16), DataArguments(source="symbols", num_samples=3)
+    PairLoader(rows, processor, arguments, 3).report_cut_captions()
+    assert "25.0% of the captions of symbols (4 looked at)" in caplog.text
+    caplog.clear()
+    processor.tokenizer.model_max_length = int(1e30)
+    PairLoader(rows, processor, arguments, 3).report_cut_captions()
+    assert not caplog.text
+
+
+# Processes that read batches: they live as long as a run, read ahead, and change nothing
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return symbols.load("train", "web", 20, captions_per_image=3)
+
+
+def make(rows, processor, **settings):
+    return PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20, **settings), batch_size=8)
+
+
+def test_a_run_has_one_data_loader_that_reads_over_the_end_of_an_epoch(rows, processor, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "training.loader.DataLoader", lambda *args, **options: made.append(1) or DataLoader(*args, **options)
+    )
+    loader = make(rows, processor, num_workers=1, prefetch_factor=5)  # two batches an epoch
+    stream = loader.batches(0)
+    next(stream)
+    assert loader.sampler.epoch == 2  # the sixth batch was asked for
+    for _ in range(6):
+        next(stream)
+    assert made == [1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"in_memory": True}], ids=str)
+def test_batches_are_those_of_their_epochs(rows, processor, settings):
+    """Which pairs, and which of their captions, a plain loop over epochs says."""
+    loader, stream = make(rows, processor), make(rows, processor, **settings).batches(1)
+    expected = []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        expected += [(epoch, batch) for batch in loader.sampler]
+    for epoch, numbers in expected[1:]:
+        batch = next(stream)
+        drawn = [np.random.default_rng([0, epoch, number]).integers(3) for number in numbers]
+        captions = [rows[number]["caption"][chosen] for number, chosen in zip(numbers, drawn, strict=True)]
+        ids = processor.tokenizer(captions, padding=True, truncation=True, return_tensors="pt")["input_ids"]
+        assert torch.equal(batch["input_ids"], ids)
+        images = [rows[number]["image"] for number in numbers]
+        pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        assert torch.equal(batch["pixel_values"], pixels)
+
+
+def test_pairs_in_order_are_read_by_the_same_workers(rows, processor):
+    loader, plain = make(rows, processor, num_workers=1), make(rows, processor)
+    found, workers = [], []
+    for start, stop in ((0, 10), (10, 20)):
+        found += list(loader.in_order(start, stop))
+        workers += [worker.pid for worker in loader._in_order._iterator._workers]
+    assert workers[0] == workers[1]
+    expected = [*plain.in_order(0, 10), *plain.in_order(10, 20)]
+    assert [len(batch["pixel_values"]) for batch in found] == [8, 2, 8, 2]
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(found, expected, strict=True) for key in one)
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_memory_is_pinned_where_there_is_an_accelerator(rows, processor, monkeypatch, is_available):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: is_available)
+    assert make(rows, processor)._options["pin_memory"] == is_available
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_on_a_machine_with_a_gpu_are_pinned(rows, processor, num_workers):
+    batch = next(make(rows, processor, num_workers=num_workers).batches(0))
+    assert all(tensor.is_pinned() for tensor in batch.values())

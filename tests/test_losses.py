@@ -304,17 +304,11 @@ def test_balance_of_clip_fmoe_is_the_papers():
     config = sparse_config(CLIPConfig(text_config=towers, vision_config=towers), PRESETS["clip_fmoe"])
     generator = torch.Generator().manual_seed(2)
     text, vision = (torch.randn(BATCH, tokens, 4, generator=generator) for tokens in (7, 5))
-    ids = (
-        SimpleNamespace(expert_ids=(torch.zeros(BATCH, 7, 2),)),
-        SimpleNamespace(expert_ids=(torch.zeros(BATCH, 5, 2),)),
-    )
-    outputs = SimpleNamespace(
-        text_router_logits=(text,), vision_router_logits=(vision,), text_model_output=ids[0], vision_model_output=ids[1]
-    )
+    _, outputs, mask = routed(text, vision)
     tokens = torch.cat([text.flatten(0, 1), vision.flatten(0, 1)])  # Q
     chosen = [(tokens.topk(2).indices == expert).any(-1).float().mean() for expert in range(4)]  # f
     eq_3 = 4 * sum(f * p for f, p in zip(chosen, tokens.softmax(-1).mean(0), strict=True))
-    loss, _ = router_losses(config, outputs, torch.ones(BATCH, 7), None, "token")
+    loss, _ = router_losses(config, outputs, mask, None, "token")
     torch.testing.assert_close(loss, 0.01 * eq_3)
 
 

@@ -78,15 +78,6 @@ def test_models_train_on_it_with_and_without_a_look_at_all_images(tmp_path):
     assert same_weights(out / "tuned", out / "indexed")
 
 
-def test_captions_are_made_of_it(tmp_path):
-    sources = [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path)]
-    policies = [{"policy": "full", "column": "caption"}, {"policy": "first_sentence", "column": "caption"}]
-    several = {"name": "several", "stage": "captions", "model": "dense", "data": {"source": "mixed"}}
-    out = run_stages(tmp_path, [mixture(sources, [1, 1]), DENSE, several | {"captions": policies}])
-    rows = load_pairs(DataArguments(source=str(out / "several")))
-    assert len(rows) == len(pairs(out)) and set(map(len, rows["caption"])) == {2}
-
-
 def test_the_same_seed_draws_the_same(tmp_path):
     sources = [image_folder(tmp_path), sharegpt4v(tmp_path)]
     orders = []

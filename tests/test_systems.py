@@ -7,11 +7,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -165,28 +163,6 @@ def test_two_processes_end_in_the_same_models(system, name):
             torch.testing.assert_close(losses(run.folder / "two" / stage.name), losses(stage), atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
-def test_killed_inside_stages(system):
-    """SIGKILL while an expert and while the routers train, after their first checkpoint: they go on from there, and end
-    in the same bits."""
-    run = system("clip_moe")
-    output = run.folder / "killed"
-    command = [sys.executable, "-m", "training.upcycle", "--config", str(run.folder / "recipe.yaml")]
-    for name in ("expert_1", "clip_moe"):
-        checkpoint = output / f"{name}.partial" / "checkpoints" / "step-00000002"
-        process = subprocess.Popen([*command, "--output-dir", str(output)], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not checkpoint.exists():
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it finished before it was killed"
-        assert checkpoint.parent.is_dir() and not (output / name).exists()
-        first = (output / f"{name}.partial" / "log.jsonl").read_text().splitlines()[:2]
-        run(output, only=[name])
-        assert (output / name / "log.jsonl").read_text().splitlines()[:2] == first  # with the speed of that run
-    run(output)
-    assert_same(run.whole, output, CLIP_MOE)
-
-
 @pytest.mark.parametrize("place", ["before the rename", "while checkpoints are deleted"])
 def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
     """All is written but not renamed, or renamed and half cleaned up: nothing is lost or repeated."""
@@ -217,29 +193,6 @@ def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
     assert next(count) == (2 if place == "before the rename" else 0)  # from the checkpoint of step 4, and not at all
     assert not (output / "expert_2" / "checkpoints").exists()
     assert_same(run.whole, output, ["expert_2"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("last", range(1, len(CLIP_MOE)))
-def test_started_again_at_every_boundary(system, last, monkeypatch):
-    """A run that ends right after stage number `last` goes on with the next one and repeats none."""
-    run, made, original = system("clip_moe"), [], runner.Runner.run_stage
-    output = run.folder / f"boundary_{last}"
-
-    def stop_after(run_, stage):
-        original(run_, stage)
-        made.append(stage.name)
-        if len(made) == last:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner.Runner, "run_stage", stop_after)
-        run(output)
-    assert made == CLIP_MOE[:last]
-    written = {name: (output / name).stat().st_mtime_ns for name in made}
-    run(output)
-    assert {name: (output / name).stat().st_mtime_ns for name in made} == written
-    assert_same(run.whole, output, CLIP_MOE)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +230,7 @@ def test_what_embeds_goes_on_where_it_stopped(system, monkeypatch, name, stage, 
 EPOCH = {"expert_1.max_steps": None, "expert_1.num_epochs": 1, "expert_1.gradient_accumulation_steps": 10}
 # In the stage that the first setting is of
 MISTAKES = [
-    ("clip_moe", {"unified.changes": {"sparse_layers": [9]}}, "sparse_layers of the text tower has 9, but"),
     ("clip_moe", EPOCH | {"expert_1.global_batch_size": 90}, "an epoch of . batches has no step of 10 accumulation"),
-    ("clip_moe", {"clip_moe.balance_top_k": 4}, "clip_moe.balance_top_k: 4 of 3 experts"),
     ("clip_fmoe", {"expert_1.trainable": r"layers\.2\.mlp"}, "frozen layers below the first sparse ones are needed"),
     ("clip_fmoe", {"unified.changes": {"norm_topk_prob": False}}, "sparse already, which settles norm_topk_prob"),
     ("clip_fmoe", {"unified.towers": ["vision"]}, "sparse already, which settles towers"),
@@ -288,11 +239,8 @@ MISTAKES = [
     ("clip_fmoe", {"states.caption_weights": None}, "need caption_weights where images have several captions"),
     ("clip_fmoe", {"states.model": "towers"}, "text_model has no sparse layer, so no layers below it"),
     ("clip_fmoe", {"expert_1.model": "dense", "expert_1.trainable": "fc1"}, "go with a sparse model, but dense"),
-    ("clip_fmoe", {"expert_1.caption_weights": [0.5, 0.6]}, "sum to 1.1, not to 1"),
-    ("mode", {"captions.encoder": "nowhere/at/all"}, "nowhere/at/all"),
     ("mode", {"mode.captions": None}, "clusters and captions go together"),
     ("mode", {"evaluation.oracles": {"best": ["one", "three"]}}, "oracles.best needs rows of the models"),
-    ("mode", {"expert_1.global_batch_size": 128}, "cluster 0 .* fewer than global_batch_size 128"),
 ]
 
 
@@ -685,20 +633,6 @@ def test_assembled_and_averaged_models(out):
     assert not (out / "equal" / assemble.ENCODER).exists()
     for name, tensor in CLIPModel.from_pretrained(out / "mean").state_dict().items():
         assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
-
-
-def test_a_killed_assembly_goes_on(system, out, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    output = system("mode").folder / "killed_mode"
-    shutil.copytree(out, output)
-    shutil.rmtree(output / "mode")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(assemble, "verify", killed)
-        system("mode")(output, only=["mode"])
-    system("mode")(output, only=["mode"])
-    assert_same(out, output, ["mode"])
 
 
 def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
