@@ -29,7 +29,7 @@ SETTING_ERRORS = (ValueError, OSError, StrictDataclassError, TypeError, Arithmet
 MODEL_FILES = ("config.json", "modules.json")
 
 
-def one_line(error: Exception) -> str:
+def described(error: Exception) -> str:
     """What an error says; of one that is not ours, such as a KeyError, with its kind."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
@@ -144,7 +144,7 @@ class Outlook:
             except Unknown as why:
                 return Expected.unknown(str(why))
             except SETTING_ERRORS as error:
-                self.wrong[key] = one_line(error)
+                self.wrong[key] = described(error)
                 return Expected.unknown(self.wrong[key])
 
         return once(f"expected of {key}", tried)

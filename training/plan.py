@@ -8,7 +8,7 @@ import psutil
 
 from data.once import opened_once
 from records.provenance import MANIFEST, Record
-from training.checks import SETTING_ERRORS, Outlook, find_faults, one_line
+from training.checks import SETTING_ERRORS, Outlook, described, find_faults
 from training.engine import CHECKPOINTS
 from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
@@ -92,7 +92,7 @@ def _number_or_reason(ask: Callable[[], int]) -> int | str:
     except Unknown as why:
         return str(why)
     except SETTING_ERRORS as error:
-        return one_line(error)
+        return described(error)
 
 
 def _state(stage: Stage, outlook: Outlook) -> str:
