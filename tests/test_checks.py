@@ -1,10 +1,12 @@
 """Wrong recipes: all that settings, configurations and counts tell is said at once, before the first stage runs. Of
 faults that only a stage itself can find out, each ends in one line."""
 
+import copy
 import json
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -14,7 +16,9 @@ from documents import ROOT
 from transformers import SiglipConfig
 
 from data import sources
+from data.sources import DataArguments
 from training.checks import Outlook, RecipeError, find_faults
+from training.estimates import AtMost, Expected, Uncounted, model_configs, other_rows, read_otherwise
 from training.plan import plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -273,7 +277,7 @@ def test_a_stage_that_is_neither_done_nor_to_be_run_is_missed(path):
 
 
 def test_finished_stages_need_no_data(path):
-    recipe = load_recipe(path, {"sentences.data.source": "pairs.csv", "sentences.dim": 2})
+    recipe = load_recipe(path, {"sentences.data.source": "pairs.csv", "sentences.dim": 3})
     run_recipe(recipe, ["sentences"])
     (path.parent / "pairs.csv").unlink()
     assert list(find_faults(Outlook(recipe.stages, recipe.output_dir), {"sentences"})) == []
@@ -380,3 +384,61 @@ def test_what_only_a_stage_finds_out_ends_in_one_line(path, overrides, fault, st
     with pytest.raises((ValueError, OSError)) as error:
         run_recipe(loaded, stages)
     assert is_like(fault, line := str(error.value)) and "\n" not in line, line
+
+
+# What tells that two stages are of other data, or that models read otherwise
+
+
+def fault_of(theirs, ours):
+    """Of two stages with these settings and numbers of pairs."""
+    (one, of_one), (other, of_other) = (
+        (Expected(data=DataArguments(**settings), pairs=pairs), pairs) for settings, pairs in (theirs, ours)
+    )
+    return other_rows("features", Expected(rows=one, pairs=of_one), other)
+
+
+@pytest.mark.parametrize(
+    ("source", "splits", "differ"),
+    [
+        ("symbols", ("train", "test"), True),
+        ("user/pairs", ("train", "test"), True),
+        ("state.json", ("train", "test"), False),
+        ("dataset_dict.json", ("train", "test"), True),
+        ("pairs.csv", ("train", "test"), False),
+        ("shards/*.tar", ("train", "test"), False),
+        ("pairs.csv", ("train", "train[:20%]"), True),
+        ("captions.json", ("train", "restval"), True),
+    ],
+)
+def test_a_split_chooses_rows_of_what_has_splits(tmp_path, monkeypatch, source, splits, differ):
+    monkeypatch.chdir(tmp_path)
+    name = "saved" if source in ("state.json", "dataset_dict.json") else source
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / source.replace("/", "-")).write_text("{}")
+    number = {"num_samples": 8} if source == "symbols" else {}
+    theirs, ours = ({"source": name, "split": split, **number} for split in splits)
+    found = fault_of((theirs, "unknown"), (ours, "unknown"))
+    expected = (
+        f"features is of other data: split is '{splits[0]}' there and '{splits[1]}' here. Use the same data in both"
+    )
+    assert found == (expected if differ else "")
+
+
+@pytest.mark.parametrize(("kind", "differ"), [(int, True), (AtMost, True), (Uncounted, False)])
+def test_numbers_that_nothing_counted_are_not_compared(kind, differ):
+    """500 and 200 may be all of 150 pairs."""
+    theirs, ours = ({"source": "shards", "num_samples": number} for number in (500, 200))
+    found = fault_of((theirs, kind(500)), (ours, kind(200)))
+    assert found == (
+        "features is of other data: the number of pairs is 500 there and 200 here. Use the same data in both" * differ
+    )
+
+
+def test_processors_are_compared_as_far_as_they_are_known(path):
+    """Not where a model got longer texts since it had the processor."""
+    one, other = (Expected(model_configs(name), processor=path.parent / name) for name in ("one", "other"))
+    assert "image processor of" in read_otherwise([one, other])
+    assert read_otherwise([one, one]) == read_otherwise([one, Expected()]) == ""
+    longer = copy.deepcopy(other.configs)
+    longer[0].text_config.max_position_embeddings += 1
+    assert read_otherwise([one, replace(other, configs=longer)]) == ""

@@ -81,29 +81,21 @@ def test_a_shared_encoder_is_trained_upcycled_and_trained_on(run):
 @pytest.mark.parametrize(
     "stage, settings, message",
     [
-        (DENSE, {"changes": {"num_experts": 4}}, "num_experts: of sparse models alone; set preset"),
+        (DENSE, {"dense.changes.num_experts": 4}, "num_experts: of sparse models alone; set preset"),
+        (DENSE, {"dense.text_config.capacity_factor": 2}, "capacity_factor: of sparse models alone"),
+        (SCRATCH, {"scratch.text_config.norm_before_capacity": True}, "=True needs norm_topk_prob=True"),
+        (SCRATCH, {"scratch.changes.num_experts_per_tok": 9}, "scratch.changes: .*num_experts_per_tok"),
+        (SCRATCH, {"scratch.shared_encoder": True, "scratch.towers": ["text"]}, "scratch.*one moe_layers"),
         (
-            DENSE,
-            {"text_config": {**DENSE["text_config"], "capacity_factor": 2}},
-            "capacity_factor: of sparse models alone",
-        ),
-        (
-            SCRATCH,
-            {"text_config": {**DENSE["text_config"], "norm_before_capacity": True}},
-            "scratch.text_config: norm_before_capacity=True needs norm_topk_prob=True",
-        ),
-        (SCRATCH, {"changes": {"num_experts_per_tok": 9}}, "scratch.changes: .*num_experts_per_tok"),
-        (SCRATCH, {"shared_encoder": True, "towers": ["text"]}, "scratch.*one moe_layers"),
-        (
-            DENSE,
-            {"shared_encoder": True, "text_config": {**DENSE["text_config"], "hidden_size": 32}},
+            DENSE | {"shared_encoder": True},
+            {"dense.text_config.hidden_size": 32},
             "dense.shared_encoder: .*hidden_size, but it is 32 in text_config and 16",
         ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(run, stage, settings, message):
     with pytest.raises(ValueError, match=message):
-        run([{**stage, **settings}])
+        run([stage], settings)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import DENSE, HARBOR_CAPTIONS, WORDS, run_stages
-from tiny_sources import saved_pairs
+from tiny_runs import DENSE, HARBOR_CAPTIONS, run_stages
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
@@ -148,17 +147,6 @@ def test_a_tokenizer_without_special_tokens_is_refused(run, processor_folder, tm
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=message):
         run([{**DENSE, "processor": str(processor_folder), "tokenizer": str(tmp_path / "plain")}])
-
-
-def test_a_tokenizer_goes_with_another_processor(run, tmp_path, processor_folder):
-    data = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
-    for processor in ("symbols", str(processor_folder)):
-        dense = {**DENSE, "tokenizer": "words", "processor": processor}
-        output = run([{**WORDS, "data": data}, dense])
-        loaded = AutoProcessor.from_pretrained(output / "dense")
-        assert loaded.tokenizer.tokenize("A harbour") == ["a</w>", "harbour</w>"]
-        assert list(loaded.image_processor.image_mean) == [0.5, 0.5, 0.5]
-        shutil.rmtree(output)
 
 
 def test_the_first_weights_are_those_of_the_seed(run, processor_folder):
