@@ -102,6 +102,13 @@ def test_tables_of_a_pattern_are_one(tmp_path):
         load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
 
 
+def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
+    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
+        load_pairs(DataArguments(source=str(tmp_path / "pairs.tsv")))
+
+
 @pytest.mark.parametrize("source", [table, coco, karpathy])
 def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))

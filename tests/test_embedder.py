@@ -25,6 +25,7 @@ from evaluation.embedder import Embedder, code_hash, usable_device
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS, find_tasks
+from records.provenance import model_fingerprint
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -48,6 +49,14 @@ def test_weights_that_change_before_they_are_loaded_are_an_error(dense, tmp_path
     with pytest.raises(ValueError, match=f"{folder} was changed while it was measured: start again"):
         embedder.texts(["a star"])
     assert not (tmp_path / "kept").exists()
+
+
+def test_weights_of_the_old_format_are_part_of_the_fingerprint(dense, tmp_path):
+    folders = [shutil.copytree(dense, tmp_path / name) for name in "12"]
+    for folder in folders:
+        (folder / "model.safetensors").unlink()
+        torch.save({"logit_scale": torch.tensor(float(folder.name))}, folder / "pytorch_model.bin")
+    assert len({model_fingerprint(str(folder)) for folder in folders}) == 2
 
 
 def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):

@@ -174,6 +174,16 @@ def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
     assert not list(tmp_path.glob("scores/**/*.json"))
 
 
+@pytest.mark.parametrize("place", ["", "scores", "../link"])
+def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place):
+    """They would count as its weights."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted(folder.iterdir())
+    assert f"lies in the folder of the model {folder}" in error_of(folder, folder / place)
+    assert sorted(folder.iterdir()) == before
+
+
 def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tmp_path, monkeypatch):
     symbols.load("test", "web", 4).to_parquet(tmp_path / "x.parquet")
     options = ["--dataset", str(tmp_path / "x.parquet"), "--caption-column", "nope"]
@@ -198,3 +208,8 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
 def test_mistakes_end_in_one_line(dense, tmp_path, tasks, options, message):
     assert message in error_of(dense, tmp_path / "new", *options, tasks=tasks)
     assert not list((tmp_path / "new").glob("*"))
+
+
+def test_an_output_folder_needs_a_name(dense):
+    """An empty one would be the current folder; one check stands for all commands (records/command_line.py)."""
+    assert error_of(dense, "") == "error: Invalid value for --output-dir: a folder needs a name"

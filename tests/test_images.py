@@ -114,6 +114,13 @@ def test_colors_stay(mode):
     assert np.abs(np.asarray(decode_image(image)) - expected).max() < 16  # LAB rounds
 
 
+def test_the_orientation_that_a_caller_sets_counts_and_its_image_stays():
+    image = PIL.Image.open(io.BytesIO(encoded(half_red(), "png")["bytes"]))
+    image.getexif()[0x0112] = 6
+    assert decode_image(image).size == decode_image(image).size == (20, 40)
+    assert image.size == (40, 20)
+
+
 @pytest.mark.parametrize("format", ["jpeg", "tiff"])
 def test_cmyk_files(format):
     image = decode_image(encoded(half_red().convert("CMYK"), format))

@@ -1,6 +1,7 @@
 """The same pairs in every layout, loaded and streamed, give the same batches; a split is a split."""
 
 import json
+import os
 
 import datasets
 import pytest
@@ -196,6 +197,20 @@ def test_parts_and_sums_of_splits(sources):
 def test_a_pattern_is_all_its_files(split, sources):
     settings = sources["parquet"] | {"source": sources["parquet"]["source"] + "/test-*.parquet"}
     assert sorted(load_pairs(DataArguments(**settings, split=split))["caption"]) == CAPTIONS[SPLITS["test"]]
+
+
+def test_links_to_folders_are_not_lost_without_a_word(tmp_path, sources):
+    os.symlink(sources["parquet"]["source"], tmp_path / "more")
+    rows_of([0]).to_parquet(tmp_path / "0.parquet")
+    with pytest.raises(ValueError, match=r"link to a folder, .*more, which is not followed: name files by a pattern"):
+        load_pairs(DataArguments(source=str(tmp_path)))
+    assert len(load_pairs(DataArguments(source=str(tmp_path / "**" / "*.parquet")))) == 1 + NUMBER
+
+
+def test_a_file_is_no_pattern(tmp_path):
+    rows_of([0]).to_parquet(tmp_path / "x[1].parquet")
+    rows_of([1]).to_parquet(tmp_path / "x1.parquet")
+    assert load_pairs(DataArguments(source=str(tmp_path / "x[1].parquet")))["caption"] == CAPTIONS[:1]
 
 
 def test_a_saved_dataset_knows_its_split(tmp_path, sources):

@@ -123,7 +123,7 @@ def test_lineage_goes_on_in_other_runs(run):
     assert card.data.base_model == "user/dense" and "From user/dense, by the stages" in card.text
 
 
-@pytest.mark.parametrize("reference", ["runs/gone", "mean", None])
+@pytest.mark.parametrize("reference", ["runs/gone", None])
 def test_a_folder_that_is_gone_or_was_made_anew_is_no_base_model(run, reference):
     path = run / "sparse" / "manifest.json"
     ((before, recorded),) = json.loads(path.read_text())["inputs"].items()

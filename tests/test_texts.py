@@ -133,26 +133,20 @@ def test_classes_of_equal_prompts_are_an_error(embedder, names, why):
     assert "\n" not in str(error.value)
 
 
-def test_classes_that_one_template_tells_apart_are_counted(embedder, warnings):
-    task = classes_of(symbols.load("test", "web", 6), ["star", "moon"], ("{}", LONG + "{}"))
-    counts = measure(task, embedder)["texts"]
+def test_classes_that_may_have_equal_prompts(embedder, warnings):
+    """Where one template or their groups tell them apart, or a benchmark's authors gave two classes one name, as
+    ImageNet's did (rows then have the numbers of the classes)."""
+    rows = symbols.load("test", "web", 6)
+    counts = measure(classes_of(rows, ["star", "moon"], ("{}", LONG + "{}")), embedder)["texts"]
     assert [counts[key] for key in ("kind", "number", "cut", "alike")] == ["prompts", 4, 2, 2]
     assert "title: of 4 prompts, 2 longer than the 16 tokens" in warnings.text
-
-
-def test_a_benchmark_may_give_two_classes_one_name(embedder):
-    """As ImageNet's authors do; rows then have the numbers of the classes."""
-    task = classes_of(symbols.load("test", "web", 6), ["star", "star", "moon"])
-    rows = task.load()[0].add_column("label", [0, 1, 2] * 2)
-    counts = measure(task_on(rows, "zero_shot", classes=task.classes, templates=["{}"]), embedder)["texts"]
+    names = ["star", "star", "moon"]
+    numbered = classes_of(rows, names).load()[0].add_column("label", [0, 1, 2] * 2)
+    counts = measure(task_on(numbered, "zero_shot", classes=names, templates=["{}"]), embedder)["texts"]
     assert (counts["alike"], counts["repeated"]) == (0, 2)
-
-
-def test_classes_of_two_groups_need_not_be_told_apart(embedder):
-    names, rows = ["star", "moon", "Star", "dot"], symbols.load("test", "web", 8)
-    groups = dict(zip(names, "xxyy", strict=True))
-    counts = measure(classes_of(rows, names, kind="zero_shot_groups", group_of_class=groups), embedder)["texts"]
-    assert counts["alike"] == 0
+    names = ["star", "moon", "Star"]
+    apart, together = (dict(zip(names, groups, strict=True)) for groups in ("xxy", "xxx"))
+    tasks = [classes_of(rows, names, kind="zero_shot_groups", group_of_class=groups) for groups in (apart, together)]
+    assert measure(tasks[0], embedder)["texts"]["alike"] == 0
     with pytest.raises(ValueError, match="cannot tell the classes 'star' and 'Star' apart"):
-        same = dict.fromkeys(names, "x")
-        measure(classes_of(rows, names, kind="zero_shot_groups", group_of_class=same), embedder)
+        measure(tasks[1], embedder)
