@@ -205,29 +205,28 @@ def test_two_processes_equal_one(two_processes, case):
         assert torch.equal(gradients_0[name], gradients_1[name])
 
 
+def routed(text, vision, top_k=1, **changes):
+    """A configuration and outputs with these router logits of layers, and a mask of texts without padding."""
+    towers, outputs = {}, SimpleNamespace()
+    for tower, logits in (("text", text), ("vision", vision)):
+        ids = SimpleNamespace(expert_ids=tuple(of_layer.topk(top_k).indices for of_layer in logits))
+        vars(outputs).update({f"{tower}_router_logits": logits, f"{tower}_model_output": ids})
+        settings = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": len(logits)}
+        settings |= {"moe_layers": list(range(len(logits))), "num_experts": EXPERTS, "num_experts_per_tok": top_k}
+        towers[f"{tower}_config"] = settings
+    return CLIPMoEConfig(**towers, **{"router_aux_loss_coef": 1.0} | changes), outputs, torch.ones(text[0].shape[:2])
+
+
 @pytest.mark.parametrize("balance_top_k", [None, 1])
 @pytest.mark.parametrize("balance_mean", ["tower", "layer", "token", "tower_token"])
 def test_router_losses_by_hand(balance_top_k, balance_mean):
     """Three sparse text layers and one sparse vision layer, token by token."""
-    towers = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
-    towers |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
-    config = CLIPMoEConfig(
-        text_config=towers | {"moe_layers": [0, 1, 2]},
-        vision_config=towers | {"moe_layers": [1]},
-        router_aux_loss_coef=0.5,
-        router_z_loss_coef=0.25,
-    )
     *_, mask = data()
     generator = torch.Generator().manual_seed(2)
     text = tuple(torch.randn(BATCH, 7, EXPERTS, generator=generator) for _ in range(3))
     vision = (torch.randn(BATCH, 4, EXPERTS, generator=generator),)
-    ids = {"text": tuple(x.topk(TOP_K).indices for x in text), "vision": tuple(x.topk(TOP_K).indices for x in vision)}
-    outputs = SimpleNamespace(
-        text_router_logits=text,
-        vision_router_logits=vision,
-        text_model_output=SimpleNamespace(expert_ids=ids["text"]),
-        vision_model_output=SimpleNamespace(expert_ids=ids["vision"]),
-    )
+    coefficients = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25}
+    config, outputs, _ = routed(text, vision, TOP_K, **coefficients)
 
     def of_tokens(tokens):
         load, probability, z = torch.zeros(EXPERTS), torch.zeros(EXPERTS), 0.0
@@ -254,23 +253,11 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
     assert metrics["dropped_tokens"] == 0
 
 
-def routed(text, vision, **towers):
-    """A configuration and outputs with these router logits, each of one layer, and a mask of texts without padding."""
-    towers = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "moe_layers": [0]} | towers
-    towers |= {"num_experts": text.shape[-1], "num_experts_per_tok": 1}
-    config = CLIPMoEConfig(text_config=towers, vision_config=towers, router_aux_loss_coef=1.0)
-    ids = [SimpleNamespace(expert_ids=(logits.argmax(-1, keepdim=True),)) for logits in (text, vision)]
-    outputs = SimpleNamespace(
-        text_router_logits=(text,), vision_router_logits=(vision,), text_model_output=ids[0], vision_model_output=ids[1]
-    )
-    return config, outputs, torch.ones(text.shape[:2])
-
-
 def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
     text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
     vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
-    config, outputs, mask = routed(text, vision)
+    config, outputs, mask = routed((text,), (vision,))
     enough = {"text": 2, "vision": 2}
     loss, metrics = entropy_losses(config, outputs, mask, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
     # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
@@ -284,16 +271,12 @@ def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
 
 def test_shared_balance_is_the_mean_of_layers():
     text, vision = torch.randn(2, BATCH, 7, EXPERTS), torch.randn(2, BATCH, 4, EXPERTS)
-    config, outputs, mask = routed(text[0], vision[0], num_hidden_layers=2, moe_layers=[0, 1])
+    config, outputs, mask = routed(tuple(text), tuple(vision))
     mask[1, 3:] = 0
     of_layers = []
     for layer in range(2):
         tokens = torch.cat([text[layer][mask.bool()], vision[layer].flatten(0, 1)])
         of_layers.append(load_balancing_loss((tokens,), 1))
-    outputs.text_router_logits, outputs.vision_router_logits = tuple(text), tuple(vision)
-    for tower in ("text", "vision"):
-        ids = [logits.argmax(-1, keepdim=True) for logits in getattr(outputs, f"{tower}_router_logits")]
-        getattr(outputs, f"{tower}_model_output").expert_ids = tuple(ids)
     loss, _ = router_losses(config, outputs, mask, balance_mean="shared")
     torch.testing.assert_close(loss, sum(of_layers) / 2)
 
@@ -304,7 +287,7 @@ def test_balance_of_clip_fmoe_is_the_papers():
     config = sparse_config(CLIPConfig(text_config=towers, vision_config=towers), PRESETS["clip_fmoe"])
     generator = torch.Generator().manual_seed(2)
     text, vision = (torch.randn(BATCH, tokens, 4, generator=generator) for tokens in (7, 5))
-    _, outputs, mask = routed(text, vision)
+    _, outputs, mask = routed((text,), (vision,))
     tokens = torch.cat([text.flatten(0, 1), vision.flatten(0, 1)])  # Q
     chosen = [(tokens.topk(2).indices == expert).any(-1).float().mean() for expert in range(4)]  # f
     eq_3 = 4 * sum(f * p for f, p in zip(chosen, tokens.softmax(-1).mean(0), strict=True))
