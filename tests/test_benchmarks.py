@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_evaluation
-from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy
+from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy, write_names
 
 from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
@@ -208,6 +208,12 @@ def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
         damage(folder / name, b"")
     task = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
     assert (task.classes, task.data) == (whole.classes, whole.data) and len(task.load()[0]) == 14
+
+
+def test_classes_of_one_name_keep_their_numbers(tmp_path):
+    """ImageNet has two pairs of such."""
+    write_names(make(tmp_path, "cars"), ["crane", "crane", *"abcde"])
+    assert list(benchmark_task(BENCHMARKS["cars"], tmp_path).load()[0]["label"]) == [n % 7 for n in range(14)]
 
 
 def test_one_unreadable_image_of_many_is_no_less_an_error(tmp_path, copies):

@@ -43,6 +43,11 @@ def test_the_pairs_are_those_of_the_loaded_shards(shards):
     assert list(some["caption"]) == ["picture 1", "picture 2", "picture 3"]
 
 
+def test_no_image_is_looked_at_before_it_is_used(shards, monkeypatch):
+    monkeypatch.setattr(images, "read_image", lambda *_: pytest.fail("looked at"))
+    assert len(load_pairs(arguments(shards, indexed=True))) == 5
+
+
 def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_path):
     known = [data_fingerprint(load_pairs(arguments(shards, indexed=True))) for _ in range(2)]
     content = bytearray((tmp_path / "0.tar").read_bytes())
