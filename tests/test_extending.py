@@ -18,6 +18,8 @@ from training.commands import train
 from training.recipe import dump_recipe, load_recipe, stage_class
 from training.samplers import DistributedBatchSampler
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
 RECIPE = "my_method/recipe.yaml"
@@ -213,8 +215,6 @@ from training.settings import STRICT
 from training.stages.base import Stage
 from training.stages.features import ClusterStage
 from training.stages.train import TrainRouterStage, TrainStage
-
-pytestmark = pytest.mark.slow
 
 @dataclass(config=STRICT, kw_only=True)
 class NoRun(Stage):

@@ -1,7 +1,6 @@
 """The weights of data experts: the printed equations and the authors' code, each against loops over single numbers and
 against figures that were worked out by hand."""
 
-import json
 import math
 
 import numpy as np
@@ -122,15 +121,6 @@ def test_the_routing_of_a_model_is_kept_and_can_be_changed(tmp_path):
     assert not torch.allclose(*weights.values(), atol=1e-3)
     kept = CLIPMoDEModel.from_pretrained(tmp_path)
     torch.testing.assert_close(kept.set_task(metadata), weights["released"])
-
-
-def test_a_configuration_of_before_the_setting_routes_as_the_paper(tmp_path):
-    mixture(2).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
-    del content["routing"]
-    path.write_text(json.dumps(content))
-    assert CLIPMoDEModel.from_pretrained(tmp_path).config.routing == "paper"
 
 
 def test_an_unknown_routing_is_refused():

@@ -12,6 +12,8 @@ from transformers import AutoModel
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoETextModelWithProjection
 
+pytestmark = pytest.mark.slow
+
 CODE = {"configuration_clip_moe.py", "modeling_clip_moe.py"}
 # The package is installed where the tests run: the other process is told that it is not
 WITHOUT_PACKAGE = """
@@ -23,7 +25,6 @@ from transformers import (
     AutoConfig, AutoModel, AutoModelForImageClassification, AutoModelForZeroShotImageClassification
 )
 
-pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 inputs = load_file("inputs.safetensors")
 """
