@@ -96,13 +96,20 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
     for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
         with _entry(path, f"annotation {number}", annotation):
             captions[annotation["image_id"]].append(_text(annotation["caption"]))
-    found, splits = [], set()
+    found, splits, ids = [], set(), set()
     for number, image in enumerate(images):
         with _entry(path, f"image {number}", image):
             name, of_split, texts = _of_image(image, captions)
+            if captions and image["id"] in ids:
+                raise ValueError(f"{path}: image {number} has the id of another image: {_short(image)}")
+            ids.add(image.get("id"))
         splits.add(of_split)
         if texts and (split is None or of_split in split.split("+")):
             found.append((name, texts))
+    if strangers := captions.keys() - ids:
+        raise ValueError(
+            f"{path} has captions of {len(strangers)} images that it does not list, such as {min(strangers)!r}"
+        )
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
         raise ValueError(f"{path} has no split {split!r}, only {', '.join(sorted(splits))}: set split (--split)")

@@ -64,6 +64,8 @@ def compare_models(
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if captions is not None and captions < 2:
+        raise ValueError(f"captions must be at least 2, got {captions}: one caption needs no memory")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
     settings = {

@@ -141,9 +141,17 @@ def test_damaged_tables_are_refused(tmp_path, text, message):
         load_pairs(DataArguments(source=str(tmp_path / "x.csv"), image_column="filepath", caption_column="title"))
 
 
+CAPTION = [{"image_id": 1, "caption": "a star"}]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ({"images": [{"id": 1, "file_name": "a"}] * 2, "annotations": CAPTION}, "image 1 has the id of another image"),
+        (
+            {"images": [{"id": 2, "file_name": "a"}], "annotations": CAPTION},
+            "captions of 1 images that it",
+        ),
         ({"images": [{"id": 1}], "annotations": []}, r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
         ({"images": [{"filename": "a", "split": "train", "sentences": [{"raw": 3}]}]}, "image 0 .*3 is no text"),
     ],

@@ -189,6 +189,7 @@ def damage(path, change):
         ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
         ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
         ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 0.7'), "label 0.* is none of the numbers of 2 classes"),
+        ("hateful_memes", "dev.jsonl", ("1.png", "0.png"), "0.png has two labels"),
         ("flickr30k_all", "flickr30k-images/3.jpg", None, "1 of 15 pairs of .* cannot be used; the first is .*/3.jpg"),
         ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
         ("urban1k", "image/003.jpg", None, "1 images in .* have no caption or captions no image; one is 003"),

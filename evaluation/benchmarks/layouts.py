@@ -220,7 +220,9 @@ class Records(Layout):
             for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
                     name = entry[self.image] + self.suffix
-                    labels[name] = entry[self.label] if self.label else None
+                    label = entry[self.label] if self.label else None
+                    if labels.setdefault(name, label) != label:
+                        raise ValueError(f"{file}: {name} has two labels, {labels[name]!r} and {label!r}")
                     captions[name] += [] if self.label else self._captions(entry)
         rows = _captioned(folder / self.images, captions)
         return rows.remove_columns("caption").add_column("label", list(labels.values())) if self.label else rows
