@@ -5,15 +5,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from evaluation.speed import peak_resident
+from evaluation.speed import in_own_process, peak_resident
 from records.files import write_text
 from records.markdown import markdown_table
 
@@ -44,9 +42,7 @@ def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[
     """What it takes, in a process of its own, to call what `prepare(*arguments)` returns: `seconds` by the clock, `cpu`
     seconds of the processor, bytes that the process held `before` and of `memory` that came on top at most (on a GPU,
     all that was allocated there), and the `result`."""
-    # A fork of a process that has used OpenMP would wait for threads that are not there
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(_cost, prepare, arguments).result()
+    return in_own_process(_cost, prepare, arguments)
 
 
 def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[str, Any]:

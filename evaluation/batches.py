@@ -1,8 +1,8 @@
 """What is embedded, in batches: read, told apart by its contents, and made a model's inputs."""
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -68,10 +68,8 @@ class ImageBatches(Dataset):
         return {"pixel_values": self.image_processor(images, return_tensors="pt")["pixel_values"]}
 
     def digest(self) -> str:
-        digest = hashlib.sha256(b"images")
-        for start in range(0, len(self.items), AT_ONCE):
-            digest.update("".join(image_digests(self._read(start, start + AT_ONCE))).encode())
-        return digest.hexdigest()
+        parts = (image_digests(self._read(start, start + AT_ONCE)) for start in range(0, len(self.items), AT_ONCE))
+        return value_digest(["images", *chain.from_iterable(parts)])
 
     def num_workers(self, num_processes: int) -> int:
         first = self._read(0, LOOKED_AT)

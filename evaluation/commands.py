@@ -209,7 +209,9 @@ def report(*results: Path, output_dir: Folder, baseline: str | None = None) -> s
 
 @command
 def efficiency(
-    *models: str,
+    models: list[str],
+    /,
+    *,
     baseline: str | None = None,
     captions: int | None = None,
     output_dir: Folder | None = None,

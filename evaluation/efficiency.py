@@ -51,21 +51,12 @@ def compare_models(
         The page: a table of what was counted, and one of what was measured, of models with weights.
 
     Raises:
-        OSError: there is no such model, or the folder cannot be written.
-        ValueError: no or equal models, a baseline that is none of them, a batch size below 1, a model that is no CLIP
-            or damaged, a device that cannot compute, too little memory, or a folder with a page of other models,
-            weights or settings.
+        ValueError: a baseline that is none of the models, a model that is no CLIP, too little memory, or a folder with
+            a page of other models, weights or settings.
     """
-    repeated = sorted({model for model in models if list(models).count(model) > 1})
-    if repeated or not models:
-        raise ValueError(f"models must be different ones, but {', '.join(repeated) or 'none'} is given")
     baseline = models[0] if baseline is None else baseline
     if baseline not in models:
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if captions is not None and captions < 2:
-        raise ValueError(f"captions must be at least 2, got {captions}: one caption needs no memory")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
     settings = {
@@ -142,11 +133,13 @@ def _both(costs: Mapping[str, Any]) -> int:
 
 def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
     measured = {name: of_model for name, of_model in costs.items() if "measured" in of_model}
-    sections = ["# Efficiency", _table(costs, COUNTED, baseline), _table(costs, MULTIPLY_ADDS, baseline)]
-    sections.append(
+    sections = [
+        "# Efficiency",
+        _table(costs, COUNTED, baseline),
+        _table(costs, MULTIPLY_ADDS, baseline),
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
-        f"a FLOP count is twice as much. In brackets: times {escape(baseline)}."
-    )
+        f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
+    ]
     if how.get("captions"):
         sections.append(_to_remember(costs, how["captions"]))
     if measured:

@@ -1,7 +1,5 @@
 """A model's embeddings of images and texts, kept on disk."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -24,7 +22,7 @@ from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
 from evaluation.feature_store import FeatureStore
 from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
-from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
+from records.provenance import PROCESSOR, WEIGHTS, environment, file_digest, model_fingerprint, value_digest
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_SHARD = 8
@@ -47,10 +45,8 @@ class Embedder:
             process works alone.
 
     Raises:
-        FileNotFoundError: there is no such model, or it has no tokenizer or no image processor.
-        ValueError: the batch size is below 1 or the number of workers below 0, it is no CLIP, its weights do not fit or
-            changed since the embedder was made, the processor is another model's, embeddings are zero or not finite, or
-            a kept file of them is damaged.
+        ValueError: the weights changed since the embedder was made, embeddings are zero or not finite, or a file of
+            them is damaged.
     """
 
     def __init__(
@@ -66,10 +62,6 @@ class Embedder:
         state: PartialState | None = None,
     ):
         processor = processor or model  # of an expert, the mixture's
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if num_workers is not None and num_workers < 0:
-            raise ValueError(f"num_workers must be 0 or more, got {num_workers}")
         self.fingerprint = model_fingerprint(str(model), WEIGHTS)
         files = [self.fingerprint, model_fingerprint(str(processor), PROCESSOR)]
         self.processor = load_processor(processor)
@@ -79,7 +71,7 @@ class Embedder:
         # Whether torchvision is installed decides of which class a folder's image processor is, and how it resizes.
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
         images, versions = type(self.processor.image_processor).__name__, environment()["versions"]
-        self.key = json.dumps([*files, images, code_hash(), versions, str(dtype), device.type, batch_size])
+        self.key = value_digest([*files, images, code_digest(), versions, str(dtype), device.type, batch_size])
 
     @cached_property
     def model(self) -> CLIPModel | CLIPMoEModel:
@@ -130,7 +122,7 @@ class Embedder:
         digest = [batches.digest() if self.state is None or self.state.is_main_process else ""]
         if self.state is not None and self.state.num_processes > 1:
             broadcast_object_list(digest)
-        folder = self.cache_dir / hashlib.sha256((self.key + digest[0]).encode()).hexdigest()[:24]
+        folder = self.cache_dir / value_digest([self.key, digest[0]])[:24]
         store = FeatureStore(folder, len(batches.items), size)
         store.write(self.state, f"embeddings of {what}", compute)
         embeds = store["embeds"][:]
@@ -167,11 +159,7 @@ class Embedder:
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """The device, or the accelerator if there is one.
-
-    Raises:
-        ValueError: it is not there, or does not compute.
-    """
+    """The device, or the accelerator if there is one. Raises a ValueError if it does not compute."""
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
@@ -182,10 +170,9 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"cannot compute on the device {device}: {error}") from error
 
 
-def code_hash() -> str:
-    """Of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes apart."""
-    digest = hashlib.sha256()
+def code_digest() -> str:
+    """The digest of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes
+    apart."""
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    for file in [*model_code, Path(__file__), Path(reading.__file__), Path(data.images.__file__)]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = [*model_code, Path(__file__), Path(reading.__file__), Path(data.images.__file__)]
+    return value_digest(list(map(file_digest, files)))

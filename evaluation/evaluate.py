@@ -58,10 +58,8 @@ def evaluate_model(
         One result a task: the metrics and all it takes to know what they mean.
 
     Raises:
-        OSError: the output folder cannot be made.
-        ValueError: a device that cannot compute, an empty name, or a result of other weights, another dtype, another
-            protocol or other changes under the same name, or of another batch size where scores depend on it; else as
-            `evaluation.ensemble.open_model`.
+        ValueError: an empty name, or a result of other weights, another dtype, another protocol or other changes under
+            the same name, or of another batch size where scores depend on it.
     """
     set_seed(0)
     name, output_dir, device = _model_name(model, name), Path(output_dir), usable_device(device)

@@ -41,7 +41,6 @@ from evaluation.routing_pictures import (
     draw_expert_patches,
     draw_patches,
     draw_shares,
-    draw_words,
 )
 from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
@@ -165,10 +164,6 @@ def analyze_experts(
         How the page begins: whether the experts do anything, and a table with a row a metric and a column an expert, in
         percent, of which the best of a row is bold. Below it, how an expert is measured, and in how many metrics the
         routed model is better than all of them.
-
-    Raises:
-        ValueError: see `faults`; a folder with a page of other weights, tasks or settings; else as
-            `evaluation.embedder.Embedder`.
     """
     set_seed(0)
     tasks, path = loaded_once(tasks), Path(output_dir) / "experts"
@@ -260,7 +255,6 @@ def _drawn(
             for of, chance in enumerate(words.chance.tolist())
         ]
         found["captions"] = top_captions(routed, words, tokenizer) if tokenizer.is_fast else []
-        pictures["expert_words.png"] = lambda file: draw_words(words, names, layers["text"], file)
     if "vision" in layers and images:
         of_images = route_images(embedder, images, layers["vision"])
         pictures["patches.png"] = lambda file: draw_patches(of_images, file)

@@ -12,7 +12,6 @@ from records.result_schema import ExpertSummary
 ALT_TEXTS = {
     "routing.png": "share of the tokens that each expert computes",
     "agreement.png": "linear CKA of every two experts",
-    "expert_words.png": "words that each expert computes more often than by chance",
     "patches.png": "the expert of each patch of some images",
     "expert_patches.png": "the patches that each expert is surest to get",
     "dropped.png": "the patches that capacity drops",
@@ -61,7 +60,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
             "`clip-moe convert dense --scale experts.json` multiplies an expert's last layer by its weight."
         )
     if "words" in result:
-        sections += [f"## Words, layer {result['layers']['text']} of the text tower", *shown("expert_words.png")]
+        sections.append(f"## Words, layer {result['layers']['text']} of the text tower")
         rows = [
             [
                 f"{expert}",

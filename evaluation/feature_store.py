@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from evaluation.progress import progress
-from records.files import new_file, read_record, write_text
+from records.files import new_file, output_folder, read_record, write_text
 
 INDEX = "index.json"
 # The rows of shards -> their arrays, by name. An array has the rows of its shard, or more (tokens of rows).
@@ -43,10 +43,6 @@ class FeatureStore:
         Args:
             maker: what writes such folders, for the error.
             keys: what its index has to say, with types.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: its index is damaged.
         """
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"{folder} is not the folder of {maker}: there is no {INDEX}")
@@ -69,9 +65,6 @@ class FeatureStore:
             processes: None: this one works alone.
             what: is computed, for the progress bar.
             compute: yields the arrays of one shard after the other.
-
-        Raises:
-            ValueError: a shard is damaged, missing or of another size.
         """
         rank, number, is_main = 0, 1, True
         if processes is not None:
@@ -80,8 +73,8 @@ class FeatureStore:
         if missing:
             computed = progress(compute(missing), f"{what} of {self.num_rows} rows", len(missing), is_main)
             for rows, arrays in zip(missing, computed, strict=True):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                save_arrays(self.path(rows.start), arrays)
+                with output_folder(self.folder):
+                    save_arrays(self.path(rows.start), arrays)
         if processes is not None:
             processes.wait_for_everyone()
         if is_main:
@@ -94,11 +87,7 @@ class FeatureStore:
         return Rows(self, name)
 
     def shard(self, start: int) -> safe_open:
-        """The arrays of the shard that begins with this row, as tensors that are mapped.
-
-        Raises:
-            ValueError: it is damaged, or not there.
-        """
+        """The arrays of the shard that begins with this row, as tensors that are mapped."""
         path = self.path(start)
         if not path.is_file():
             raise ValueError(f"{path} is not there: do all processes see this folder? If so, {self._way_out}")
@@ -153,11 +142,7 @@ class Rows:
 def save_arrays(
     path: Path, arrays: Mapping[str, np.ndarray | torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a file of named arrays whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written. What was there before stays.
-    """
+    """Write a file of named arrays whole or not at all. An OSError says why it could not be written."""
     tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}
     with new_file(path) as partial:
         try:
@@ -173,10 +158,6 @@ def open_arrays(path: Path, maker: str, framework: str = "numpy") -> Iterator[sa
     Args:
         maker: what writes such files, for the error.
         framework: "pt" maps tensors into memory, where "numpy" reads whole arrays.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: {path.parent} is not the folder of {maker}")

@@ -54,15 +54,12 @@ def heat_map(
     columns: Sequence[object],
     form: str = "{:.0f}",
     limits: tuple[float, float] = (0, 1),
-    colors: np.ndarray | None = None,
-    cmap: str = "viridis",
 ) -> None:
-    """A matrix (lines, columns) with its numbers in it, but NaN. `colors`: what is colored, if not the matrix."""
-    colors = values if colors is None else colors
-    image = axis.imshow(colors, vmin=limits[0], vmax=limits[1], cmap=cmap, aspect="auto")
+    """A matrix (lines, columns) with its numbers in it, but NaN."""
+    image = axis.imshow(values, vmin=limits[0], vmax=limits[1], aspect="auto")
     for (line, column), value in np.ndenumerate(values):
         if np.isfinite(value):
-            bright = np.mean(image.cmap(image.norm(colors[line, column]))[:3]) > 0.5
+            bright = np.mean(image.cmap(image.norm(value))[:3]) > 0.5
             color = "black" if bright else "white"
             axis.text(column, line, form.format(value), ha="center", va="center", color=color, fontsize=8)
     axis.set_xticks(range(len(columns)), columns)

@@ -22,12 +22,7 @@ def paired_interval(
 
     Returns:
         The lower and the upper end.
-
-    Raises:
-        ValueError: fewer than two seeds, or not as many of both.
     """
-    if len(better) != len(worse) or len(better) < 2:
-        raise ValueError(f"a paired interval needs two seeds or more of both, got {len(better)} and {len(worse)}")
     differences = np.subtract(better, worse, dtype=float)
     error = differences.std(ddof=1) / np.sqrt(len(differences))
     reach = stats.t.ppf(1 - (1 - level) / 2 / comparisons, df=len(differences) - 1) * error

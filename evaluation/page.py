@@ -46,10 +46,6 @@ def write_page(
     Args:
         pictures: name of a file -> what draws it.
         settings: what the page was made with, which stand in its JSON, too: see `require_free_page`.
-
-    Raises:
-        OSError: the folder cannot be made.
-        ValueError: another process writes there; else as `require_free_page`.
     """
     data = {**settings, **data} if settings else data
     # A stage works in NAME.partial until it has finished
@@ -93,10 +89,6 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
     Args:
         markdown: HTML in it is shown as text.
         pictures: file -> PNG, for each picture that the text names.
-
-    Raises:
-        ValueError: the text names another picture.
-        OSError: a picture cannot be read.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)

@@ -28,15 +28,8 @@ def pair_metrics(
         The shares `text`, `image` and `group` of all pairs, and `SCORE/ATTRIBUTE` of those that differ in it.
 
     Raises:
-        ValueError: the numbers of pairs differ, there is none, or an embedding is not finite.
+        ValueError: an embedding is not finite.
     """
-    num_attributes = len(image_embeds) if attributes is None else len(attributes)
-    if not len(image_embeds) == len(text_embeds) == num_attributes:
-        raise ValueError(
-            f"{len(image_embeds)} pairs of images, {len(text_embeds)} of captions and {num_attributes} attributes"
-        )
-    if not len(image_embeds):
-        raise ValueError("there are no pairs to score")
     if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
         raise ValueError("image_embeds and text_embeds must be finite")
     similarity = np.einsum("pid,ptd->pit", image_embeds, text_embeds)  # (pairs, image, text)

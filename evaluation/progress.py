@@ -1,14 +1,11 @@
 """How far long work is: a bar on a terminal, and in a log a line now and then."""
 
-import contextlib
-import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from tqdm.auto import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 # Between two lines of a log
 SECONDS = 30
@@ -32,9 +29,6 @@ class Progress:
         self.in_lines = shown and self.bar.disable
         self.initial, self.started, self.summary = initial, time.monotonic(), ""
         self.next_line = self.started + SECONDS
-        self.messages = contextlib.ExitStack()
-        if not self.bar.disable:
-            self.messages.enter_context(_messages_beside_bars())
 
     def update(self, summary: str = "") -> None:
         """One step more.
@@ -58,25 +52,6 @@ class Progress:
     def close(self) -> None:
         """The work is over, or ended."""
         self.bar.close()
-        self.messages.close()
-
-
-@contextlib.contextmanager
-def _messages_beside_bars() -> Iterator[None]:
-    """Warnings and what libraries log stand above a bar, not within it."""
-    logging.captureWarnings(True)
-    # Each prints by itself, so that what it hands on to the root would be printed twice
-    libraries = [logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")]
-    propagates = [logger.propagate for logger in libraries]
-    try:
-        for logger in libraries:
-            logger.propagate = False
-        with logging_redirect_tqdm([logging.getLogger(), *libraries]):
-            yield
-    finally:
-        for logger, before in zip(libraries, propagates, strict=True):
-            logger.propagate = before
-        logging.captureWarnings(False)
 
 
 def progress(items: Iterable[Item], description: str, total: int, shown: bool = True) -> Iterator[Item]:

@@ -43,9 +43,8 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         The table: a row a model, a column a task and primary metric, in percent; blank where there is no result.
 
     Raises:
-        OSError: the folder cannot be made.
-        ValueError: there are no results, two of one model and task, a score that is not finite, results of one task
-            with different data, protocols, numbers of samples or metrics, or of one model with different weights.
+        ValueError: two results of one model and task, a score that is not finite, results of one task with different
+            data, protocols, numbers of samples or metrics, or of one model with different weights.
     """
     table = arrange(results)
     if baseline is not None and baseline not in table:

@@ -9,7 +9,6 @@ from typing import Any
 
 from data.splits import named_split
 from records.files import write_text
-from records.messages import shortened
 from records.provenance import value_digest
 from records.result_schema import read_result
 
@@ -26,14 +25,7 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
 def require_free(result: dict[str, Any], output_dir: Path) -> None:
     """Raises a ValueError if there is a result under this `task` and `model` that may not be overwritten: of other
     `weights`, of another `dtype`, `protocol`, `data` or `changes`, or of another `batch_size` where scores depend on
-    it; if its file is damaged; or if a text of the new one cannot be written, as one of a file's name in no UTF-8."""
-    for key, value in result.items():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the {key} {shortened(value)} has characters that no file can have as text: rename it"
-            ) from error
+    it; or if its file is damaged."""
     path = result_file(result, output_dir)
     if not path.exists():
         return

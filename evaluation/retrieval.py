@@ -49,8 +49,6 @@ def retrieval_metrics(
         ValueError: a text has no image, or an image no text; an embedding is not finite.
     """
     num_images = len(image_embeds)
-    if len(image_of_text) != len(text_embeds):
-        raise ValueError(f"image_of_text has {len(image_of_text)} entries, but there are {len(text_embeds)} texts")
     images, texts = _pairs(image_of_text)
     if set(images.tolist()) != set(range(num_images)) or len(np.unique(texts)) < len(text_embeds):
         raise ValueError(

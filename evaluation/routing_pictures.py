@@ -1,6 +1,6 @@
 """Pictures of routing: what each expert computes, of which layer, word and patch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from evaluation.figures import grid, heat_map, plot_text, plt, save
-from evaluation.preferences import RoutedImages, WordShares, top_patches
+from evaluation.preferences import RoutedImages, top_patches
 from evaluation.routing import POOLED_TOKEN
-
-MOST_WORDS = 24
 
 
 def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, title: str) -> None:
@@ -45,24 +43,6 @@ def draw_agreement(agreement: Mapping[str, Mapping[str, Mapping[str, float | Non
         axis.tick_params(axis="x", rotation=45)
         axis.set(title=f"embeddings of {what}")
     figure.suptitle("Do experts embed alike? Linear CKA, 1 for alike")
-    save(figure, path)
-
-
-def draw_words(words: WordShares, names: Sequence[str], layer: int, path: Path) -> None:
-    """The words that experts compute more often than by chance, and above them what chance is.
-
-    Args:
-        names: (W,), the words.
-    """
-    num_experts = len(words.chance)
-    most = max(1, MOST_WORDS // num_experts)
-    rows = list(dict.fromkeys(row for expert in range(num_experts) for row in words.preferred(expert, most)))
-    shares = 100 * np.vstack([words.chance, words.shares[rows]])
-    lines = ["all words", *(plot_text(f"{names[row]} ({words.occurrences[row]})", 24) for row in rows)]
-    figure, ((axis,),) = grid(1, 1, 3 + 0.6 * num_experts, 0.8 + 0.26 * len(lines))
-    heat_map(axis, shares, lines, range(num_experts), limits=(-100, 100), colors=shares - shares[0], cmap="coolwarm")
-    axis.set(xlabel="expert", ylabel="word (how often it occurs)")
-    figure.suptitle(f"Text tower, layer {layer}: % of a word that each expert computes; red: more than of all words")
     save(figure, path)
 
 

@@ -5,7 +5,6 @@ An encoder is kept in a folder: `encoder.json` says what it is, and the weights 
 Hub.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +22,10 @@ from transformers import CLIPConfig
 from conversion.checkpoints import check_weights, load_clip, stored_weights
 from conversion.folders import check_json, has_file, load_config, loading
 from conversion.processors import load_processor, load_tokenizer, require_fit
+from evaluation.results import content_hash
 from modeling_clip_moe import CLIPMoEConfig
 from records.files import save, writing
+from records.provenance import weights_fingerprint
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
 # Of the last hidden states: the mean over the tokens; the first one (unsupervised SimCSE); or the model's own pooler, a
@@ -52,16 +53,13 @@ class TfidfEncoder:
         self.vectorizer = _vectorizer(vocabulary=self.words)
         self.vectorizer.idf_ = idf
         self.projection = components.T.astype(np.float64)
-        self.name = f"tfidf-{_hash(json.dumps(self.words).encode(), idf.tobytes(), components.tobytes())}"
+        self.name = f"tfidf-{content_hash([self.words, idf.tolist(), components.tolist()])}"
 
     @classmethod
     def fit(cls, texts: Sequence[str], dim: int, seed: int, max_df: float = 1.0) -> "TfidfEncoder":
         """
         Args:
             max_df: words that a larger share of the texts has are left out: what is said of everything hides topics.
-
-        Raises:
-            ValueError: the texts have fewer different words than `dim`.
         """
         vectorizer = _vectorizer(max_df=max_df)
         counts = vectorizer.fit_transform(texts)
@@ -195,11 +193,7 @@ def open_encoder(
     device: str | torch.device = "cpu",
     modality: Modality = "text",
 ) -> SentenceEncoder:
-    """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
     if modality == "text" and has_file(source, "modules.json"):
         return TextEncoder(source, pooling, name, device)
     if not has_file(source, "config.json"):
@@ -213,12 +207,7 @@ def open_encoder(
 
 
 def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> SentenceEncoder:
-    """The encoder that `save` kept in a folder.
-
-    Raises:
-        FileNotFoundError: the folder has none, or what is kept there by name cannot be had.
-        ValueError: a file of it is damaged.
-    """
+    """The encoder that `save` kept in a folder."""
     folder = Path(folder)
     if not (folder / SETTINGS_FILE).is_file():
         raise FileNotFoundError(
@@ -243,13 +232,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
 
 
 def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
-    """(texts, d) the embeddings of a task's metadata, normalized.
-
-    Raises:
-        ValueError: there are none, or the encoder knows nothing of one of them.
-    """
-    if not texts:
-        raise ValueError("a task needs metadata, such as its class names, to be routed by")
+    """(texts, d) the embeddings of a task's metadata, normalized. Each text needs a word that the encoder knows."""
     embeds = encoder.encode(texts)
     unknown = [text for text, embed in zip(texts, embeds, strict=True) if not embed.any()]
     if unknown:
@@ -264,17 +247,7 @@ def _vectorizer(**options) -> TfidfVectorizer:
 def _name(source: str) -> str:
     """A hub name as it is; of a folder the last part, and a hash of the weights, by which two of one name differ."""
     folder = Path(source).resolve()
-    if not folder.is_dir():
-        return source
-    weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.rglob(pattern))
-    return f"{folder.name}-{_hash(*(path.read_bytes() for path in weights))}"
-
-
-def _hash(*contents: bytes) -> str:
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(content)
-    return digest.hexdigest()[:8]
+    return f"{folder.name}-{weights_fingerprint(str(folder))[:8]}" if folder.is_dir() else source
 
 
 def _write(folder: Path, settings: dict) -> None:

@@ -19,6 +19,7 @@ import torch
 from conversion.checkpoints import load_clip, sample_inputs
 
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 ROUNDS = 7
 # A model's turn takes at least so long, so that small ones are not lost in the noise
 SECONDS_OF_A_TURN = 0.2
@@ -41,9 +42,6 @@ def measure_speed(
 ) -> dict[str, dict[str, float]]:
     """Model -> `images_per_second` and `texts_per_second`, by the clock: medians of rounds in each of which all models
     have their turn. All are in memory at a time.
-
-    Raises:
-        ValueError: there is too little memory; else as `conversion.checkpoints.load_clip`.
     """
     with _too_little_memory(models, batch_size, device, dtype):
         turns = {}
@@ -87,17 +85,20 @@ def _ctrl_c_ignored() -> Iterator[None]:
 def measure_memory(model: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """`peak_memory` in bytes: of a process of its own that embeds a batch of images and one of texts, on a CPU all of
     it, with the libraries; else what it takes of the accelerator. On a CPU also `memory_before` the model is loaded.
-
-    Raises:
-        ValueError: there is too little memory; else as `load_clip`.
     """
+    with _too_little_memory([model], batch_size, device, dtype):
+        return in_own_process(_memory, model, batch_size, str(device), dtype)
+
+
+def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a function returns in a new process, whose memory is its own."""
+    # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         others = set(active_children())
         with _ctrl_c_ignored():  # of which the process would print its own traceback
-            measured = process.submit(_memory, model, batch_size, str(device), dtype)
+            computed = process.submit(function, *arguments)
         try:
-            with _too_little_memory([model], batch_size, device, dtype):
-                return measured.result()
+            return computed.result()
         except BaseException:  # also Ctrl-C: it may compute for long
             for child in set(active_children()) - others:
                 child.kill()

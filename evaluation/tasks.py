@@ -95,10 +95,6 @@ def find_tasks(
     Args:
         data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
         seed: of the pictures of built-in tasks.
-
-    Raises:
-        ValueError: see `problems_of_tasks`, `benchmark_task` and `OwnTask.make`; or two of the tasks are the same.
-        OSError: a file cannot be read.
     """
     require_tasks([name for name in wanted if isinstance(name, str)])
     tasks: dict[str, Task] = {}

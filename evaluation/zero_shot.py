@@ -37,15 +37,9 @@ def zero_shot_metrics(
         that occur; and those that are wanted.
 
     Raises:
-        ValueError: there are not as many labels as images, a label is no class, an embedding is not finite, or what is
-            wanted has no meaning for these classes.
+        ValueError: an embedding is not finite.
     """
-    labels = np.asarray(labels)
-    if len(labels) != len(image_embeds):
-        raise ValueError(f"{len(labels)} labels for {len(image_embeds)} images")
-    classes = np.arange(len(class_embeds))
-    if not np.isin(labels, classes).all():
-        raise ValueError(f"labels go from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
+    labels, classes = np.asarray(labels), np.arange(len(class_embeds))
     if not (np.isfinite(image_embeds).all() and np.isfinite(class_embeds).all()):
         raise ValueError("image_embeds and class_embeds must be finite")
     similarity = image_embeds @ class_embeds.T
@@ -57,12 +51,7 @@ def zero_shot_metrics(
     if len(classes) > 5:
         metrics["accuracy_top5"] = float(top_k_accuracy_score(labels, similarity, k=5, labels=classes))
     if "mean_of_top1_and_top5" in wanted:
-        if len(classes) <= 5:
-            raise ValueError(f"the mean of top-1 and top-5 is of more than five classes, not of {len(classes)}")
         metrics["mean_of_top1_and_top5"] = (metrics["accuracy"] + metrics["accuracy_top5"]) / 2
     if "roc_auc" in wanted:
-        if len(classes) != 2 or len(np.unique(labels)) != 2:
-            found = f"{len(np.unique(labels))} of {len(classes)}"
-            raise ValueError(f"the ROC AUC is of two classes that both have images, not of {found}")
         metrics["roc_auc"] = float(roc_auc_score(labels, similarity[:, 1] - similarity[:, 0]))
     return metrics

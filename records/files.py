@@ -144,7 +144,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def output_folder(path: Path) -> Iterator[None]:
-    """Makes a folder, which is gone again where the block ends with an error before anything is in it.
+    """Makes a folder, which is gone again where the block ends with an error before any file is in it.
 
     Raises:
         OSError: it cannot be made.
@@ -154,8 +154,9 @@ def output_folder(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # not empty
-            is_new and path.rmdir()
+        for folder, _, _ in os.walk(path, topdown=False) if is_new else ():
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(folder)
         raise
 
 

@@ -21,7 +21,7 @@ from conversion.processors import load_processor
 from data import symbols
 from data.sources import DataArguments
 from evaluation import batches, embedder
-from evaluation.embedder import Embedder, code_hash, usable_device
+from evaluation.embedder import Embedder, code_digest, usable_device
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS, find_tasks
@@ -72,7 +72,7 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
         processor.image_processor.__class__ = type("CLIPImageProcessor", (CLIPImageProcessorPil,), {})
         patch.setattr(embedder, "load_processor", lambda source: processor)
         keys.append(key())
-    monkeypatch.setattr(embedder, "code_hash", lambda: "another")
+    monkeypatch.setattr(embedder, "code_digest", lambda: "another")
     assert len({*keys, key()}) == 6
 
 
@@ -81,13 +81,13 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
     [(modeling_clip_moe, "modeling_clip_moe"), (data.images, "images"), (embedder, "embedder"), (batches, "batches")],
 )
 def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypatch, module, changed):
-    here, code = code_hash(), tmp_path / f"{changed}.py"
+    here, code = code_digest(), tmp_path / f"{changed}.py"
     for file in Path(module.__file__).parent.glob("*.py"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(module, "__file__", str(tmp_path / Path(module.__file__).name))
-    assert code_hash() == here
+    assert code_digest() == here
     code.write_text(code.read_text() + "# changed\n")
-    assert code_hash() != here
+    assert code_digest() != here
 
 
 @pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:99"])

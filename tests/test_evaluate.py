@@ -202,7 +202,6 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
         ("retrieval", ["--dataset", "nowhere.parquet"], "nowhere.parquet"),
         ("symbols_pairs", ["--device", "nonsense"], "cannot compute on the device nonsense"),
         ("symbols_pairs", ["--change", "routing=!!python/name:os.system"], "routing: line 1: "),
-        ("symbols_pairs", ["--name", "caf\udce9"], r"the model 'caf\udce9' has characters that no file can"),
     ],
 )
 def test_mistakes_end_in_one_line(dense, tmp_path, tasks, options, message):

@@ -169,7 +169,7 @@ def test_other_numbers_of_experts(gated, analyses, tmp_path):
 @slow
 def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, analyses):
     out, page, result = analyses["sparse"]
-    pictures = {"routing", "agreement", "patches", "expert_patches", "expert_words", "dropped", "expert"}
+    pictures = {"routing", "agreement", "patches", "expert_patches", "dropped", "expert"}
     kinds = {f"experts.{kind}" for kind in ("md", "json", "html")}
     assert {path.name for path in out.iterdir()} == kinds | {f"{name}.png" for name in pictures}
     assert set(re.findall(r"\]\((\w+)\.png\)", page)) == pictures
@@ -197,7 +197,7 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
     with pytest.raises(ValueError, match="the vision tower is dense and drops no patch"):
         analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", capacity_factors=[2])
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing", "agreement", "expert_words"}
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing", "agreement"}
     page, result = ((tmp_path / "out" / f"experts.{kind}").read_text() for kind in ("md", "json"))
     dropped = json.loads(result)["routing"]["text"]["1"]["all"]["overflowing"]
     assert f"| {dropped:.1%} (shared by 32) " in page and dropped > 0

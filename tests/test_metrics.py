@@ -209,19 +209,11 @@ PROBE = problem(40, 0)
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (lambda: zero_shot_metrics(THREE, THREE, np.array([0, 1])), "2 labels for 3"),
-        (lambda: zero_shot_metrics(THREE, THREE, np.array([0, 1, 3])), "3 classes"),
-        (lambda: zero_shot_metrics(THREE, THREE, np.arange(3), ["roc_auc"]), "of two classes .*, not of 3 of 3"),
         *(
             (lambda entries=entries: retrieval_metrics(THREE[:2], THREE[:2], entries), "image_of_text")
             for entries in ([0, 0], [0, 2], [[0], []])
         ),
-        (lambda: pair_metrics(THREE[None, :2], THREE[None, :2], ["a", "b"]), "1 pairs of images, 1 .* 2 attributes"),
         (lambda: linear_probe_metrics(*PROBE, PROBE[0], np.full(40, 9)), r"no image of the classes \[9\]"),
-        (
-            lambda: linear_probe_metrics(PROBE[0], np.where(np.arange(40) == 0, 9, PROBE[1]), *PROBE),
-            "the class 9 has one training image",
-        ),
     ],
 )
 def test_what_has_no_score(compute, message):

@@ -1,6 +1,5 @@
 """What a run says in a log, where there is no terminal."""
 
-import logging
 import re
 import subprocess
 import sys
@@ -50,19 +49,3 @@ def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
         assert re.fullmatch(rf"{name}: begins, \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", begins)
         assert re.fullmatch(rf"{name}: done in [\d.]+ s", ends)
     assert done.stdout.count(f"its log is {tmp_path}/out/tuned.partial/log.jsonl") == 1
-
-
-def test_what_a_library_logs_beside_a_bar_is_printed_once(capsys):
-    names = ("transformers", "datasets", "huggingface_hub", "accelerate", "training")
-    before = {name: logging.getLogger(name).handlers[:] for name in names}
-    try:
-        for name in names[:3]:  # each with a handler of its own, as they have in a new process
-            logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
-        with module._messages_beside_bars():
-            for name in names:
-                logging.getLogger(f"{name}.part").warning("from %s", name)
-        printed = capsys.readouterr().err
-    finally:
-        for name, handlers in before.items():
-            logging.getLogger(name).handlers = handlers
-    assert [printed.count(f"from {name}") for name in names] == [1] * len(names), printed

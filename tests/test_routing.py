@@ -9,7 +9,6 @@ import torch
 from matplotlib import cbook
 from matplotlib.colors import to_hex
 from tiny_clip_moe import tiny_model
-from transformers import CLIPModel
 
 from data import symbols
 from data.worlds import build_processor
@@ -33,7 +32,6 @@ from evaluation.routing_pictures import (
     draw_expert_patches,
     draw_patches,
     draw_shares,
-    draw_words,
 )
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
@@ -72,8 +70,6 @@ def test_counts_by_hand():
     means = counts.means()
     assert means["shares"] == [3 / 4, 2 / 4, 2 / 4] and means["weight"] == (0.75 + 0.5 + 0.625 + 0.625) / 4
     np.testing.assert_allclose(means["coactivation"], np.array([[3, 1, 1], [1, 2, 1], [1, 1, 2]]) / 4)
-    with pytest.raises(ValueError, match="has seen no token"):
-        LayerCounts(3).means()
     one = LayerCounts(2)
     one.add(torch.tensor([[[50.0, -50.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
     assert one.means()["share_entropy"] == 0 == pytest.approx(one.means()["entropy"], abs=1e-12)
@@ -113,9 +109,6 @@ def test_counts_are_those_the_model_records(sparse, eos_token_id, monkeypatch):
     with torch.no_grad():
         model(**inputs)  # outside of the block nothing counts
     assert counts["text"][0]["output"].num_tokens == 6 and not model.text_model._forward_pre_hooks
-    dense = CLIPModel.from_pretrained("training/symbol_clip")
-    with pytest.raises(ValueError, match="no sparse layer"), count_tokens(dense):
-        pass
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
@@ -296,9 +289,7 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     }
     draw_shares(routing, tmp_path / "shares.png", r"costs $\frac$ a token")
     draw_agreement({"images": {"a": {"a": 1.0, "b": None}, "b": {"a": None, "b": 1.0}}}, tmp_path / "agreement.png")
-    words = WordShares(np.array([7, 9]), np.array([90, 80]), np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([0.25, 0.75]))
-    draw_words(words, ["costs $x$", "red"], 3, tmp_path / "words.png")
-    shares, agreement, of_words = figures
+    shares, agreement = figures
     assert {axis.get_title(): texts_in(axis) for axis in shares.axes} == {
         "text tower, all tokens": ["10", "90", "20", "80"],
         "vision tower, all tokens": ["30", "70"],
@@ -308,10 +299,6 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     title = shares._suptitle.get_text()
     assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)
     assert texts_in(agreement.axes[0]) == ["1.00", "1.00"]
-    (axis,) = of_words.axes
-    # More than by chance: red of expert 0, "costs" of expert 1
-    assert {label.get_text() for label in axis.get_yticklabels()} == {"all words", r"costs \$x\$ (90)", "red (80)"}
-    assert texts_in(axis) == ["25", "75", "50", "50", "0", "100"] and "layer 3" in of_words._suptitle.get_text()
 
 
 # Of 4 x 4 pixels: the left half goes to expert 0, the right to expert 1, and the class token to expert 1
