@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # Width over height of a crop, before it is resized to the model's image: torchvision's, which open_clip keeps
@@ -29,15 +29,6 @@ class Augmentation:
     # Decode JPEGs at 1/2, 1/4 or 1/8 of their size, if that is still as large as the model needs. Faster, but with
     # other pixels: about 1 of 255 levels in the mean.
     jpeg_draft: bool = False
-
-    @model_validator(mode="after")
-    def _check(self):
-        crop = self.random_resized_crop
-        if crop is None and not (self.horizontal_flip or self.jpeg_draft):
-            raise ValueError("augmentation changes nothing: leave it out, or set one of its settings")
-        if crop is not None and crop[0] > crop[1]:
-            raise ValueError(f"random_resized_crop {crop} starts above its end")
-        return self
 
     def draft(self, edge: int) -> int | None:
         """Pixels that the shorter side of a decoded image needs, if it may be decoded smaller than it is.

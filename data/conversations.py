@@ -86,16 +86,10 @@ def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, 
     texts = [text for _, text in turns]
     if not all(isinstance(text, str) for text in texts) or not isinstance(image, str | None):
         raise wrong("has an image or a turn that is no text")
-    texts = [_without_image(text).strip() for text in texts]
+    texts = [text.replace(IMAGE, "").strip() for text in texts]
     if image is not None:
         texts[0] = f"{IMAGE}\n{texts[0]}"
     return {"image": image, "caption": texts[1], "turns": texts}
-
-
-def _without_image(text: str) -> str:
-    while IMAGE in text:  # what is left may make another one
-        text = text.replace(IMAGE, "")
-    return text
 
 
 def _of_world(arguments: DataArguments) -> datasets.Dataset:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import PIL.Image
 
 from data.identity import image_digests
-from data.images import read_image
+from data.images import decode_image
 from data.sources import DataArguments, Rows, file_stamp, named_images, no_column, open_rows, reading
 from data.worlds import WORLDS
 
@@ -42,7 +41,7 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     rows = select_columns(open_rows(arguments), arguments)
     if arguments.streaming:
         return rows
-    return usable_pairs(rows, arguments) if images else readable_pairs(rows, arguments, images=False)[0]
+    return readable_pairs(rows, arguments, images)[0]
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -163,30 +162,27 @@ def _split_lines(rows: Rows) -> Rows:
 
 def read_pair(
     row: dict[str, Any], arguments: DataArguments, draft: int | None = None
-) -> tuple[str, PIL.Image.Image | None, bool]:
-    """What keeps a pair from being used, or nothing; its image; and whether that has more frames.
+) -> tuple[str, PIL.Image.Image | None]:
+    """The problem that keeps a pair from being used, empty if there is none; and its image.
 
     Args:
-        row: without an `image`, only the caption counts.
-        draft: see `read_image`.
+        row: without an `image`, only the caption counts. The image of an indexed shard has to be there, and is not
+            decoded.
+        draft: see `decode_image`.
     """
     try:
         if not present_texts(row["caption"]):
-            return "its caption is empty", None, False
+            return "its caption is empty", None
     except ValueError as error:
-        return str(error), None, False
+        return str(error), None
     if "image" not in row:
-        return "", None, False
+        return "", None
+    if arguments.indexed:
+        return "" if _is_there(row["image"]) else "it has no image", None
     try:
-        return "", *read_image(row["image"], arguments.image_root, draft)
+        return "", decode_image(row["image"], arguments.image_root, draft)
     except OSError as error:
-        return f"its image cannot be read: {error}", None, False
-
-
-def usable_pairs(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
-    """The rows of `select_columns` whose images can be read; of indexed shards, which are not looked at before they are
-    used, those that have an image and a caption. Raises as `readable_pairs`."""
-    return (complete_pairs if arguments.indexed else readable_pairs)(rows, arguments)[0]
+        return f"its image cannot be read: {error}", None
 
 
 def readable_pairs(
@@ -202,8 +198,7 @@ def readable_pairs(
     """
 
     def look(row: dict[str, Any], files: str) -> dict[str, Any]:
-        problem, _, more_frames = read_pair(row, arguments)
-        return {"problem": problem, "more_frames": more_frames}
+        return {"problem": read_pair(row, arguments)[0]}
 
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
@@ -220,9 +215,6 @@ def readable_pairs(
             desc="reading all images" if images else "reading all captions",
         )
     problems = list(looks["problem"])
-    frames = np.flatnonzero(looks["more_frames"])
-    if len(frames):
-        _report_frames(f"{len(frames)} of {len(rows)} images, the first {_where(rows[int(frames[0])])},", arguments)
     bad = [index for index, problem in enumerate(problems) if problem]
     if bad:
         judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
@@ -230,24 +222,6 @@ def readable_pairs(
     if len(rows) == 0:
         raise ValueError(nothing)
     return rows, len(bad)
-
-
-def complete_pairs(rows: datasets.Dataset, arguments: DataArguments) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` that have an image and a caption, and how many have not. Decodes no image."""
-    there = [
-        _is_there(image) and bool(present_captions(caption))
-        for batch in rows.select_columns(["image", "caption"]).iter(1000)
-        for image, caption in zip(batch["image"], batch["caption"], strict=True)
-    ]
-    complete = np.flatnonzero(there)
-    bad = len(rows) - len(complete)
-    if bad:
-        first = there.index(False)
-        missing = "it has no image" if not _is_there(rows[first]["image"]) else "its caption is empty"
-        judge(bad, len(rows), f"pair {first} ({_where(rows[first])}): {missing}", arguments)
-    if len(complete) == 0:
-        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
-    return rows.select(complete), bad
 
 
 def _is_there(image: str | dict[str, Any] | None) -> bool:
@@ -290,13 +264,10 @@ class StreamReport:
 
     def __init__(self, arguments: DataArguments, quiet: bool):
         self.arguments, self.quiet = arguments, quiet
-        self.seen, self.bad, self.first, self.more_frames = 0, 0, "", False
+        self.seen, self.bad, self.first = 0, 0, ""
 
-    def add(self, row: dict[str, Any], problem: str, more_frames: bool) -> None:
+    def add(self, row: dict[str, Any], problem: str) -> None:
         self.seen += 1
-        if more_frames and not (self.quiet or self.more_frames):
-            _report_frames(f"{_where(row)} and perhaps others", self.arguments)
-        self.more_frames |= more_frames
         if not problem:
             return
         self.bad += 1
@@ -327,10 +298,6 @@ def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: boo
         raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
     if not quiet:
         logger.warning("%s. They are skipped", share)
-
-
-def _report_frames(images: str, arguments: DataArguments) -> None:
-    logger.warning("%s: %s have several frames, of which the first is used", arguments.source, images)
 
 
 def _where(row: dict[str, Any]) -> str:

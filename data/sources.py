@@ -1,23 +1,16 @@
 """Where pairs of images and captions lie, and their rows as they lie there."""
 
 import glob
-import itertools
-import json
 import logging
 import os
-import re
-import textwrap
-import time
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-import pyarrow.parquet
+import pyarrow
 from datasets.data_files import DataFilesDict, get_data_patterns
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -33,11 +26,6 @@ logger = logging.getLogger(__name__)
 # In the order in which they are looked for in a folder
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
-NUMBERS = {"bool", "decimal", "double", "float", "halffloat", "int", "uint"}
-# What they raise while they read names the file
-OURS = (__name__, "data.shards")
-# How long a file that cannot be read is looked for, once it is known that there is one
-SEARCH_SECONDS = 10
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
@@ -93,10 +81,6 @@ class DataArguments:
 
     @model_validator(mode="after")
     def _check(self):
-        if not self.source.strip():
-            raise ValueError("source is empty: name a dataset")
-        if self.image_column == self.caption_column:
-            raise ValueError(f"the column {self.image_column} cannot hold both the images and the captions or labels")
         is_drawn = self.source in WORLDS
         if is_drawn and self.num_samples is None:
             raise ValueError(f"num_samples must say how many {self.source} to draw")
@@ -134,7 +118,7 @@ def open_rows(arguments: DataArguments) -> Rows:
 
     Raises:
         FileNotFoundError: a local source is not there.
-        ValueError: it has no such split or cannot be read; names the source and, where that is known, the file.
+        ValueError: it has no such split or cannot be read; names the source.
     """
     with reading(arguments):
         columns = arguments.image_column, arguments.caption_column  # which name those of a .json or of indexed shards
@@ -162,8 +146,8 @@ def is_saved(source: str) -> bool:
 
 @contextmanager
 def reading(arguments: DataArguments) -> Iterator[None]:
-    """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source
-    and, where it can be found, the file."""
+    """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source.
+    `datasets` itself logs the file that it cannot read."""
     source = arguments.source
     try:
         yield
@@ -177,34 +161,8 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        *_, (raised_in, _) = traceback.walk_tb(cause.__traceback__)
-        file = None if raised_in.f_globals["__name__"] in OURS else _bad_file(arguments)
         name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
-        text = " ".join(str(cause).split())
-        raise ValueError(f"{source} cannot be read{f' because of {file}' if file else ''}: {name}{text}") from error
-
-
-def _bad_file(arguments: DataArguments) -> str | None:
-    """The first local file of a source that cannot be read alone, if it is found soon."""
-    end = None
-    try:
-        builder, by_split = split_files(arguments)
-    except Exception:
-        return None
-    files = [file for files in by_split.values() for file in files]
-    if builder == "imagefolder":
-        files = [file for file in files if os.path.basename(file) in METADATA]
-    for file in files:
-        try:
-            alone = datasets.load_dataset(builder, data_files=[glob.escape(file)], split="train", streaming=True)
-            # From the first rows on: until then, `datasets` may have waited for something else
-            end = end or time.monotonic() + SEARCH_SECONDS
-            for _ in alone.decode(False):
-                if time.monotonic() > end:
-                    return None
-        except Exception:
-            return file
-    return None
+        raise ValueError(f"{source} cannot be read: {name}{' '.join(str(cause).split())}") from error
 
 
 def _open(arguments: DataArguments) -> Rows:
@@ -226,11 +184,6 @@ def _open(arguments: DataArguments) -> Rows:
     files = [file for files in by_split.values() for file in files]
     if arguments.indexed and (builder != "webdataset" or by_split.keys() != {split}):
         raise ValueError(f"indexed goes with whole splits of .tar shards, not with {builder} files, split {split}")
-    if builder == "parquet":
-        _require_same_columns(files)
-    for file in files:
-        if builder == "imagefolder" and os.path.basename(file) == "metadata.jsonl":
-            _require_objects(file)
     # `datasets` takes file names for patterns
     patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
@@ -250,16 +203,12 @@ def _open(arguments: DataArguments) -> Rows:
 def _open_tables(arguments: DataArguments) -> Rows:
     """The csv or tsv files of a pattern, all of them, whatever the split is called; or a slice of their rows."""
     rows = datasets.Dataset.from_dict(read_tables(_matching(arguments.source)))
-    if set("[+") & set(arguments.split):
-        names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
-        parts = datasets.ReadInstruction.from_spec(arguments.split).to_absolute(dict.fromkeys(names, len(rows)))
-        taken = [row for part in parts for row in range(part.from_, part.to)]
-        if len(set(taken)) < len(taken):
-            raise ValueError(
-                f"{arguments.source} is one table without splits, of which {arguments.split} has rows twice: take it "
-                "whole, or a slice such as train[:20%]"
-            )
-        rows = rows.select(taken)
+    if "[" in arguments.split:
+        name = arguments.split.partition("[")[0]
+        (part,) = datasets.ReadInstruction.from_spec(arguments.split).to_absolute({name: len(rows)})
+        rows = rows.select(range(part.from_, part.to))
+    elif "+" in arguments.split:
+        raise ValueError(f"{arguments.source} is one table without splits: take it whole, or a slice as train[:20%]")
     return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
@@ -300,15 +249,10 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     asked for.
     """
     source = arguments.source
-    if "::" in os.path.abspath(source):
-        raise ValueError(f"`datasets` takes the :: for an archive in {source}: rename the folder or file")
     # What `train`, `train[:10%]` and `train+test` name
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
-        builders = BUILDERS | dict.fromkeys(TABLES, "csv")
-        if Path(source).suffix not in builders:
-            raise ValueError(f"{source} is none of {', '.join(builders)}")
-        return builders[Path(source).suffix], {names[0]: _matching(source)}
+        return BUILDERS.get(Path(source).suffix, "csv"), {names[0]: _matching(source)}
     return once(f"files {source} {names}", lambda: _files_of_folder(arguments, names))
 
 
@@ -323,22 +267,7 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(_no_split(arguments, by_split))
-    for name, (other, files) in itertools.product(names, by_split.items()):
-        both = _read_by(builder, set(by_split[name]).intersection(files)) if other != name else []
-        if both:
-            raise ValueError(
-                f"by its name, {min(both)} is in the split {name} and in the split {other} of {source}: rename it, so "
-                "that nothing is trained on what is tested"
-            )
     return builder, {name: by_split[name] for name in names}
-
-
-def _read_by(builder: str, files: Iterable[str]) -> list[str]:
-    """The files that a builder reads: a folder of images may have others too."""
-    if builder != "imagefolder":
-        return list(files)
-    images = tuple(ImageFolder.EXTENSIONS)
-    return [file for file in files if os.path.basename(file) in METADATA or file.lower().endswith(images)]
 
 
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
@@ -369,42 +298,6 @@ def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
     return (
         f"{arguments.source} has no split {arguments.split!r}, only {', '.join(map(str, splits))}: set split (--split)"
     )
-
-
-def _require_same_columns(files: list[str]) -> None:
-    """Parquet files must have the columns of the first one. Their footers are read, not their rows."""
-    expected = None
-    for file in files:
-        try:
-            schema = pyarrow.parquet.read_schema(file)
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{file} is no parquet file or is damaged: {error}") from error
-        kinds = {field.name: _kind(field.type) for field in schema}
-        expected = expected or kinds
-        for one, other, names in ((file, files[0], expected.keys() - kinds), (files[0], file, kinds.keys() - expected)):
-            if names:
-                raise ValueError(f"{one} has no column {', '.join(sorted(names))}, but {other} has")
-        for name, kind in expected.items():
-            if kinds[name] not in (kind, "null"):
-                raise ValueError(f"column {name} is {kinds[name]} in {file}, but {kind} in {files[0]}")
-
-
-def _require_objects(file: str) -> None:
-    """Lines of metadata.jsonl must be JSON objects: others can kill pyarrow, which reads them, and the process."""
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                is_object = not line.strip() or isinstance(json.loads(line), dict)
-            except (ValueError, RecursionError):
-                is_object = False
-            if not is_object:
-                raise ValueError(f"line {number} of {file} is no JSON object: {textwrap.shorten(line, 60)}")
-
-
-def _kind(type_: pyarrow.DataType) -> str:
-    """What stands in a column, whatever its size: "number", "string", "list", ..."""
-    kind = re.match(r"(?:large_)?([a-z_]+)", str(type_)).group(1)
-    return "number" if kind in NUMBERS else kind
 
 
 def _open_saved(arguments: DataArguments) -> Rows:

@@ -118,9 +118,6 @@ def load(
 
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
-
-    Raises:
-        ValueError: matplotlib's fonts lack a character.
     """
 
     def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
@@ -217,26 +214,11 @@ def _font_file(name: str) -> str:
 @cache
 def _fonts_of(split: str) -> dict[str, list[str]]:
     """The files of the fonts that have each character."""
-    import matplotlib
     from matplotlib.ft2font import FT2Font
 
-    fonts = {}
-    for name in FONTS[split]:
-        path = _font_file(name)
-        try:
-            fonts[path] = FT2Font(path).get_charmap()
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"matplotlib {matplotlib.__version__} has no font {name}: {error}") from error
-    first = next(iter(fonts))
-    by_character = {}
-    for kind, character in ((kind, text) for topic in TOPICS.values() for kind, text in topic.kinds.items() if text):
-        if ord(character) not in fonts[first]:
-            raise ValueError(
-                f"the font {FONTS[split][0]} of matplotlib {matplotlib.__version__} has no {kind} "
-                f"(U+{ord(character):04X}): install the version of constraints.txt"
-            )
-        by_character[character] = [path for path, characters in fonts.items() if ord(character) in characters]
-    return by_character
+    fonts = {path: FT2Font(path).get_charmap() for path in map(_font_file, FONTS[split])}
+    characters = [character for topic in TOPICS.values() for character in topic.kinds.values() if character]
+    return {text: [path for path, drawn in fonts.items() if ord(text) in drawn] for text in characters}
 
 
 def _symbol(kind: str, split: str, rng: np.random.Generator) -> PILImage.Image:

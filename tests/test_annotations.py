@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
@@ -65,12 +64,10 @@ def test_tables(tmp_path, name, streaming):
     arguments = DataArguments(**table(tmp_path, name), streaming=streaming)
     expected = [f'{text}{separator} "said"{LINE_BREAK[separator]}NA' for text in CAPTIONS]
     require_pairs(arguments, expected)
-    slices = [dataclasses.replace(arguments, split=split) for split in ("test[:3]", "test[3:]", "a[1:2]+b[:1]")]
-    for one, part in zip(slices, (expected[:3], expected[3:], [expected[1], expected[0]]), strict=True):
-        assert [row["caption"] for row in load_pairs(one)] == part
-    for split in ("train+test", "train[:5]+test[4:]"):
-        with pytest.raises(ValueError, match=rf"{name} is one table without splits, of which {re.escape(split)} has"):
-            load_pairs(dataclasses.replace(arguments, split=split))
+    for split, part in (("test[:3]", expected[:3]), ("test[3:]", expected[3:])):
+        assert [row["caption"] for row in load_pairs(dataclasses.replace(arguments, split=split))] == part
+    with pytest.raises(ValueError, match=f"{name} is one table without splits"):
+        load_pairs(dataclasses.replace(arguments, split="train+test"))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -102,13 +99,6 @@ def test_tables_of_a_pattern_are_one(tmp_path):
         load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
 
 
-def test_a_quote_that_is_part_of_a_caption_takes_no_lines_with_it(tmp_path):
-    lines = ["image\tcaption", '0.png\t"Star', "1.png\tdog", '2.png\ttv of 12"', "3.png\tx"]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"pairs\.tsv: line 2 cannot be read: a cell that begins with a quote goes on"):
-        load_pairs(DataArguments(source=str(tmp_path / "pairs.tsv")))
-
-
 @pytest.mark.parametrize("source", [table, coco, karpathy])
 def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
@@ -120,45 +110,24 @@ def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     assert before != after and before["files"] == after["files"] == {table: 9, coco: 9, karpathy: 6}[source]
 
 
-HEAD = "filepath,title\n"
+HEAD = "image,caption\n"
 QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("file", "text", "message"),
     [
-        ("", "names no columns"),
-        (HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
-        ("image, title\n0.png,a\n", "no column 'filepath', 'title'; its columns are 'image', ' title'"),
-        (HEAD, "no pairs"),
-        (QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
-        (QUOTED + "0.png,caf\udce9\n", "line 4 cannot be read: it is no UTF-8"),
+        ("x.csv", HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
+        ("x.csv", "image, caption\n0.png,a\n", "no column 'caption'; its columns are 'image', ' caption'"),
+        ("x.csv", HEAD, "no pairs"),
+        ("x.csv", QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
+        # It would take the lines up to the next quote with it
+        ("x.tsv", 'image\tcaption\n0.png\t"Star\n1.png\ttv of 12"\n', "line 2 .*a cell that begins with a quote"),
+        ("x.json", '{"images": [{"id": 1}]}', r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
     ],
 )
-def test_damaged_tables_are_refused(tmp_path, text, message):
-    (tmp_path / "x.csv").write_text(text, errors="surrogateescape")
-    with pytest.raises(ValueError, match=f"x.csv.*{message}"):
-        load_pairs(DataArguments(source=str(tmp_path / "x.csv"), image_column="filepath", caption_column="title"))
-
-
-CAPTION = [{"image_id": 1, "caption": "a star"}]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"images": [{"id": 1, "file_name": "a"}] * 2, "annotations": CAPTION}, "image 1 has the id of another image"),
-        (
-            {"images": [{"id": 2, "file_name": "a"}], "annotations": CAPTION},
-            "captions of 1 images that it",
-        ),
-        ({"images": [{"id": 1}], "annotations": []}, r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
-        ({"images": [{"filename": "a", "split": "train", "sentences": [{"raw": 3}]}]}, "image 0 .*3 is no text"),
-    ],
-    ids=str,
-)
-def test_damaged_annotations_are_refused(tmp_path, content, message):
+def test_damaged_files_are_refused(tmp_path, file, text, message):
     """Others: test_fuzz_data.py."""
-    (tmp_path / "x.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"x.json.*{message}"):
-        load_pairs(DataArguments(source=str(tmp_path / "x.json")))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
+        load_pairs(DataArguments(source=str(tmp_path / file)))

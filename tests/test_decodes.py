@@ -28,15 +28,14 @@ def processor():
 @pytest.fixture
 def decoded(monkeypatch):
     """What every image was read from, from now on."""
-    read, found = data.images.read_image, []
+    read, found = data.images.decode_image, []
 
     def record(value, *others):
         found.append(value)
         return read(value, *others)
 
-    monkeypatch.setattr("data.images.read_image", record)
-    monkeypatch.setattr("data.pairs.read_image", record)
-    monkeypatch.setattr("training.loader.read_image", record)
+    for reader in ("data.images", "data.pairs", "training.loader"):
+        monkeypatch.setattr(f"{reader}.decode_image", record)
     return found
 
 

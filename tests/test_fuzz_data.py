@@ -8,7 +8,7 @@ import random
 import pytest
 from benchmark_folders import make_copy
 from test_annotations import coco, karpathy, table
-from tiny_sources import image_folder, saved_to_disk, sharegpt4v
+from tiny_sources import saved_to_disk, sharegpt4v
 
 from data.pairs import load_pairs
 from data.sources import DataArguments, reading
@@ -106,7 +106,6 @@ def tsv(tmp_path):
     ("source", "file"),
     [
         *((source, "*.*") for source in (table, tsv, coco, karpathy, sharegpt4v)),
-        (image_folder, "folder/metadata.jsonl"),
         (saved_to_disk, "disk/state.json"),
     ],
 )

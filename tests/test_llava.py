@@ -106,7 +106,7 @@ def learned(loader, batch, row=0):
 def test_llavas_layout(file):
     entries = [
         {"id": "a", "image": "0.png", "conversations": turns("What?\n<image>", "A disc.", "Which color?", "Red.")},
-        {"id": "b", "conversations": turns("<im<image>age>Why?", "So.", "And then?")},
+        {"id": "b", "conversations": turns("<image>Why?", "So.", "And then?")},
         {"id": "c", "image": "1.png", "conversations": [{"from": "gpt", "value": "Hi."}, *turns("<image>", "A star.")]},
     ]
     rows = list(load_conversations(file(entries)))
@@ -139,8 +139,8 @@ def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(f
 @pytest.mark.parametrize("load", [load_conversations, load_pairs])
 def test_images_are_decoded_once_for_all_processes(file, load, monkeypatch):
     """And for the same run, started again. Captions of such a file are ShareGPT4V's."""
-    decoded, read = [], pairs.read_image
-    monkeypatch.setattr(pairs, "read_image", lambda *value: (decoded.append(value), read(*value))[1])
+    decoded, read = [], pairs.decode_image
+    monkeypatch.setattr(pairs, "decode_image", lambda *value: (decoded.append(value), read(*value))[1])
     arguments = file([{"image": f"{number}.png", "conversations": turns("a", "b")} for number in range(3)])
     rows = [list(load(arguments)) for _ in range(2)]
     assert len(decoded) == 3 and rows[0] == rows[1]

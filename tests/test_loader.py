@@ -240,22 +240,6 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
     assert "100.0%" in report(1) and "(50 looked at)" in caplog.text
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-def test_animations_are_said_once(tmp_path, processor, caplog, streaming):
-    (tmp_path / "x").mkdir()
-    for number in range(4):
-        more = {"save_all": True, "append_images": [picture(7)]} if number % 2 else {}
-        picture(number).save(tmp_path / "x" / f"{number}.gif", **more)
-    lines = [{"file_name": f"{number}.gif", "caption": "a"} for number in range(4)]
-    (tmp_path / "x" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=4)
-    first, second = batches(loader, 0, 2)
-    assert len(first["pixel_values"].mean(dim=(1, 2, 3)).unique()) == 4  # the first frames
-    assert caplog.text.count("several frames, of which the first is used") == 1
-    assert str(tmp_path / "x") in caplog.text and ("2 of 4 images" in caplog.text or streaming)
-
-
 def test_cut_captions_are_counted_each_where_there_is_a_limit(caplog):
     rows = symbols.load("train", "web", 3, captions_per_image=2)
     rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])

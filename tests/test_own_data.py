@@ -404,7 +404,6 @@ def test_what_differs_in_pairs_has_a_name(pairs, tmp_path, values, feature, name
     ("task", "options", "message"),
     [
         ("pairs", {}, "the task pairs needs --dataset"),
-        ("retrieval", {"caption-column": "image"}, "the column image cannot hold both the images and"),
         ("retrieval", {"dataset": "symbols"}, "num_samples must say how many symbols to draw"),
         ("pairs", {"dataset": "symbols", "num-samples": "4"}, "of symbols, it is the built-in task symbols_pairs"),
         ("linear_probe", {"train-split": "test"}, "a linear probe is fitted to another split than test: set train_sp"),

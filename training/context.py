@@ -16,7 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.identity import data_fingerprint, identity
-from data.pairs import load_pairs, usable_pairs
+from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
@@ -79,7 +79,7 @@ class Context:
         if arguments.source in WORLDS:
             return rows
         with self._main_process_first():
-            return usable_pairs(rows, arguments)
+            return readable_pairs(rows, arguments)[0]
 
     def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""

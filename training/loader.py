@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import BaseImageProcessor, BatchEncoding, CLIPProcessor, PreTrainedTokenizerBase
 
 from data.augmentation import Augmentation
-from data.images import read_image
+from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, present_captions, read_pair
 from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
@@ -209,7 +209,7 @@ class _Images:
 
     def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
         """As `pixel_values`, of what an image column holds."""
-        return self.pixel_values(read_image(value, self.image_root, self.draft)[0], rng)
+        return self.pixel_values(decode_image(value, self.image_root, self.draft), rng)
 
     def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
         """(C, H, W) in float32, changed at random if there is a generator for it."""
@@ -249,8 +249,8 @@ class _Stream(torch.utils.data.IterableDataset):
             generator = np.random.default_rng([self.seed, epoch])
             rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, *self.share):
-                problem, image, more_frames = read_pair(row, self.arguments, self.images.draft)
-                report.add(row, problem, more_frames)
+                problem, image = read_pair(row, self.arguments, self.images.draft)
+                report.add(row, problem)
                 if problem:
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
