@@ -1,22 +1,15 @@
 """Clustering as the stages compute it, beside faiss by itself, scikit-learn and k-means-constrained.
 
     python -m benchmarks.clustering kmeans [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
-    python -m benchmarks.clustering kmeans --rows 10000 --size 64 --clusters 64 --means 64 --methods balanced
-
-kmeans: features around many means, those of balanced clusters around means of very different shares, so that limits
-    matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
-assign: captions on disk to their nearest centers, as a `cluster_fine` stage does it, for half of the rows and for all:
-    memory must not grow.
 
 Every method runs in a process of its own. Memory is what this holds beside the features that are clustered.
 """
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,13 +17,15 @@ from accelerate import Accelerator
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin
 
-from benchmarks.page import cost, described, mib, page_parser, show, table
+from benchmarks.page import Output, cost, described, mib, page, table
 from evaluation.feature_store import FeatureStore
 from evaluation.speed import in_turn
+from records.command_line import command_line, run
 from training.clusters import Method, balanced_kmeans, has_faiss, import_faiss, kmeans, nearest_centers
 
 OURS, FAISS = "cluster stage", "faiss alone"
 PART, IN_MEMORY, ITERATIONS = 32_768, 131_072, 20
+line = command_line("python -m benchmarks.clustering", help=__doc__)
 
 
 def random_rows(num_rows: int, size: int, num_means: int, uneven: bool = False) -> np.ndarray:
@@ -92,22 +87,40 @@ def compare(names: Sequence[str], number: int, *features: int | bool, rounds: in
     return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
 
 
-def of_kmeans(options: argparse.Namespace) -> Iterator[str]:
-    features = options.rows, options.size, options.means, bool({*LIMITED} & {*options.methods})
-    rows, lines = random_rows(*features), []
-    for number in options.clusters:
-        costs = {name: result for name, (result,) in compare(options.methods, number, *features).items()}
-        inertias = {name: inertia(rows, result["result"]) for name, result in costs.items()}
-        first = options.methods[0]
+@line.command(name="kmeans")
+def compare_kmeans(
+    *,
+    output: Output = None,
+    rows: int = 100_000,
+    size: int = 768,
+    clusters: Sequence[int] = (4, 256),
+    means: int = 1000,
+    methods: Sequence[Literal[*METHODS]] = (OURS, FAISS),
+) -> str:
+    """Features around many means, those of balanced clusters around means of very different shares, so that limits
+    matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
+
+    Args:
+        means: that the features lie around
+    """
+    features = rows, size, means, bool({*LIMITED} & {*methods})
+    embeds, lines = random_rows(*features), []
+    for number in clusters:
+        costs = {name: result for name, (result,) in compare(methods, number, *features).items()}
+        inertias = {name: inertia(embeds, result["result"]) for name, result in costs.items()}
+        first = methods[0]
         for name, result in costs.items():
-            sizes = np.bincount(result["result"], minlength=number) / (options.rows / number)
+            sizes = np.bincount(result["result"], minlength=number) / (rows / number)
             cells = f"{result['cpu']:.1f}", f"{result['cpu'] / costs[first]['cpu']:.3f}", mib(result["memory"])
             cells += f"{sizes.min():.2f} to {sizes.max():.2f}", f"{inertias[name]:.5f}"
             lines.append([f"{number:,}", name, *cells, f"{inertias[name] / inertias[first]:.3f}"])
     header = ["clusters", "", "CPU seconds", "relative", "memory", "sizes / mean size", "inertia", "relative"]
-    yield f"# K-means of {options.rows:,} features of size {options.size}"
-    yield table(header, lines)
-    yield f"{described()}, one thread for scikit-learn."
+    return page(
+        output,
+        f"# K-means of {rows:,} features of size {size}",
+        table(header, lines),
+        f"{described()}, one thread for scikit-learn.",
+    )
 
 
 def assigned(name: str, folder: Path, num_rows: int, size: int, number: int) -> Callable[[], object]:
@@ -130,48 +143,36 @@ def assigned(name: str, folder: Path, num_rows: int, size: int, number: int) -> 
     return lambda: index.search(in_memory, 1)[1][:, 0]
 
 
-def of_assign(options: argparse.Namespace) -> Iterator[str]:
-    (number, *_), size, found = options.clusters, options.size, []
+@line.command(name="assign")
+def compare_assignment(
+    *, output: Output = None, rows: int = 100_000, size: int = 768, clusters: int = 256, means: int = 1000
+) -> str:
+    """Captions on disk to their nearest centers, as a `cluster_fine` stage does it, for half of the rows and for all:
+    memory must not grow.
+
+    Args:
+        means: that the features lie around
+    """
     with tempfile.TemporaryDirectory() as folder:
-        part = random_rows(PART, size, options.means).astype(np.float16)  # every part: only how many there are matters
-        half = -(-options.rows // PART) // 2 * PART
-        store = FeatureStore(Path(folder), options.rows, PART)
+        part = random_rows(PART, size, means).astype(np.float16)  # every part: only how many there are matters
+        half = -(-rows // PART) // 2 * PART
+        store = FeatureStore(Path(folder), rows, PART)
         store.write(None, "rows", lambda shards: ({"embeddings": part[: len(shard)]} for shard in shards))
         peers = ["scikit-learn", *(["faiss"] if has_faiss() else [])]
-        cases = [
-            ("cluster_fine", options.rows),
-            ("cluster_fine", half),
-            *((name, min(IN_MEMORY, half)) for name in peers),
-        ]
-        for name, num_rows in cases:
-            found.append(cost(assigned, name, Path(folder), num_rows, size, number))
-    rates = [num_rows / result["seconds"] for (_, num_rows), result in zip(cases, found, strict=True)]
+        cases = [("cluster_fine", rows), ("cluster_fine", half), *((name, min(IN_MEMORY, half)) for name in peers)]
+        costs = [cost(assigned, name, Path(folder), number, size, clusters) for name, number in cases]
+    rates = [number / result["seconds"] for (_, number), result in zip(cases, costs, strict=True)]
     lines = [
-        [name, f"{num_rows:,}", f"{rate:,.0f}", f"{rate / rates[0]:.2f}", mib(result["before"] + result["memory"])]
-        for (name, num_rows), rate, result in zip(cases, rates, found, strict=True)
+        [name, f"{number:,}", f"{rate:,.0f}", f"{rate / rates[0]:.2f}", mib(result["before"] + result["memory"])]
+        for (name, number), rate, result in zip(cases, rates, costs, strict=True)
     ]
-    yield f"# Assigning {size}-d rows to {number:,} centers"
-    yield table(["", "rows", "rows/s", "relative", "peak memory"], lines)
-    yield f"From disk by the stage, in memory by the others. {described()}."
-
-
-COMMANDS = {"kmeans": of_kmeans, "assign": of_assign}
-
-
-def main() -> None:
-    parser = page_parser("clustering", __doc__)
-    parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--size", type=int, default=768)
-    parser.add_argument("--clusters", type=int, nargs="+", default=[4, 256], help="assign: one number of centers")
-    parser.add_argument("--means", type=int, default=1000, help="that the features lie around")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[OURS, FAISS], help="of kmeans")
-    options = parser.parse_args()
-    try:
-        show(options.output, *COMMANDS[options.what](options))
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+    return page(
+        output,
+        f"# Assigning {size}-d rows to {clusters:,} centers",
+        table(["", "rows", "rows/s", "relative", "peak memory"], lines),
+        f"From disk by the stage, in memory by the others. {described()}.",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(line)

@@ -1,20 +1,15 @@
-"""
-What the project wants of its speed and memory, and what it has, in one table.
+"""What the project wants of its speed and memory, and what it has, in one table.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.goals --output benchmarks/results/goals_cpu.md
-
-Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most figures are of the
-processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have pages of
-their own: `benchmarks.steps`, `benchmarks.clustering` and `benchmarks.loader`.
+OMP_NUM_THREADS=1 python -m benchmarks.goals --output benchmarks/results/goals_cpu.md
 """
 
-import argparse
 from collections.abc import Iterator
 
 from tqdm.auto import tqdm
 
 from benchmarks import clustering, loader, steps
-from benchmarks.page import cost, described, median_of, median_ratio, page_parser, show, table
+from benchmarks.page import Output, Rounds, cost, described, median_of, median_ratio, page, table
+from records.command_line import command
 
 # What is measured, its ratio, and the least and the most that it should be
 Figure = tuple[str, float, float, float]
@@ -60,10 +55,8 @@ def of_clusters(rounds: int) -> Iterator[Figure]:
 
 
 def of_steps(rounds: int) -> Iterator[Figure]:
-    settings = {"sizes": ["ViT-B/32"], "images": [8], "mini_batch_size": None, "gradient_checkpointing": True}
-    options = argparse.Namespace(**settings, dtype="float32", device="cpu")
     for name in ("dense, all weights", "CLIP-UP"):
-        found = cost(steps.recipe_step, name, options)
+        found = cost(steps.recipe_step, name, "ViT-B/32", 8)
         ratio = found["memory"] / found["result"]["plan"]
         yield f"memory of a step: {name}, B/32, 8 pairs, over --plan", ratio, 0.85, 1.15
 
@@ -73,22 +66,26 @@ def row(what: str, ratio: float, least: float, most: float) -> list[str]:
     return [what, f"{ratio:.2f}", goal, "yes" if least <= ratio <= most else "missed"]
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = page_parser("goals", __doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which every case has its turn")
-    options = parser.parse_args(argv)
+@command
+def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
+    """What the project wants of its speed and memory, and what it has, in one table.
+
+    Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most figures are of the
+    processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have
+    pages of their own: `benchmarks.steps`, `benchmarks.clustering` and `benchmarks.loader`.
+    """
     rows = []
-    for figure in (figure for part in tqdm(PARTS) for figure in part(options.rounds)):
+    for figure in (figure for part in tqdm(PARTS) for figure in part(rounds)):
         rows.append(row(*figure))
         tqdm.write(" | ".join(rows[-1]))  # at once: a run may be stopped
     about = (
-        f"Medians of {options.rounds} alternating runs, five times as many of FFNs' forwards; memory of a step is that "
-        f"of one. {described()}."
+        f"Medians of {rounds} alternating runs, five times as many of FFNs' forwards; memory of a step is that of one. "
+        f"{described()}."
     )
-    show(options.output, "# Goals", about, table(["", "ratio", "goal", "reached"], rows))
+    return page(output, "# Goals", about, table(["", "ratio", "goal", "reached"], rows))
 
 
 PARTS = (of_experts, of_batches, of_data, of_clusters, of_steps)
 
 if __name__ == "__main__":
-    main()
+    goals.main()

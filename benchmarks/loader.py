@@ -1,12 +1,6 @@
 """Images a second of the loader that trains, beside Pillow's decode and resize in a loop on one core.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.loader --output benchmarks/results/loader_cpu.md
-
-The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder with
-metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way is
-measured once in each round; the medians count. Batches are of 32 pairs, and the
-first of every way are not timed: workers start while they are made. With W workers, 1 + W times as many images are read
-as by the loop. The loop in two processes at once shows what two workers could reach.
+OMP_NUM_THREADS=1 python -m benchmarks.loader --output benchmarks/results/loader_cpu.md
 """
 
 import io
@@ -27,12 +21,13 @@ import PIL.Image
 from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.page import described, page_parser, show, table
+from benchmarks.page import Output, Rounds, described, page, table
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.worlds import build_processor
 from evaluation.speed import in_turn
+from records.command_line import command
 from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
@@ -133,22 +128,27 @@ def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> 
         return {name: statistics.median(rates) for name, rates in in_turn(calls, rounds).items()}
 
 
-def main() -> None:
-    parser = page_parser("loader", __doc__)
-    parser.add_argument("--images", type=int, default=320)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    rates = medians(args.images, args.rounds)
-    show(
-        args.output,
-        f"# Reading {args.images} JPEGs of 640 x 480 pixels for a model of {EDGE}",
+@command
+def compare_loaders(*, output: Output = None, images: int = 320, rounds: Rounds = 5) -> str:
+    """Images a second of the loader that trains, beside Pillow's decode and resize in a loop on one core.
+
+    The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder
+    with metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way
+    is measured once in each round; the medians count. Batches are of 32 pairs, and the first of every way are not
+    timed: workers start while they are made. With W workers, 1 + W times as many images are read as by the loop. The
+    loop in two processes at once shows what two workers could reach.
+    """
+    rates = medians(images, rounds)
+    return page(
+        output,
+        f"# Reading {images} JPEGs of 640 x 480 pixels for a model of {EDGE}",
         table(
             ["", "images/s", "relative"],
-            [[name, f"{images:,.0f}", f"{images / rates[LOOP]:.2f}"] for name, images in rates.items()],
+            [[name, f"{rate:,.0f}", f"{rate / rates[LOOP]:.2f}"] for name, rate in rates.items()],
         ),
-        f"Medians of {args.rounds} rounds. {described()}, {os.cpu_count()} cores, Pillow {PIL.__version__}.",
+        f"Medians of {rounds} rounds. {described()}, {os.cpu_count()} cores, Pillow {PIL.__version__}.",
     )
 
 
 if __name__ == "__main__":
-    main()
+    compare_loaders.main()

@@ -1,19 +1,23 @@
 """What the benchmarks share: calls that take turns, processes of their own, and the page that is printed."""
 
-import argparse
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+from cyclopts import Parameter
 
 from evaluation.speed import in_own_process, peak_resident
 from records.files import write_text
 from records.markdown import markdown_table
+
+# Options of all benchmarks
+Output = Annotated[Path | None, Parameter(help="markdown file to write besides printing")]
+Rounds = Annotated[int, Parameter(help="in each of which every case has its turn")]
 
 
 def median_ratio(numbers: Iterable[float], reference: Iterable[float]) -> float:
@@ -71,18 +75,9 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return markdown_table([*header], [[str(cell) for cell in row] for row in rows])
 
 
-def page_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark, which prints a page."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, help="markdown file to write besides printing")
-    return parser
-
-
-def show(output: Path | None, *parts: str) -> None:
-    """Print the parts of a page, and write them to a file if there is to be one."""
+def page(output: Path | None, *parts: str) -> str:
+    """The parts of a page as one text, which is also written to a file if there is to be one."""
     text = "\n\n".join(parts)
-    print(text)
     if output is not None:
         write_text(output, text + "\n")
+    return text

@@ -1,17 +1,8 @@
 """What runs of the symbol world's recipes take, whether --plan told it, and whether they survive kills.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.runs time --output benchmarks/results/training_time_cpu.md
-
-time: CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage, with the hidden states below the
-    trained layers kept on disk and without. On a CPU the seconds are those of the processor, since other programs would
-    disturb the clock. The paper (section 5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
-plan: one recipe of each system, shortened. Each stage runs in a process of its own, whose largest resident set is
-    compared with the plan's memory and what a process holds before it begins.
-kills: the same recipes, killed (SIGKILL) at random moments and started again. At the end every file of weights, labels
-    and features has to be that of a run that nobody killed, to the bit, and every score the same.
+OMP_NUM_THREADS=1 python -m benchmarks.runs time --output benchmarks/results/training_time_cpu.md
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,15 +13,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 from safetensors import safe_open
 
-from benchmarks.page import described, page_parser, show, table
+from benchmarks.page import Output, described, page, table
+from records.command_line import command_line, run
 from records.yaml_files import read_yaml
 from training.plan import cell, held_before, plan
 from training.recipe import Recipe, load_recipe
@@ -86,6 +78,8 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+System = Literal[*SYSTEMS]
+line = command_line("python -m benchmarks.runs", help=__doc__)
 ABOUT = """`memory` is what the plan says before the stage, with what a process holds before it begins (`≤`: an estimate
 from a bound); `peak` the largest resident set of the stage's process. A stage fits if they differ by at most 15 %.
 {}."""
@@ -112,7 +106,14 @@ def stage_seconds(folder: Path, with_states: bool) -> dict[str, float]:
     return seconds
 
 
-def of_time(options: argparse.Namespace) -> Iterator[str]:
+@line.command(name="time")
+def compare_times(*, output: Output = None) -> str:
+    """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage, with the hidden states below the
+    trained layers kept on disk and without.
+
+    On a CPU the seconds are those of the processor, since other programs would disturb the clock. The paper (section
+    5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
+    """
     rows = []
     for with_states in (False, True):
         with tempfile.TemporaryDirectory() as folder:
@@ -126,19 +127,18 @@ def of_time(options: argparse.Namespace) -> Iterator[str]:
             at_once = total
             if system == "CLIP-FMoE":
                 at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
-            cells = [
-                system,
-                "yes" if with_states else "no",
-                f"{states:.0f}",
-                *(f"{part:.0f}" for part in sums.values()),
-            ]
-            rows.append(cells + [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)])
+            cells = [f"{part:.0f}" for part in (states, *sums.values())]
+            rows.append(
+                [system, "yes" if with_states else "no", *cells]
+                + [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)]
+            )
     header = ["system", "hidden states kept", "keeping them", "embed, cluster", "experts", "router", "total"]
-    yield "# Training time"
-    yield table([*header, "experts at once"], rows)
-    yield (
+    return page(
+        output,
+        "# Training time",
+        table([*header, "experts at once"], rows),
         f"Seconds; {described()}. In brackets: against CLIP-MoE in the same half of the table. Every stage has one "
-        "epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter."
+        "epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
     )
 
 
@@ -188,14 +188,16 @@ def plan_rows(system: str, output: Path) -> Iterator[list[str]]:
         yield cells
 
 
-def of_plan(options: argparse.Namespace) -> Iterator[str]:
-    yield "# What --plan says, and what a run takes"
-    yield ABOUT.format(described())
-    for system in options.systems:
+@line.command(name="plan")
+def compare_plans(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
+    """One recipe of each system, shortened. Each stage runs in a process of its own, whose largest resident set is
+    compared with the plan's memory and what a process holds before it begins."""
+    parts = []
+    for system in systems:
         with tempfile.TemporaryDirectory() as folder:
             rows = list(plan_rows(system, Path(folder) / "run"))
-        yield f"## {system}: {SYSTEMS[system][0]}"
-        yield table(["stage", "memory", "peak", "ratio", "fits"], rows)
+        parts += [f"## {system}: {SYSTEMS[system][0]}", table(["stage", "memory", "peak", "ratio", "fits"], rows)]
+    return page(output, "# What --plan says, and what a run takes", ABOUT.format(described()), *parts)
 
 
 def killed_after(system: str, output: Path, seconds: float) -> str | None:
@@ -240,41 +242,41 @@ def require_equal(whole: Path, killed: Path) -> None:
         sys.exit(f"{len(different)} files differ from those of a run that nobody killed: {sorted(different)[:10]}")
 
 
-def of_kills(options: argparse.Namespace) -> Iterator[str]:
-    chance, stages = random.Random(options.seed), Counter()
-    for number, system in enumerate(options.systems):
+@line.command(name="kills")
+def kill_runs(
+    *, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS), kills: int = 20, seed: int | None = None
+) -> str:
+    """The same recipes, killed (SIGKILL) at random moments and started again. At the end every file of weights, labels
+    and features has to be that of a run that nobody killed, to the bit, and every score the same.
+
+    Args:
+        kills: of all systems together
+        seed: of the moments (default: another one each time)
+    """
+    chance, stages = random.Random(seed), Counter()
+    for number, system in enumerate(systems):
         with tempfile.TemporaryDirectory() as folder:
             whole, killed = Path(folder) / "whole", Path(folder) / "killed"
             started = time.time()
             killed_after(system, whole, float("inf"))
-            longest, kills = time.time() - started, len(range(number, options.kills, len(options.systems)))
-            while kills:
+            longest, left = time.time() - started, len(range(number, kills, len(systems)))
+            while left:
                 was_in = killed_after(system, killed, chance.uniform(0, longest))
                 if was_in is None:  # it came to its end: the same once more
                     require_equal(whole, killed)
                     shutil.rmtree(killed)
                 else:
                     stages[f"{system}: {was_in}"] += 1
-                    kills -= 1
+                    left -= 1
             killed_after(system, killed, float("inf"))
             require_equal(whole, killed)
-    yield "# Kills of recipes"
-    yield f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed."
-    yield f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {described()}."
-
-
-COMMANDS = {"time": of_time, "plan": of_plan, "kills": of_kills}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = page_parser("runs", __doc__)
-    parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
-    parser.add_argument("--kills", type=int, default=20, help="of all systems together")
-    parser.add_argument("--seed", type=int, default=None, help="of the moments (default: another one each time)")
-    options = parser.parse_args(argv)
-    show(options.output, *COMMANDS[options.what](options))
+    return page(
+        output,
+        "# Kills of recipes",
+        f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed.",
+        f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {described()}.",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(line)

@@ -1,30 +1,17 @@
-"""
-Time and memory of what a model computes, beside a peer that has its turn in the same rounds.
+"""Time and memory of what a model computes, beside a peer that has its turn in the same rounds.
 
     python -m benchmarks.steps ffn --sizes ViT-B/16 ViT-L/14 --images 1 8 --output benchmarks/results/experts_cpu.md
-
-ffn: one sparse FFN layer over two dense FFNs on the same tokens, for each implementation of the experts.
-batches: the contrastive loss in chunks, and a step of which 32 of 128 pairs are embedded at a time, over all at once.
-recipes: an optimizer step of each paper's recipe, with random weights, images and captions, beside what --plan says.
-recall: retrieval's recall over a full matrix of similarities, for 5,000 images and 25,000 captions, and alone for all
-    of Flickr30k in Karpathy's list.
-imports: of this package over transformers' own CLIP.
 
 Memory is that of a process of its own, beyond what it held before the computation.
 """
 
-import argparse
 import itertools
-import resource
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -32,14 +19,14 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel
 from transformers.models.clip.modeling_clip import CLIPMLP
 
-from benchmarks.page import cost, described, median_of, median_ratio, mib, page_parser, seconds, show, table
+from benchmarks.page import Output, Rounds, cost, described, median_of, median_ratio, page, seconds, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
-from evaluation.retrieval import retrieval_metrics
 from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
+from records.command_line import command_line, run
 from training.losses import contrastive_loss
 
 # Forward and backward, of which only the input has a gradient, or also the weights
@@ -59,8 +46,10 @@ RECIPES = {
     ),
     "CLIP-FMoE, routers": ("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe", {}),
 }
-SMALL, FLICKR30K, DIMENSIONS = (5_000, 25_000), (31_014, 155_070), 768
-IMPORTS = {"CLIP": "from transformers import CLIPModel, CLIPProcessor", "own": "import modeling_clip_moe"}
+DIMENSIONS = 768
+Size, Dtype = Literal[*SIZES], Literal["float32", "bfloat16"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+line = command_line("python -m benchmarks.steps", help=__doc__)
 
 
 def ffn_ratios(
@@ -124,27 +113,32 @@ def ffn_ratios(
     return ratios
 
 
-def ffn(options: argparse.Namespace) -> Iterator[str]:
-    rows = []
-    for size, images, num_experts in itertools.product(options.sizes, options.images, options.num_experts):
-        ratios = ffn_ratios(
-            size,
-            images,
-            num_experts,
-            options.rounds,
-            options.implementations,
-            dtype=getattr(torch, options.dtype),
-            device=options.device,
-        )
-        for name in options.implementations:
-            rows.append([size, options.dtype, images, num_experts, name, *(f"{ratios[name, m]:.2f}" for m in MODES)])
-    yield "# Experts implementations"
-    yield (
-        f"Time of a sparse FFN over {TOP_K} dense FFNs on the same tokens (1.00: no overhead), medians of "
-        f"{options.rounds} alternating runs, five times as many of a forward: the forward; forward and backward with "
-        f"frozen weights, as where routers train; and all. {described(options.device)}."
+@line.command
+def ffn(
+    *,
+    output: Output = None,
+    sizes: Sequence[Size] = ("ViT-B/16",),
+    images: Sequence[int] = (8,),
+    num_experts: Sequence[int] = (4, 8),
+    implementations: Sequence[str] = ("by_device", "eager", "grouped_mm"),
+    dtype: Dtype = "float32",
+    device: str = DEVICE,
+    rounds: Rounds = 3,
+) -> str:
+    """One sparse FFN layer over two dense FFNs on the same tokens, for each implementation of the experts."""
+    rows, options = [], {"dtype": getattr(torch, dtype), "device": device}
+    for size, number, experts in itertools.product(sizes, images, num_experts):
+        ratios = ffn_ratios(size, number, experts, rounds, implementations, **options)
+        for name in implementations:
+            rows.append([size, dtype, number, experts, name, *(f"{ratios[name, mode]:.2f}" for mode in MODES)])
+    return page(
+        output,
+        "# Experts implementations",
+        f"Time of a sparse FFN over {TOP_K} dense FFNs on the same tokens (1.00: no overhead), medians of {rounds} "
+        "alternating runs, five times as many of a forward: the forward; forward and backward with frozen weights, as "
+        f"where routers train; and all. {described(device)}.",
+        table(["layer", "dtype", "images", "experts", "implementation", *MODES], rows),
     )
-    yield table(["layer", "dtype", "images", "experts", "implementation", *MODES], rows)
 
 
 def loss(pairs: int, chunk_size: int | None) -> Callable[[], None]:
@@ -196,28 +190,15 @@ def parts_ratios(prepare: Callable, pairs: int, part: int, rounds: int) -> tuple
     return whole, parts, median_of(parts, "memory") / median_of(whole, "memory"), times
 
 
-def batches(options: argparse.Namespace) -> Iterator[str]:
-    rows = []
-    for what, prepare, pairs, part in (
-        (f"loss of 32768 x {DIMENSIONS}, chunks of 1024", loss, 32768, 1024),
-        ("step of 128 pairs, 32 at a time", step, 128, 32),
-    ):
-        whole, parts, memory, time = parts_ratios(prepare, pairs, part, options.rounds)
-        held = [mib(median_of(results, "memory")) for results in (whole, parts)]
-        rows.append([what, *held, f"{memory:.3f} (1/{1 / memory:.1f})", f"{time:.2f}"])
-    for pairs in (256, 512):
-        larger, smaller = cost(step, pairs, 32)["memory"], median_of(parts, "memory")
-        what = f"step of {pairs} pairs, 32 at a time, over one of 128"
-        rows.append([what, mib(smaller), mib(larger), f"{larger / smaller:.2f}", ""])
-    yield "# Large batches"
-    yield (
-        "Forward and backward. The step is that of a CLIP-UP of width 256 with 6 layers, images of 36 patches, texts "
-        f"of 32 tokens. Medians of {options.rounds} alternating runs, float32, {described()}."
-    )
-    yield table(["case", "memory, plain", "memory", "ratio", "time ratio"], rows)
-
-
-def recipe_step(name: str, options: argparse.Namespace) -> Callable[[], dict[str, float]]:
+def recipe_step(
+    name: str,
+    size: str,
+    pairs: int,
+    mini_batch_size: int | None = None,
+    gradient_checkpointing: bool = True,
+    dtype: Dtype = "float32",
+    device: str = "cpu",
+) -> Callable[[], dict[str, float]]:
     """Takes two steps of a recipe, of which the second is timed."""
     from training.contrastive_task import ContrastiveTask
     from training.engine import checkpoint_layers
@@ -229,8 +210,7 @@ def recipe_step(name: str, options: argparse.Namespace) -> Callable[[], dict[str
     stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{file}.yaml").stages
     (stage,) = (stage for stage in stages if stage.name == stage_name)
     (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
-    (size, *_), (pairs, *_), device = options.sizes, options.images, torch.device(options.device)
-    captions, part = len(stage.caption_weights or [1]), options.mini_batch_size
+    device, captions = torch.device(device), len(stage.caption_weights or [1])
     config = paper_config(size)
     config.text_config.max_position_embeddings = tokens
     if preset is not None:
@@ -241,19 +221,19 @@ def recipe_step(name: str, options: argparse.Namespace) -> Callable[[], dict[str
         with torch.device(device):
             model = (CLIPModel if preset is None else CLIPMoEModel)(config).train()
         sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
-        if options.gradient_checkpointing:
+        if gradient_checkpointing:
             checkpoint_layers(model)
-        mixed = "no" if options.dtype == "float32" else "bf16"
+        mixed = "no" if dtype == "float32" else "bf16"
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
         task = ContrastiveTask(model, stage).train()
         task, optimizer = accelerator.prepare(task, make_optimizer(task, stage, device))
 
         def one(batch: dict[str, torch.Tensor]) -> None:
-            if part is None:
+            if mini_batch_size is None:
                 value, _ = task({key: value.to(device) for key, value in batch.items()})
                 accelerator.backward(value)
             else:
-                value, _ = cached_gradient(accelerator, task, model, batch, part, 0, 1.0, True)
+                value, _ = cached_gradient(accelerator, task, model, batch, mini_batch_size, 0, 1.0, True)
             if not torch.isfinite(value):
                 raise ValueError(f"{name}: the loss is {value.item()}")
             optimizer.step()
@@ -261,137 +241,55 @@ def recipe_step(name: str, options: argparse.Namespace) -> Callable[[], dict[str
 
         times = [seconds(partial(one, random_batch(model, pairs, tokens, captions)), device) for _ in range(2)]
         texts, total = captions * tokens, sum(parameter.numel() for parameter in model.parameters())
-        activations = count_activations(model, options.gradient_checkpointing, texts)
+        activations = count_activations(model, gradient_checkpointing, texts)
         activations += count_largest_layer(model, texts)
-        told = 4 * total + 12 * (sum(sizes) + max(sizes)) + (part or pairs) * (4 if mixed == "no" else 2) * activations
-        return {"parameters": total, "trainable": sum(sizes), "seconds": times[-1], "plan": told}
+        at_once, number_bytes = mini_batch_size or pairs, 4 if mixed == "no" else 2
+        planned = 4 * total + 12 * (sum(sizes) + max(sizes)) + at_once * number_bytes * activations
+        return {"parameters": total, "trainable": sum(sizes), "seconds": times[-1], "plan": planned}
 
     return take
 
 
-def recipes(options: argparse.Namespace) -> Iterator[str]:
+@line.command
+def recipes(
+    *,
+    output: Output = None,
+    size: Size = "ViT-B/16",
+    batch: int = 8,
+    recipes: Sequence[Literal[*RECIPES]] = tuple(RECIPES),
+    mini_batch_size: int | None = None,
+    gradient_checkpointing: bool = True,
+    dtype: Dtype = "float32",
+    device: str = DEVICE,
+) -> str:
+    """An optimizer step of each paper's recipe, with random weights, images and captions, beside what --plan says.
+
+    Args:
+        batch: pairs of the step
+        mini_batch_size: pairs that are embedded at a time (default: all)
+        dtype: by autocast
+    """
     rows = []
-    for name in options.recipes:
+    for name in recipes:
         try:
-            row = cost(recipe_step, name, options)
+            row = cost(recipe_step, name, size, batch, mini_batch_size, gradient_checkpointing, dtype, device)
         except Exception as error:  # of one row: too little memory ends a process or raises
             rows.append([name, f"failed: {error}", *[""] * 5])
             continue
-        found, held = row["result"], row["memory"]
-        cells = [f"{found[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
-        cells += [f"{options.images[0] / found['seconds']:.3g}"]
-        cells += [f"{number / 2**30:.2f} GiB" for number in (held, found["plan"])]
-        rows.append([name, *cells, f"{held / found['plan']:.2f}"])
-    yield f"# One step of each recipe, {options.sizes[0]}"
-    at_a_time = f", {options.mini_batch_size} at a time" if options.mini_batch_size else ""
-    yield (
-        f"{options.images[0]} pairs{at_a_time}, {options.dtype}, gradient checkpointing "
-        f"{'on' if options.gradient_checkpointing else 'off'}. {described(options.device)}."
+        step, held = row["result"], row["memory"]
+        cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
+        cells += [f"{batch / step['seconds']:.3g}"]
+        cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
+        rows.append([name, *cells, f"{held / step['plan']:.2f}"])
+    at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
+    return page(
+        output,
+        f"# One step of each recipe, {size}",
+        f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}. "
+        f"{described(device)}.",
+        table(["recipe", "parameters", "trainable", "pairs/s", "memory", "by --plan", "ratio"], rows),
     )
-    yield table(["recipe", "parameters", "trainable", "pairs/s", "memory", "by --plan", "ratio"], rows)
-
-
-def random_embeddings(num_images: int, num_texts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Images, captions that lie about them, and the image of each caption."""
-    rng = np.random.default_rng(0)
-    image_of_text = np.arange(num_texts) % num_images
-    images, texts = (rng.standard_normal((number, DIMENSIONS), np.float32) for number in (num_images, num_texts))
-    for start in range(0, num_texts, 1000):  # a little at a time, lest the memory of this be that of the process
-        part = slice(start, start + 1000)
-        texts[part] = 5 * texts[part] + images[image_of_text[part]]
-        texts[part] /= np.linalg.norm(texts[part], axis=1, keepdims=True)
-    for start in range(0, num_images, 1000):
-        images[start : start + 1000] /= np.linalg.norm(images[start : start + 1000], axis=1, keepdims=True)
-    return images, texts, image_of_text
-
-
-def full_matrix_recall(images: np.ndarray, texts: np.ndarray, image_of_text: np.ndarray) -> dict[str, float]:
-    """Recall with all similarities in memory, by torch's `topk`: no ties are looked at."""
-    similarity = torch.as_tensor(images) @ torch.as_tensor(texts).T
-    right = torch.as_tensor(image_of_text)
-    hits = {"image_to_text": right[similarity.topk(10).indices] == torch.arange(len(images))[:, None]}
-    hits["text_to_image"] = similarity.T.topk(10).indices == right[:, None]
-    return {
-        f"{name}_recall@{k}": of[:, :k].any(1).double().mean().item() for name, of in hits.items() for k in (1, 5, 10)
-    }
-
-
-METHODS = {"ours": retrieval_metrics, "a plain full matrix": full_matrix_recall}
-
-
-def recall_of(method: str, num_images: int, num_texts: int) -> Callable[[], dict[str, float]]:
-    return partial(METHODS[method], *random_embeddings(num_images, num_texts))
-
-
-def recall(options: argparse.Namespace) -> Iterator[str]:
-    costs = in_turn({name: partial(cost, recall_of, name, *SMALL) for name in METHODS}, options.rounds)
-    rows = []
-    for name, sizes, results in (*((name, SMALL, costs[name]) for name in METHODS), ("ours", FLICKR30K, None)):
-        relative = (
-            ""
-            if results is None
-            else f"{median_of(results, 'cpu') / median_of(costs['a plain full matrix'], 'cpu'):.2f}"
-        )
-        results = results or [cost(recall_of, name, *sizes)]
-        held = [mib(median_of(results, key)) for key in ("before", "memory")]
-        rows.append([name, *map("{:,}".format, sizes), f"{median_of(results, 'cpu'):.1f}", relative, *held])
-    yield f"# Retrieval at {DIMENSIONS} dimensions"
-    yield table(["", "images", "captions", "seconds", "relative", "with the embeddings", "more for recall"], rows)
-    yield (
-        f"Recall at 1, 5 and 10 in both directions. Medians of {options.rounds} rounds in turn; the large one once. A "
-        f"full matrix of {FLICKR30K[0]:,} x {FLICKR30K[1]:,} would take {mib(4 * FLICKR30K[0] * FLICKR30K[1])}. "
-        f"{described()}."
-    )
-
-
-def import_seconds(statement: str) -> float:
-    """Of the processor, of a process which only imports: other programs disturb it least."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", statement], check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def imports(options: argparse.Namespace) -> Iterator[str]:
-    # The first round reads files into the page cache and compiles them
-    times = in_turn({name: partial(import_seconds, text) for name, text in IMPORTS.items()}, options.rounds, warm_up=1)
-    yield "# Import time"
-    yield table(
-        ["import", "seconds", "ratio"],
-        [
-            [IMPORTS[name], f"{statistics.median(of):.2f}", f"{median_ratio(of, times['CLIP']):.3f}"]
-            for name, of in times.items()
-        ],
-    )
-    yield (
-        f"Median seconds of the processor over {options.rounds} processes each, one after the other in turn, and the "
-        f"median ratio of the pairs. {described()}."
-    )
-
-
-COMMANDS = {command.__name__: command for command in (ffn, batches, recipes, recall, imports)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = page_parser("steps", __doc__)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["ViT-B/16"], help="recipes: one")
-    parser.add_argument("--images", "--batch", nargs="+", type=int, default=[8], help="or pairs; recipes: one")
-    parser.add_argument("--num-experts", nargs="+", type=int, default=[4, 8])
-    parser.add_argument("--implementations", nargs="+", default=["by_device", "eager", "grouped_mm"])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
-    parser.add_argument("--mini-batch-size", type=int, help="pairs of a recipe's step that are embedded at a time")
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of recipes: by autocast")
-    parser.add_argument("--device", default=device, help=f"default: {device} here")
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which every case has its turn")
-    options = parser.parse_args(argv)
-    try:
-        show(options.output, *COMMANDS[options.what](options))
-    except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    run(line)

@@ -1,8 +1,6 @@
 """What can be found in the symbol world: topics by clustering, kinds by style, twins, and what web captions say.
 
-    python -m benchmarks.symbol_world --model training/symbol_clip [--rows 10000]
-
-The model's features are of the training pictures and their web captions.
+python -m benchmarks.symbol_world --model training/symbol_clip [--rows 10000]
 """
 
 import re
@@ -15,7 +13,7 @@ import torch
 from datasets import Dataset
 from sklearn.metrics import adjusted_mutual_info_score
 
-from benchmarks.page import described, page_parser, show, table
+from benchmarks.page import Output, described, page, table
 from data import symbols
 from data.drawing import COLORS, OPPOSITE
 from data.symbol_kinds import TOPIC_OF, TOPICS
@@ -23,7 +21,7 @@ from evaluation.embedder import Embedder, usable_device
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.sentence_encoders import TfidfEncoder
 from evaluation.tasks import TASKS
-from records.command_line import one_line_errors
+from records.command_line import command
 from training.clusters import balanced_kmeans, group_centers, kmeans, nearest_centers
 
 CLUSTERS, EXPERTS, FINE_CENTERS = (2, 4, 15, 64), (2, 4), 64
@@ -109,45 +107,47 @@ def caption_shares(rows: Dataset) -> dict[str, float]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = page_parser("symbol_world", __doc__)
-    parser.add_argument("--model", required=True, help="folder or hub name of a dense or sparse CLIP")
-    parser.add_argument("--rows", type=int, default=10_000, help="training pictures that are clustered")
-    args = parser.parse_args(argv)
-    with one_line_errors():
-        embedder = Embedder(args.model, None, 64, usable_device(None))
-        started = time.perf_counter()
-        rows = symbols.load("train", "web", args.rows)
-        rate = args.rows / (time.perf_counter() - started)
-        captions, topics = list(rows["caption"]), list(rows["topic"])
-        encoders = {
-            "TF-IDF": {"dim": 64},
-            "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": {"dim": 16, "max_df": 0.05},
-        }
-        found = {
-            "whole topics": whole_topics(rows),
-            "the model's image features": topics_found(embedder.images(rows), topics),
-            "the model's text features": topics_found(embedder.texts(captions), topics),
-        }
-        for name, settings in encoders.items():
-            found[name] = topics_found(TfidfEncoder.fit(captions, seed=0, **settings).encode(captions), topics)
-        probe = TASKS["symbols_linear_probe"]
-        (train, _), (test, _) = probe.load_train(), probe.load()
-        retrieval = TASKS["symbols_retrieval"].load()[0]
+@command
+def describe_world(*, model: str, rows: int = 10_000, output: Output = None) -> str:
+    """What can be found in the symbol world: topics by clustering, kinds by style, twins, and what web captions say.
+
+    Args:
+        model: folder or hub name of a dense or sparse CLIP, whose features of the training pictures are clustered
+        rows: training pictures that are clustered
+    """
+    embedder = Embedder(model, None, 64, usable_device(None))
+    started = time.perf_counter()
+    pictures = symbols.load("train", "web", rows)
+    rate = rows / (time.perf_counter() - started)
+    captions, topics = list(pictures["caption"]), list(pictures["topic"])
+    encoders = {
+        "TF-IDF": {"dim": 64},
+        "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": {"dim": 16, "max_df": 0.05},
+    }
+    found = {
+        "whole topics": whole_topics(pictures),
+        "the model's image features": topics_found(embedder.images(pictures), topics),
+        "the model's text features": topics_found(embedder.texts(captions), topics),
+    }
+    for name, settings in encoders.items():
+        found[name] = topics_found(TfidfEncoder.fit(captions, seed=0, **settings).encode(captions), topics)
+    probe = TASKS["symbols_linear_probe"]
+    (train, _), (test, _) = probe.load_train(), probe.load()
+    retrieval = TASKS["symbols_retrieval"].load()[0]
     columns = [*(f"{n} clusters" for n in CLUSTERS), *(f"{n} of {FINE_CENTERS} centers" for n in EXPERTS)]
     shares = {
         "kind told by style alone": style_probe(train, test, "caption"),
         "topic told by style alone": style_probe(train, test, "topic"),
         f"best R@1 image→text of {len(retrieval):,} test pictures": best_recall(retrieval)[0],
         f"best R@1 text→image of {len(retrieval):,} test pictures": best_recall(retrieval)[1],
-        **caption_shares(rows),
+        **caption_shares(pictures),
     }
-    show(
-        args.output,
+    return page(
+        output,
         "# The symbol world",
         "Topics found: adjusted mutual information of topics with clusters.",
         table(
-            [f"{args.rows:,} training pictures", *columns],
+            [f"{rows:,} training pictures", *columns],
             [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in found.items()],
         ),
         table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]),
@@ -158,4 +158,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    describe_world.main()

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel
 
 from conversion import assemble
 from data import symbols
-from evaluation import evaluate
+from evaluation import evaluate, feature_store
 from evaluation.commands import evaluate as evaluate_command
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import OwnTask
@@ -184,12 +184,19 @@ def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place)
     assert sorted(folder.iterdir()) == before
 
 
+def full_disk(*_):
+    raise OSError("no space")
+
+
 def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tmp_path, monkeypatch):
     symbols.load("test", "web", 4).to_parquet(tmp_path / "x.parquet")
     options = ["--dataset", str(tmp_path / "x.parquet"), "--caption-column", "nope"]
     assert "has no column 'nope'" in error_of(dense, tmp_path / "other", *options, tasks="retrieval")
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_store, "save_file", full_disk)
+        assert error_of(dense, tmp_path / "scores") == "error: no space" and not (tmp_path / "scores").exists()
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):
         assert "file" in error_of(dense, tmp_path / output)
