@@ -1,27 +1,17 @@
 """What every converter needs: loading whole models, comparing two of them."""
 
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-    logging,
-)
+from transformers.utils import logging
 
-from conversion.folders import MISSING_IS_NONE, has_file, load_config, loading
+from conversion.folders import has_file, load_config, loading
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
-from records.files import read_json
 from records.messages import cut
 
 TOLERANCE = 1e-4
@@ -31,64 +21,7 @@ HINTS = {
     "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MODELS = {"clip": CLIPModel, CLIPMoEConfig.model_type: CLIPMoEModel}
-
-
-def load_pickle(path: str | Path):
-    """What `torch.save` wrote, as far as it is tensors and plain containers.
-
-    Raises:
-        ValueError: the file is damaged, or holds anything else, which could run code and is not loaded.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is damaged or holds more than tensors, and was not loaded") from error
-
-
-def check_weights(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Refuses weights, each with its name, that nothing can be computed with; returns how many numbers they are.
-
-    Raises:
-        ValueError: one is not of floating point, or not finite.
-    """
-    numbers = 0
-    for name, tensor in tensors:
-        numbers += tensor.numel()
-        if name.endswith("position_ids"):
-            continue  # old files have them, and nothing reads them
-        if tensor.dtype not in FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{name} is of {kind}, not of floating point: take the model as it was before it was quantized"
-            )
-        finite = tensor.isfinite()
-        if not finite.all():
-            what, finite = ("rows", finite.flatten(1).all(dim=1)) if tensor.dim() > 1 else ("values", finite.flatten())
-            raise ValueError(f"{name} has {(~finite).sum()} of {len(finite)} {what} that are not finite")
-    return numbers
-
-
-def stored_weights(source: str | Path, subfolder: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder or hub name by their names, one at a time, from the files that transformers reads."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        path = cached_file(source, name, subfolder=subfolder, **MISSING_IS_NONE)
-        if path is None:
-            continue
-        paths = [path]
-        if path.endswith(".index.json"):
-            shards = set(read_json(Path(path))["weight_map"].values())
-            if outside := sorted(shard for shard in shards if Path(shard).name != shard):
-                raise ValueError(f"{name} names {cut(outside)}, which is not a file beside it")
-            paths = [cached_file(source, shard, subfolder=subfolder) for shard in sorted(shards)]
-        for path in paths:
-            if path.endswith(".safetensors"):
-                with safe_open(path, "pt") as file:
-                    yield from ((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118, it is no dict
-            else:
-                yield from load_pickle(path).items()
-        return
 
 
 def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
@@ -96,10 +29,10 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
 
     Raises:
         OSError: there is no model, or the hub cannot be reached.
-        ValueError: another kind of model, a damaged file, weights that are not finite or quantized, missing, left-over
-            or wrongly shaped tensors (named).
+        ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors (named).
     """
-    return load_weights(model_class, source, config_of(model_class, source), **kwargs)
+    config_of(model_class, source)
+    return load_weights(model_class, source, **kwargs)
 
 
 def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
@@ -114,28 +47,12 @@ def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrai
     return config
 
 
-def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, stored: int) -> None:
-    """Refuses a configuration that says far more than the numbers stored, before memory is taken for it."""
-    if not isinstance(config, model_class.config_class):
-        config = next(part for part in vars(config).values() if isinstance(part, model_class.config_class))
-    with torch.device("meta"):
-        described = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if described > 2 * stored + 10**6:
-        raise ValueError(f"the configuration describes a model of {described} numbers, but the files hold {stored}")
-
-
-def load_weights(
-    model_class: type[PreTrainedModel], source: str | Path, stored: PreTrainedConfig, **kwargs
-) -> PreTrainedModel:
-    """As `load_model`, of a class that may be a part of the stored model, whose configuration is `stored`."""
-    if getattr(stored, "quantization_config", None) is not None:
-        raise ValueError(f"cannot load {source}: it is quantized: take the model as it was before")
+def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+    """As `load_model`, of a class that may be a part of the stored model."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
     try:
         with loading(source):
-            numbers = check_weights(stored_weights(source))
-            _check_size(model_class, kwargs.get("config", stored), numbers)
             model, info = model_class.from_pretrained(
                 source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -188,8 +105,6 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
             expert = load_config(source, name)
             if expert.model_type not in MODELS:
                 raise ValueError(f"{name} is of type {expert.model_type!r}, no CLIP")
-            numbers = check_weights((f"{name}: {key}", tensor) for key, tensor in stored_weights(source, name))
-            _check_size(MODELS[expert.model_type], expert, numbers)
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
 
 

@@ -6,7 +6,6 @@ if __name__ == "__main__":
     dense.main()
 
 import contextlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,10 +56,6 @@ def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) 
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
                         f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `clip-moe "
                         "experts` makes of this model, or, right after upcycling, --scale 1"
-                    )
-                if not 0 < value < math.inf:
-                    raise ValueError(
-                        f"the scale of layer {layer} of the {tower} tower must be a number above 0, not {value}"
                     )
             scales[rf"{tower}_model\.encoder\.layers\.{layer}\.mlp"] = value
     return scales

@@ -1,6 +1,7 @@
 """Folders and hub names of models: which files they have, and their configurations. Errors name them."""
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,30 +9,11 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
-from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
-from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.configuration_clip_moe import check_tower
-from records.files import read_json
-
-# What a folder of a model may hold as JSON, all of it objects
-JSON_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    SAFE_WEIGHTS_INDEX_NAME,
-    WEIGHTS_INDEX_NAME,
-)
-# Of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
+# Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-MOST_LAYERS = 1000  # a damaged number of them is not tried out
 # For `cached_file`: no error where there is no file
 MISSING_IS_NONE = {
     "_raise_exceptions_for_gated_repo": False,
@@ -56,26 +38,13 @@ def loading(source: str | Path) -> Iterator[None]:
     except OSError as error:
         missing = "" if Path(source).exists() else "there is no such folder, and from the Hub: "
         raise OSError(f"cannot load {source}: {missing}{error}") from error
+    except pickle.UnpicklingError as error:  # torch's own proposes to run what the file holds
+        raise ValueError(f"cannot load {source}: a file of weights is damaged or holds more than tensors") from error
     except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ValueError(f"cannot load {source}: {error}") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot load {source}: a file is damaged or has impossible values ({reason})") from error
-
-
-def check_json(source: str | Path) -> None:
-    """Refuses damaged JSON in a folder by its name, which the libraries that read it do not always give."""
-    for path in (Path(source) / name for name in JSON_FILES):
-        if path.is_file():
-            try:
-                content = read_json(path)
-            except ValueError as error:
-                reason = str(error).removeprefix(f"{path} ")
-                raise ValueError(f"cannot load {source}: {path.name} {reason}") from error
-            if not isinstance(content, dict):
-                raise ValueError(
-                    f"cannot load {source}: {path.name} holds no JSON object but a {type(content).__name__}"
-                )
 
 
 def kernels(settings: Any) -> list[str]:
@@ -108,48 +77,15 @@ def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
     Raises:
         FileNotFoundError: `source` is neither a folder nor a hub name.
         OSError: there is no model, or the hub cannot be reached.
-        ValueError: a damaged configuration, or one of an unknown model; one that names kernels, which transformers
-            would run unasked, or a file of weights, or that peft would load another model for.
+        ValueError: a damaged configuration, or one of an unknown model; or one that names kernels, which transformers
+            would run unasked.
     """
     require_source(source)
-    check_json(Path(source) / subfolder)
     with loading(source):
-        if cached_file(source, "adapter_config.json", subfolder=subfolder, **MISSING_IS_NONE) is not None:
-            raise ValueError(
-                "adapter_config.json makes it an adapter of another model: merge it into that one (peft's "
-                "merge_and_unload), and save the whole"
-            )
-        settings = PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0]
-        if "transformers_weights" in settings:  # loaded in place of the files that are checked
-            raise ValueError(
-                f"transformers_weights names a file of its own for the weights ({settings['transformers_weights']!r}): "
-                "remove it from config.json, and call that file model.safetensors"
-            )
-        named = kernels(settings)
+        named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])
         if named:
             raise ValueError(
                 f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
             )
-        config = AutoConfig.from_pretrained(  # trust that is not given is asked for
-            source, subfolder=subfolder, trust_remote_code=False
-        )
-        if not isinstance(config.architectures or [], list):
-            raise ValueError(f"architectures must be a list of names, got {config.architectures!r}")
-        if isinstance(config, CLIPMoDEConfig) and not config.experts:
-            raise ValueError("experts must name the folders of a mixture's experts, got []")
-        for tower in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
-            if isinstance(tower, PreTrainedConfig) and not tower.return_dict:
-                raise ValueError("return_dict must be true: the outputs of a model have names here")
-            layers = getattr(tower, "num_hidden_layers", None) or 0
-            if layers > MOST_LAYERS:
-                raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
-            if isinstance(tower, (CLIPTextConfig, CLIPVisionConfig)):
-                check_tower(tower)
-            if isinstance(tower, CLIPTextConfig) and not (
-                isinstance(tower.eos_token_id, int) and 0 <= tower.eos_token_id < tower.vocab_size
-            ):
-                raise ValueError(
-                    f"eos_token_id, which texts are pooled at, must be below vocab_size ({tower.vocab_size}), got "
-                    f"{tower.eos_token_id}"
-                )
-    return config
+        # Trust that is not given is asked for
+        return AutoConfig.from_pretrained(source, subfolder=subfolder, trust_remote_code=False)

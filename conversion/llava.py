@@ -33,7 +33,7 @@ def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
     if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
         hint = HINTS.get(config.model_type, "")
         raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{hint}")
-    return load_weights(CLIPMoEVisionModel, source, config, **kwargs)
+    return load_weights(CLIPMoEVisionModel, source, **kwargs)
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> None:

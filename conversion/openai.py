@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import check_equal, check_weights, load_model, load_pickle, sample_inputs
+from conversion.checkpoints import check_equal, load_model, sample_inputs
 from conversion.folders import loading
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
@@ -36,17 +36,17 @@ SHA256 = {
 HEAD_WIDTH = 64
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
-# The tensors whose shapes give the config, and their numbers of dimensions
-NEEDED = {
-    "positional_embedding": 2,
-    "text_projection": 2,
-    "token_embedding.weight": 2,
-    "transformer.resblocks.0.mlp.c_fc.weight": 2,
-    "visual.conv1.weight": 4,
-    "visual.positional_embedding": 2,
-    "visual.proj": 2,
-    "visual.transformer.resblocks.0.mlp.c_fc.weight": 2,
-}
+# The tensors whose shapes give the config
+NEEDED = (
+    "positional_embedding",
+    "text_projection",
+    "token_embedding.weight",
+    "transformer.resblocks.0.mlp.c_fc.weight",
+    "visual.conv1.weight",
+    "visual.positional_embedding",
+    "visual.proj",
+    "visual.transformer.resblocks.0.mlp.c_fc.weight",
+)
 
 
 # OpenAI's names, and those of transformers
@@ -99,8 +99,8 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, holds
-            anything but tensors, or weights that are not finite.
+        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, or
+            holds anything but tensors.
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
@@ -116,17 +116,14 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
         elif torchscript:
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
-            content = load_pickle(archive)
+            content = torch.load(archive, map_location="cpu", weights_only=True)
     if isinstance(content, dict) and "state_dict" in content:
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
     ):
         raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
-    state = {key.removeprefix("module."): value for key, value in content.items()}
-    with loading(archive):
-        check_weights((key, tensor) for key, tensor in state.items() if key not in ("attn_mask", *SETTINGS))
-    return state
+    return {key.removeprefix("module."): value for key, value in content.items()}
 
 
 def is_torchscript(archive: Path) -> bool:
@@ -149,9 +146,6 @@ def infer_config(
         raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
     if "logit_bias" in state:
         raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
-    shapes = {key: tuple(state[key].shape) for key in NEEDED if key in state}
-    if wrong := [f"{key} {shape}" for key, shape in shapes.items() if len(shape) != NEEDED[key] or 0 in shape]:
-        raise ValueError(f"of the wrong shape: {cut(wrong)}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
             f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"
@@ -185,10 +179,6 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> 
     if heads is None and width % HEAD_WIDTH:
         raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision-heads and --text-heads")
     heads = width // HEAD_WIDTH if heads is None else heads
-    if heads < 1 or width % heads:
-        raise ValueError(f"{heads} heads do not divide a width of {width}")
-    if missing := sorted(set(range(len(layers))) - layers):
-        raise ValueError(f"{prefix}transformer.resblocks.{missing[0]} is missing: there are blocks up to {max(layers)}")
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,

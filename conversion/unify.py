@@ -55,8 +55,6 @@ def unify(
             the sparse layers (names the tensors), or see `unified_config`.
         huggingface_hub.errors.StrictDataclassError: K is larger than the number of experts.
     """
-    if not experts:
-        raise ValueError("there are no experts to unify: give at least one")
     config = unified_config(base.config, len(experts), preset, towers, base_expert)
     base_state, parts = base.state_dict(), expert_parts(base.config, config)
     source = {}
@@ -91,8 +89,6 @@ def unified_config(
     ffns = sparse_ffns(base).values()
     if any(config.num_experts != 1 for config in ffns):
         raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
-    if len({config.fusion_gate for config in ffns}) > 1:
-        raise ValueError("the base must have fusion gates in both towers or in none")
     gate = preset.fusion_gate or any(config.fusion_gate for config in ffns)
     routing = {
         "num_experts": number + (base_expert and not gate),

@@ -205,8 +205,6 @@ def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Map
         config.validate_moe()
     except StrictDataclassError as error:
         raise ValueError(str(error)) from error
-    if config.attention_dropout is None or not 0 <= config.attention_dropout < 1:
-        raise ValueError(f"attention_dropout must be at least 0 and below 1, got {config.attention_dropout}.")
 
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:

@@ -19,8 +19,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
 from transformers import CLIPConfig
 
-from conversion.checkpoints import check_weights, load_clip, stored_weights
-from conversion.folders import check_json, has_file, load_config, loading
+from conversion.checkpoints import load_clip
+from conversion.folders import has_file, load_config, loading
 from conversion.processors import load_processor, load_tokenizer, require_fit
 from evaluation.results import content_hash
 from modeling_clip_moe import CLIPMoEConfig
@@ -106,13 +106,9 @@ class TextEncoder:
             )
         self.source, self.pooling, is_whole = source, pooling, has_file(source, "modules.json")
         self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
-        check_json(source)
         with loading(source):
-            if not is_whole:
-                check_weights(stored_weights(source))
             model = {"model_name_or_path": source} if is_whole else {"modules": _modules(source, pooling)}
             self.model = sentence_transformers.SentenceTransformer(**model, device=str(device), trust_remote_code=False)
-            check_weights(self.model.state_dict().items())
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""

@@ -10,14 +10,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from converters import COMMANDS, run, sources
+from converters import run, sources
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from tiny_clip import WORDS
 from transformers import CLIPModel
 
-from conversion.checkpoints import load_clip, load_mixture, load_model
+from conversion.checkpoints import load_mixture, load_model
 from conversion.folders import load_config
 from conversion.processors import load_processor
 from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
@@ -68,12 +68,12 @@ def test_a_planted_pickle_does_not_run(copy, tmp_path):
         pickle.dump({"logit_scale": Planted(ran)}, file)
     for command in ("upcycle", "dense", "average", "assemble", "unify", "long_context", "llava"):
         error = run(command, copy, tmp_path / "out")
-        assert "pytorch_model.bin is damaged or holds more than tensors, and was not loaded" in error
+        assert "a file of weights is damaged or holds more than tensors" in error
     for archive in ("archive.pt", "plain.pt"):
         shutil.copy(copy / archive, copy / "openai.safetensors")
         assert run("openai", copy, tmp_path / "out").startswith("error: ")
-    with pytest.raises(ValueError, match="holds more than tensors, and was not loaded"):
-        load_mixture(copy / "mixture", max_loaded_experts=1)
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        load_mixture(copy / "mixture")
     for model_class, name in ((CLIPModel, "dense"), (CLIPMoEModel, "sparse"), (CLIPMoDEModel, "mixture")):
         with pytest.raises(pickle.UnpicklingError):  # transformers' own, without a converter around it
             model_class.from_pretrained(copy / name)
@@ -113,49 +113,6 @@ def test_modules_of_a_sentence_encoder_do_not_run(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-TABLE = "text_model.embeddings.token_embedding.weight"
-UNFIT = {
-    "a row": (lambda t: t.index_fill(0, torch.tensor(3), torch.nan), "has 1 of 40 rows that are not finite"),
-    "int8": (lambda t: t.to(torch.int8), "is of int8, not of floating point: take the model as it was before"),
-    "float8": (lambda t: t.to(torch.float8_e4m3fn), "is of float8_e4m3fn, not of floating point"),
-}
-
-
-@pytest.mark.parametrize("change, message", UNFIT.values(), ids=UNFIT)
-def test_weights_that_nothing_can_be_computed_with(copy, tmp_path, change, message):
-    for name in ("dense", "sparse", "heads_of_64", "mixture/expert_1"):
-        change_weights(copy / name / "model.safetensors", lambda state: state.update({TABLE: change(state[TABLE])}))
-    key = TABLE.removeprefix("text_model.embeddings.")
-    for name in ("openai", "released"):
-        change_weights(copy / f"{name}.safetensors", lambda state: state.update({key: change(state[key])}))
-    for command in set(COMMANDS) - {"llava"}:
-        assert f"token_embedding.weight {message}" in run(command, copy, tmp_path / "out"), command
-    assert f"cannot load {copy / 'sparse'}: {TABLE} {message}" in run("llava", copy, tmp_path / "out")
-    with pytest.raises(ValueError, match=f"expert_1: {TABLE} {message}"):
-        load_mixture(copy / "mixture", max_loaded_experts=1)
-    with pytest.raises(ValueError, match=f"{TABLE} {message}"):
-        load_clip(copy / "sparse")
-    assert not (tmp_path / "out").exists()
-
-
-def test_one_number_and_shards(copy, tmp_path):
-    model = CLIPModel.from_pretrained(copy / "dense")
-    model.logit_scale.data.fill_(torch.nan)
-    model.save_pretrained(copy / "dense", max_shard_size="20KB")
-    (copy / "dense" / "model.safetensors").unlink(missing_ok=True)
-    assert "logit_scale has 1 of 1 values that are not finite" in run("upcycle", copy, tmp_path / "out")
-    model.logit_scale.data.fill_(1.0)
-    model.save_pretrained(copy / "dense", max_shard_size="20KB")
-    assert run("upcycle", copy, tmp_path / "out") is None
-    index = copy / "dense" / "model.safetensors.index.json"
-    shard = json.loads(index.read_text())["weight_map"][TABLE]
-    shutil.move(copy / "dense" / shard, copy)
-    change_json(index, lambda content: content["weight_map"].update({TABLE: f"../{shard}"}))
-    assert "which is not a file beside it" in run("upcycle", copy, tmp_path / "other")
-    change_json(index, lambda content: content["weight_map"].update({TABLE: shard}))
-    assert f"does not appear to have a file named {shard}" in run("upcycle", copy, tmp_path / "other")
-
-
 def test_old_and_half_precision_sources_load_as_before(copy, tmp_path):
     """The Hub's CLIPs hold position ids; half precision stays what it is."""
     path = copy / "dense" / "model.safetensors"
@@ -175,35 +132,6 @@ def test_a_source_without_a_processor(copy):
         load_processor(copy / "dense")
 
 
-def test_quantized_sources_are_refused(copy, tmp_path):
-    quantization = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8"}}
-    change_json(copy / "dense" / "config.json", lambda content: content.update(quantization))
-    assert "dense: it is quantized: take the model as it was before" in run("upcycle", copy, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["dense", "sparse"])
-@pytest.mark.parametrize(
-    "tower, field, value, message",
-    [
-        ("vision_config", "patch_size", 17, r"patch_size must be at most image_size \(16\), got 17"),
-        ("vision_config", "hidden_size", -32, "hidden_size of vision_config must be .* got -32"),
-        ("text_config", "hidden_act", "nope", "hidden_act must be an activation that transformers knows, got 'nope'"),
-        ("text_config", "eos_token_id", 40, r"eos_token_id, .*, must be below vocab_size \(40\), got 40"),
-    ],
-)
-def test_impossible_configurations(copy, name, tower, field, value, message):
-    change_json(copy / name / "config.json", lambda content: content[tower].update({field: value}))
-    with pytest.raises(ValueError, match=f"cannot load {copy / name}: .*{message}"):
-        load_config(copy / name)
-
-
-def test_a_block_that_is_missing_far_up(copy, tmp_path):
-    """A number in a tensor's name is no reason to build as many layers."""
-    block = "transformer.resblocks.99999999.ln_1.bias"
-    change_weights(copy / "openai.safetensors", lambda state: state.update({block: torch.zeros(64)}))
-    assert "resblocks.1 is missing: there are blocks up to 99999999" in run("openai", copy, tmp_path / "out")
-
-
 @pytest.mark.parametrize("change", [lambda idf: idf[1:], lambda idf: np.append(idf[1:], np.nan)])
 def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
     TfidfEncoder.fit(WORDS, len(WORDS), seed=0).save(tmp_path)
@@ -214,31 +142,23 @@ def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
         load_encoder(tmp_path)
 
 
-def named(key, value, tower=None):
-    """Writes a setting of a configuration, or of one of its towers."""
-    return "config.json", lambda content: (content if tower is None else content[tower]).update({key: value})
-
-
-KERNEL = "names the kernel 'evil/kernel', code of others"
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [  # transformers would fetch and run kernels, trusted or not, and load weights from wherever files say
-        *((named(f"{kind}_implementation", "evil/kernel"), KERNEL) for kind in ("attn", "_attn", "experts")),
-        *((named("attn_implementation", "evil/kernel", f"{kind}_config"), KERNEL) for kind in ("text", "vision")),
-        (named("transformers_weights", "other.safetensors"), "transformers_weights names .*'other.safetensors'"),
-        (("adapter_config.json", None), "adapter_config.json makes it an adapter .*merge it into that one"),
+    ("key", "tower"),
+    [
+        *((f"{kind}_implementation", None) for kind in ("attn", "_attn", "experts")),
+        *(("attn_implementation", f"{kind}_config") for kind in ("text", "vision")),
     ],
 )
-def test_what_others_would_run_or_load_is_refused_everywhere(copy, damage, message):
-    """By all that opens a model: a dense one, a sparse one and an expert of a mixture."""
-    file, change = damage
+def test_kernels_are_refused_everywhere(copy, key, tower):
+    """transformers would fetch and run them, trusted or not, whatever opens a model: a dense one, a sparse one and an
+    expert of a mixture."""
+
+    def name_kernel(content):
+        (content if tower is None else content[tower])[key] = "evil/kernel"
+
+    message = "names the kernel 'evil/kernel', code of others"
     for name in ("dense", "sparse", "mixture/expert_1"):
-        if change is None:
-            (copy / name / file).write_text('{"base_model_name_or_path": "evil/base"}')
-        else:
-            change_json(copy / name / file, change)
+        change_json(copy / name / "config.json", name_kernel)
         with pytest.raises(ValueError, match=message):
             load_config(copy / name)
     with pytest.raises(ValueError, match=message):

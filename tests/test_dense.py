@@ -123,21 +123,15 @@ def test_one_tower_may_need_a_scale():
     ("content", "message"),
     [
         (None, "text tower: give --scale experts.json, which `clip-moe experts` makes of this model"),
-        ("{", "holds no scales: make it again"),
-        ("[]", "holds no scales: make it again"),
         ('{"scales": {}}', "holds no scales: make it again"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": "x"}}}', "holds no scales: make it again"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": NaN}}}', "must be a number above 0, not nan"),
         ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0.3}}}', "no scale for layer 3 of the text tower"),
         ('{"weights": "another", "scales": {}}', "was made of another model than"),
-        (0, "must be a number above 0, not"),
-        ("inf", "must be a number above 0, not"),
     ],
 )
 def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
     folder, scales = unnormalized
     options = ["--scale", content]
-    if isinstance(content, str) and content != "inf":
+    if content is not None:
         scales.write_text(content.replace("FINGERPRINT", weights_fingerprint(str(folder))))
         options = ["--scale", scales]
     options *= content is not None

@@ -138,7 +138,7 @@ def test_a_hub_name_that_cannot_be_had_may_be_meant_as_a_folder(run):
         ({}, "no bos_token, eos_token, pad_token"),
         ({"bos_token": "<s>", "eos_token": "</s>"}, "no pad_token"),
         # CLIP takes the end token's features: of texts without one, all the same
-        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}, "begins texts with 0 and not with its start"),
+        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}, "above its end token, 0"),
     ],
 )
 def test_a_tokenizer_without_special_tokens_is_refused(run, processor_folder, tmp_path, tokens, message):

@@ -42,22 +42,6 @@ def token_above_the_end(folder, **special):
     set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
 
 
-def without_start(folder):
-    """A tokenizer that ends texts with the end token and begins them with nothing."""
-    (end,) = (token for token in processor().tokenizer.all_special_tokens if "end" in token)
-    number = processor().tokenizer.get_vocab()[end]
-    parts = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end, "type_id": 0}}]
-    template = {
-        "type": "TemplateProcessing",
-        "single": parts,
-        "pair": [*parts, {"Sequence": {"id": "B", "type_id": 0}}],
-    }
-    template["special_tokens"] = {end: {"id": end, "ids": [number], "tokens": [end]}}
-    edit(folder / "tokenizer.json", lambda content: content.update(post_processor=template))
-    # CLIP's own class would put the start token back
-    edit(folder / "tokenizer_config.json", lambda content: content.update(tokenizer_class="PreTrainedTokenizerFast"))
-
-
 # What is wrong with a folder -> the setting or behaviour that the error names, and the way to make it so
 FAULTS = {
     "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
@@ -67,15 +51,6 @@ FAULTS = {
         lambda folder: token_above_the_end(folder, pad_token=LAST_WORD),
     ),
     "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
-    "no start token": ("and not with its start token", without_start),
-    "the end token for missing bytes": (
-        "lacks 494 bytes, such as '!', and writes its end token",
-        set_in("tokenizer_config.json", "unk_token", value="<|endoftext|>"),
-    ),
-    "no attention mask": (
-        "makes no attention_mask",
-        set_in("tokenizer_config.json", "model_input_names", value=["input_ids"]),
-    ),
     "longer than the positions": (
         "model_max_length is 13 and max_position_embeddings is 12",
         set_in("tokenizer_config.json", "model_max_length", value=13),

@@ -57,7 +57,7 @@ def test_words_of_the_command_line(words, chosen):
     assert read_sparse_layers(words) == chosen
 
 
-@pytest.mark.parametrize("words", [["1", "3"], ["text=1", "3"], ["text=1", "text=2"]])
+@pytest.mark.parametrize("words", [["1", "3"], ["text=1", "3"]])
 def test_words_of_another_form(words):
     with pytest.raises(ValueError, match="must be of the form all, 1,3 or text=1,3 vision=5,7"):
         read_sparse_layers(words)
@@ -66,17 +66,10 @@ def test_words_of_another_form(words):
 @pytest.mark.parametrize(
     ("changes", "towers", "message"),
     [
-        ({"sparse_layers": "every_secnd"}, ["vision"], "\\(did you mean 'every_second'\\?\\): .* 0 to 23"),
-        ({"sparse_layers": [11, 12, 24, -1]}, TOWERS, "has 12, 24, -1, but that tower has the layers 0 to 11"),
-        ({"sparse_layers": [3, 3]}, ["text"], "names a layer twice: \\[3, 3\\]"),
-        ({"sparse_layers": []}, ["text"], "text tower is \\[\\]: it must be one of"),
-        ({"sparse_layers": 3}, ["text"], "text tower is 3: it must be one of all, every_second, second_half"),
+        ({"sparse_layers": "every_secnd"}, ["vision"], "\\(did you mean 'every_second'\\?\\): .*, of the 24 that"),
+        ({"sparse_layers": [11, 12]}, TOWERS, "moe_layers must be between 0 and 11"),
         ({"sparse_layers": {"text": "all"}}, TOWERS, "layers of text, but .* are text, vision"),
-        ({"sparse_layers": {"txt": [1], "vision": [1]}}, TOWERS, "txt \\(did you mean 'text'\\?\\), vision, but"),
         ({"num_experts": "four"}, TOWERS, "num_experts"),
-        ({"num_experts_per_tok": 9}, TOWERS, "num_experts_per_tok must be between 1 and num_experts \\(4\\), got 9"),
-        ({"router_aux_loss_coef": -1.0}, ["text"], "router_aux_loss_coef must be finite and not negative"),
-        ({}, ["text", "audio"], "towers must be some of text, vision, not text, audio"),
     ],
 )
 def test_presets_that_no_model_fits(changes, towers, message):
@@ -87,29 +80,10 @@ def test_presets_that_no_model_fits(changes, towers, message):
 def test_a_preset_with_changes():
     changed = changed_preset("clip_up", {"sparse_layers": [1], "num_experts": 2}, fixed=["capacity_factor"])
     assert changed == dataclasses.replace(PRESETS["clip_up"], sparse_layers=[1], num_experts=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "fixed", "message"),
-    [
-        ("clip_mo", {}, (), r"no preset 'clip_mo' \(did you mean 'clip_moe'\?\), only clip_up, clip_moe, clip_fmoe"),
-        (
-            "clip_moe",
-            {"expert": 1, "fusion_gat": 1},
-            (),
-            r"no expert.*, fusion_gat \(did you mean 'fusion_gate'\?\) to",
-        ),
-        (
-            "clip_moe",
-            {"num_experts": 1},
-            ["num_experts"],
-            "no num_experts to change, only capacity_factor, fusion_gate",
-        ),
-    ],
-)
-def test_changes_that_no_preset_takes(name, changes, fixed, message):
-    with pytest.raises(ValueError, match=message):
-        changed_preset(name, changes, fixed)
+    with pytest.raises(ValueError, match=r"no fusion_gat \(did you mean 'fusion_gate'\?\) to change, only capacity"):
+        changed_preset("clip_moe", {"fusion_gat": True})
+    with pytest.raises(ValueError, match="no num_experts to change"):
+        changed_preset("clip_moe", {"num_experts": 1}, ["num_experts"])
 
 
 @pytest.mark.parametrize(

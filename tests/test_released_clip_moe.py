@@ -72,22 +72,16 @@ def test_round_trips_bit_for_bit(state, dtype):
     ("without", "more", "message"),
     [
         (("experts",), {}, "no tensor is an expert's|missing transformer.resblocks.0.mlp.c_fc.weight"),
-        (("resblocks.1.experts.1",), {}, r"layers\.1\.mlp\.experts\.up_proj is \(2, 512, 128\) and must be \(3,"),
         (("visual.transformer.resblocks.2.experts.2",), {}, r"layers\.2\..*must be \(3, 256, 64\)"),
         (("resblocks.1.gate",), {}, r"missing from the source: text_model.*layers\.1\.mlp\.router\.weight"),
-        ((), {"transformer.resblocks.0.gate.weight": torch.zeros(4, 128)}, r"router.weight is \(4, 128\) and must be"),
-        (("visual.transformer.resblocks.1.ln_2.bias",), {}, r"missing from the source: vision_model.*layer_norm2"),
-        (("visual.transformer.resblocks.1.",), {}, r"visual\.transformer\.resblocks\.1 is missing: .* up to 2"),
         ((), {"extra": torch.zeros(1)}, "left over in the source: extra"),
         (
             (),
             {"transformer.resblocks.0.experts.1.c_fc.bias": torch.zeros(3)},
             r"of the wrong shape: transformer\.resblocks\.0\.experts\.0\.c_fc\.bias \(512,\)",
         ),
-        ((), {"positional_embedding_res": torch.zeros(77, 128)}, r"position_embedding.weight is \(77, 128\) and must"),
         ((), {"transformer.resblocks.0.mlp.gate.weight": torch.zeros(3, 128)}, "both in and outside of a module mlp"),
         ((), {"transformer.resblocks.0.mlp.c_fc.weight": torch.zeros(512, 128)}, r"by two rules.*\.mlp\.|left over"),
-        (("visual.proj",), {}, r"missing visual\.proj"),
     ],
 )
 def test_what_is_no_checkpoint(state, without, more, message):

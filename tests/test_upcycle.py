@@ -146,13 +146,10 @@ def test_old_config_files_are_read_and_cleaned(source, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sparse-layers text=1 vision=3,4", "vision tower has 4, but that tower has the layers 0 to 3"),
+        ("--sparse-layers text=1 vision=3,4", "moe_layers must be between 0 and 3"),
         ("--sparse-layers al", "(did you mean 'all'?)"),
         ("--num-experts-per-tok 9", "got 9"),
-        ("--capacity-factor -1", "got -1.0"),
-        ("--num-experts 0", "num_experts must be at least 1, got 0"),
         ("--num-experts 1000000000", "1000000000 experts a layer need"),
-        ("--capacity-factor nan", "capacity_factor must be greater than 0 and finite"),
     ],
 )  # fmt: skip
 def test_impossible_arguments(whole, tmp_path, flags, message):
@@ -195,10 +192,3 @@ def test_a_failed_check_leaves_nothing(dense, tmp_path):
         sparse.save_pretrained(folder)
         verify(tmp_path / "dense", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-def test_an_empty_output_folder_may_be_used(tmp_path):
-    (tmp_path / "out").mkdir()
-    with new_folder(tmp_path / "out") as folder:
-        (folder / "file").write_text("whole")
-    assert (tmp_path / "out" / "file").read_text() == "whole"

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.folders import MOST_LAYERS, has_file, require_source
+from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -159,12 +159,8 @@ def clip_config(
             f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
             "number, and an image has to hold a patch"
         )
-    layers = max(text.num_hidden_layers, vision.num_hidden_layers)
-    if layers > MOST_LAYERS or vision.image_size > LARGEST_IMAGE:
-        raise ValueError(
-            f"text_config and vision_config have image_size {vision.image_size} and {layers} layers: at most "
-            f"{LARGEST_IMAGE} and {MOST_LAYERS} are possible"
-        )
+    if vision.image_size > LARGEST_IMAGE:
+        raise ValueError(f"vision_config has image_size {vision.image_size}: at most {LARGEST_IMAGE} is possible")
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
