@@ -9,7 +9,8 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 
-from data.sources import DataArguments, no_column, open_rows
+from data.pairs import select_columns
+from data.sources import DataArguments, open_rows
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
@@ -18,15 +19,14 @@ SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\
 def labeled_rows(
     arguments: DataArguments, classes: Sequence[str] | None, as_prompts: bool = False
 ) -> tuple[Dataset, Sequence[str]]:
-    """The rows with names of classes as labels, and the classes; see `evaluation.own_data.zero_shot_task`.
+    """The image column and, as captions, the names of the rows' classes; and the classes. See
+    `evaluation.own_data.zero_shot_task`.
 
     Args:
         as_prompts: whether a model reads the names.
     """
-    rows, column = open_rows(arguments), arguments.caption_column
-    if column not in rows.column_names:
-        raise ValueError(no_column(arguments.source, [column], rows.column_names))
-    feature, labels = rows.features[column], list(rows[column])
+    rows, column = select_columns(open_rows(arguments), arguments), arguments.caption_column
+    feature, labels = rows.features["caption"], list(rows["caption"])
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
@@ -45,16 +45,17 @@ def labeled_rows(
     else:
         classes = own if classes is None else classes
         names = _named_labels(labels, feature, column, classes)
-    return rows.remove_columns(column).add_column(column, names, feature=Value("string")), classes
+    return rows.remove_columns("caption").add_column("caption", names, feature=Value("string")), classes
 
 
 def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
     """The classes that a column declares, or its different texts in all rows of the split."""
-    column = arguments.caption_column
-    if isinstance(rows.features[column], ClassLabel):
-        return rows.features[column].names
-    whole = rows if arguments.num_samples is None else open_rows(dataclasses.replace(arguments, num_samples=None))
-    return sorted({label for label in whole[column] if isinstance(label, str)})
+    if isinstance(rows.features["caption"], ClassLabel):
+        return rows.features["caption"].names
+    if arguments.num_samples is not None:
+        arguments = dataclasses.replace(arguments, num_samples=None)
+        rows = select_columns(open_rows(arguments), arguments)
+    return sorted({label for label in rows["caption"] if isinstance(label, str)})
 
 
 def _are_ids(names: Sequence[str]) -> bool:

@@ -74,8 +74,6 @@ class OwnTask:
     def _check(self):
         if self.dataset in WORLDS and self.task != "retrieval":
             raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
-        if self.task == "linear_probe" and self.split == self.train_split:
-            raise ValueError(f"a linear probe is fitted to another split than {self.split}: set train_split")
         self.arguments()
         return self
 
@@ -97,8 +95,7 @@ class OwnTask:
             raise ValueError(in_one_line(error)) from None
 
     def make(self) -> Task:
-        """Raises as `retrieval_task`, `zero_shot_task`, `linear_probe_task` and `pairs_task`, and an OSError if the
-        file of classes cannot be read."""
+        """The task; names of classes and templates are read now, images when they are needed."""
         arguments = self.arguments()
         if self.task == "retrieval":
             return retrieval_task(arguments)
@@ -106,7 +103,7 @@ class OwnTask:
             return pairs_task(arguments, self.label_column)
         classes = read_classes(Path(self.classes)) if self.classes else None
         if self.task == "zero_shot":
-            return zero_shot_task(arguments, read_templates(self.templates), classes)
+            return zero_shot_task(arguments, self.templates, classes)
         return linear_probe_task(arguments, self.train_split, classes)
 
     def require_columns(self) -> None:
@@ -146,7 +143,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
     def load():
         if arguments.source in WORLDS:
             return load_pairs(arguments), 0
-        rows, skipped = _readable(open_rows(arguments), arguments)
+        rows, skipped = _readable(select_columns(open_rows(arguments), arguments), arguments)
         captions = [] if arguments.captions_per_line else rows["caption"]
         if captions and all(isinstance(caption, str) and "\n" in caption.strip() for caption in captions):
             logger.warning(
@@ -163,18 +160,12 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
     """Zero-shot classification on any dataset with an image and a label column (`caption_column`).
 
     Args:
+        templates: as `read_templates` takes them.
         classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
             integers, or of the ids that the column has in place of names; None: those that the column declares, or its
             different texts in all rows of the split.
-
-    Raises:
-        ValueError: the labels are integers without names, or some have none among `classes`; a label that is neither an
-            integer nor a text; names that are ids, or not as many for them; a class without a
-            name, two of one name, or a single one; a template without its one {}; images and labels are one column.
     """
-    bad = [template for template in templates if not is_template(template)]
-    if bad or not templates:
-        raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
+    templates = read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
     require_different_names(classes)
     data = _data(arguments, classes=content_hash(classes), templates=list(templates))
@@ -248,20 +239,15 @@ def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
 
 
 def _with_named_attributes(rows: Dataset) -> Dataset:
-    """Pairs whose `attribute` is a text of one line, "none" where nothing is said."""
+    """Pairs whose `attribute` is a text, "none" where nothing is said."""
     feature, values = rows.features["attribute"], list(rows["attribute"])
-    if isinstance(feature, ClassLabel):  # -1: no label
-        values = [None if value in (None, -1) else feature.names[value] for value in values]
-    names = ["none" if value is None else " ".join(str(value).split()) or "none" for value in values]
+    values = feature.int2str(values) if isinstance(feature, ClassLabel) else values
+    names = ["none" if value in (None, "") else str(value) for value in values]
     return rows.remove_columns("attribute").add_column("attribute", names, feature=Value("string"))
 
 
 def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
-    """The pairs whose images and captions can all be read, with whole paths, and how many others there were.
-
-    Raises:
-        ValueError: they are more than `max_unreadable` of all, or nothing is left.
-    """
+    """The pairs whose images and captions can all be read, with whole paths, and how many others there were."""
     problems = []
     for row in rows:
         sides = ((row[f"image_{side}"], row[f"caption_{side}"]) for side in range(2))
@@ -295,7 +281,7 @@ def read_classes(path: Path, what: str = "class") -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """What a file says. Raises an OSError if it cannot be read, a ValueError if it is no text."""
+    """What a file says in UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -306,12 +292,16 @@ def read_templates(templates: Sequence[str]) -> list[str]:
     """Templates with {}, as they are given or from the one file that is given; {c}, as CLIP_benchmark has it, is {}."""
     if len(templates) == 1 and os.path.isfile(templates[0]):
         templates = read_classes(Path(templates[0]), "template")
-    return [template.replace("{c}", "{}") for template in templates]
+    templates = [template.replace("{c}", "{}") for template in templates]
+    bad = [template for template in templates if not is_template(template)]
+    if bad or not templates:
+        raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
+    return templates
 
 
 def _readable(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
-    """The readable rows as columns `image` and `caption`, with whole paths, and how many others there were."""
-    rows, skipped = readable_pairs(select_columns(rows, arguments), arguments)
+    """The readable rows of `select_columns`, with whole paths, and how many others there were."""
+    rows, skipped = readable_pairs(rows, arguments)
     return with_image_root(rows, arguments), skipped
 
 

@@ -1,10 +1,7 @@
 """Tiny models, the symbol tasks on a few symbols, and the command on small datasets given by columns."""
 
 import dataclasses
-import io
-import tarfile
 
-import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +9,6 @@ from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from data import symbols
 from data.worlds import build_processor
 from evaluation.figures import plt
 from evaluation.tasks import TASKS, name_tasks, symbol_tasks
@@ -58,24 +54,6 @@ def damage(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def shard(folder, number=8, turned=False):
-    """A webdataset shard as CLIP_benchmark has them: two captions of each image, a line each."""
-    folder.mkdir()
-    texts = []
-    with tarfile.open(folder / "0.tar", "w") as tar:
-        for index, row in enumerate(symbols.load("test", "web", number, captions_per_image=2)):
-            image, file, exif = row["image"], io.BytesIO(), PIL.Image.Exif()
-            if turned:  # a viewer shows the same
-                image, exif[0x0112] = image.transpose(PIL.Image.Transpose.ROTATE_90), 6
-            image.save(file, "png", exif=exif)
-            texts += row["caption"]
-            for suffix, content in (("png", file.getvalue()), ("txt", "\n".join([*row["caption"], ""]).encode())):
-                member = tarfile.TarInfo(f"{index}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return texts
 
 
 @pytest.fixture

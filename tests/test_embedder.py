@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import small_evaluation
 import torch
-from small_evaluation import damage, shard
+from small_evaluation import damage
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 import data.images
 import modeling_clip_moe
 from conversion.processors import load_processor
 from data import symbols
-from data.sources import DataArguments
 from evaluation import batches, embedder
 from evaluation.embedder import Embedder, code_digest, usable_device
 from evaluation.evaluate import evaluate_model
-from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS, find_tasks
 from records.provenance import model_fingerprint
 
@@ -94,16 +92,6 @@ def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypa
 def test_devices_that_cannot_compute(device):
     with pytest.raises(ValueError, match=f"cannot compute on the device {device}"):
         usable_device(device)
-
-
-def test_turned_images_score_as_what_a_viewer_shows(dense, tmp_path):
-    shard(tmp_path / "x"), shard(tmp_path / "turned", turned=True)
-    embedder, embeds = Embedder(dense, None, 8, torch.device("cpu")), []
-    for name in ("x", "turned"):
-        columns = {"image_column": "png", "caption_column": "txt"}
-        rows, _ = retrieval_task(DataArguments(source=str(tmp_path / name), **columns)).load()
-        embeds.append(embedder.images(rows))
-    assert np.array_equal(*embeds)
 
 
 SCRIPT = """

@@ -11,12 +11,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
-from small_evaluation import plain_embedding, shard
+from small_evaluation import plain_embedding
+from tiny_sources import images_and_texts, write_shard
 
 from data import symbols
 from data.sources import DataArguments
 from evaluation.commands import evaluate, experts
-from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import (
     OwnTask,
@@ -45,16 +45,12 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
         "unknown task retreival: did you mean 'symbols_retrieval'?",
         f"unknown task '': known are {', '.join(sorted(TASKS))}, {MORE}",
     ]
+    assert all(parse_tasks(text) == ["a", "b", "c"] for text in ("a,b,c", "a, b ,c", " a,  b\nc "))
     assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
     for command in (evaluate.main, experts.main):
         with pytest.raises(SystemExit) as exit:
             command(["--model", "nowhere", "--tasks", "symbols_pair,symbol_retrieval", "--output-dir", str(tmp_path)])
         assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['symbols_pair', 'symbol_retrieval']))}"
-
-
-@pytest.mark.parametrize("text", ["a,b,c", "a, b ,c", "a b c", " a,  b\nc "])
-def test_names_between_commas_or_spaces(text):
-    assert parse_tasks(text) == ["a", "b", "c"]
 
 
 def test_another_seed_has_other_pictures_of_the_same_kinds():
@@ -83,16 +79,12 @@ def labeled(tmp_path, labels, features=None):
     return DataArguments(source=str(tmp_path / "labeled.parquet"), split="test", caption_column="label")
 
 
-TWO, THREE = datasets.ClassLabel(names=["one", "two"]), datasets.ClassLabel(names=["cat", "dog", "emu"])
-
-
 @pytest.mark.parametrize(
     ("labels", "features", "classes", "captions"),
     [
-        ([0, 1, 1], TWO, None, ["one", "two", "two"]),
         ([0, 1, 1], None, ["one", "two"], ["one", "two", "two"]),
         (["one", "two", "two"], None, None, ["one", "two", "two"]),
-        ([0, 1, 1], THREE, ["dog", "cat"], ["cat", "dog", "dog"]),  # by name
+        ([0, 1, 1], datasets.ClassLabel(names=["cat", "dog", "emu"]), ["dog", "cat"], ["cat", "dog", "dog"]),  # by name
         (["n01443537", "n01440764"], None, ["tench", "goldfish"], ["goldfish", "tench"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["0", "1"], ["0", "1"]),  # digits that are called so
@@ -116,23 +108,20 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
     [
         ([0, 1], None, "column label holds no names"),
         (["one", "three"], ["one", "two"], "no class: three; the classes need the column's own names, and are"),
-        *((labels, ["one", "two"], f"row {row} of column label has") for labels, row in (
-            ([0, None], 1), (["one", None], 1), ([0.0, 1.0], 0), ([[0], [1]], 0), ([{"a": 1}] * 2, 0), ([b"x"] * 2, 0)
-        )),
+        (["one", None], ["one", "two"], "row 1 of column label has None"),
+        ([0.0, 1.0], ["one", "two"], "row 0 of column label has 0.0"),
         ([0, 1], ["crane", "crane"], r"the same but for spaces and .*NFD\): 'crane', 'crane'"),
         (["n01440764", "cat", "n01443537"], None, "calls its classes cat, n01440764, n01443537, ..., which"),
         (["10", "9", "2"], None, r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
         (["one", "one"], None, "two classes or more to belong to, but there is only 'one'"),
     ],
-)  # fmt: skip
+)
 def test_labels_that_do_not_fit(tmp_path, labels, classes, message):
     with pytest.raises(ValueError, match=message):
         zero_shot_task(labeled(tmp_path, labels), ["a {}"], classes)
 
 
-@pytest.mark.parametrize(
-    "template", ["a photo", "{} and {}", "a {name}", "a {", "a {}}", "a {:d}", "a {!r}", "a {:{}}", "a {0.x}", None]
-)
+@pytest.mark.parametrize("template", ["a photo", "{} and {}", "a {name}", "a {", "a {:d}", "a {!r}", None])
 def test_templates_have_one_place_for_a_name(tmp_path, template):
     with pytest.raises(ValueError, match="templates need one {} for the class's name, got "):
         zero_shot_task(labeled(tmp_path, ["a", "b"]), [template] if template else [])
@@ -180,22 +169,16 @@ def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
         ("file", ("test[:50%]", "train[50%:]"), None, None),
         ("file", ("test", "test[5:]"), 5, None),
         ("folder", ("train", "train"), None, "train and train of .* have 4 in common: set split and train_split"),
-        ("folder", ("test", "train"), None, None),
-        ("saved", ("test[:5]", "test[5:]"), None, r"saved as one split: it has no test\[:5\]; take its name alone"),
     ],
 )
 def test_a_probe_is_not_fitted_to_what_it_is_tested_on(tmp_path, kind, splits, samples, message):
     arguments = labeled(tmp_path, ["one", "two"] * 5)
     if kind == "folder":
         arguments = class_folders(tmp_path / "folder", train="ab", test="ab")
-    if kind == "saved":
-        rows = datasets.Dataset.from_parquet(arguments.source).to_list()
-        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-        arguments = dataclasses.replace(arguments, source=str(tmp_path / "saved"))
     arguments = dataclasses.replace(arguments, split=splits[0], num_samples=samples)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         task = linear_probe_task(arguments, splits[1])
-        assert len(task.load()[0]) == len(task.load_train()[0]) == (4 if kind == "folder" else 5)
+        assert len(task.load()[0]) == len(task.load_train()[0]) == 5
 
 
 # ---- retrieval
@@ -251,14 +234,13 @@ def test_command_on_columns(dense, tmp_path, capsys):
     command = ["--model", str(dense), "--dataset", str(tmp_path / "symbols.parquet"), "--image-column", "jpg"]
     command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    out = capsys.readouterr().out
-    assert out.count("(20 samples, 0 skipped)") == 2 and "retrieval-symbols.parquet-texts-" in out
-    (file,) = (tmp_path / "scores").glob("zero_shot-symbols.parquet-kind-*--dense.json")
-    result = json.loads(file.read_text())
-    assert result["data"]["templates"] == ["a photo of a {}."] and result["data"]["split"] == "test"
-    (file,) = (tmp_path / "scores").glob("retrieval-*.json")
-    result = json.loads(file.read_text())
-    assert result["num_captions"] == 40 and result["local"] == [str(tmp_path / "symbols.parquet")]
+    assert capsys.readouterr().out.count("(20 samples, 0 skipped)") == 2
+    zero_shot, retrieval = (
+        json.loads(next((tmp_path / "scores").glob(f"{name}-*--dense.json")).read_text())
+        for name in ("zero_shot-symbols.parquet-kind", "retrieval-symbols.parquet-texts")
+    )
+    assert zero_shot["data"]["templates"] == ["a photo of a {}."] and zero_shot["data"]["split"] == "test"
+    assert retrieval["num_captions"] == 40 and retrieval["local"] == [str(tmp_path / "symbols.parquet")]
 
 
 @pytest.mark.parametrize(
@@ -280,31 +262,21 @@ def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told)
     assert task.title == f"retrieval, {name}" and task.protocol.startswith(told)
 
 
-def measured_texts(monkeypatch):
-    """Filled with the texts that are embedded."""
-    original, measured = Embedder.texts, []
-    monkeypatch.setattr(Embedder, "texts", lambda self, texts: measured.extend(texts) or original(self, texts))
-    return measured
-
-
-def test_what_is_missing_is_left_out_and_counted(dense, tmp_path, monkeypatch):
+def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
     rows = symbols.load("test", "web", 5).cast_column("image", datasets.Image(decode=False)).to_list()
     rows[4]["image"]["bytes"] = rows[4]["image"]["bytes"][:40]
     captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"], ["f", "g"]]
     rows = [{"image": row["image"], "caption": texts} for row, texts in zip(rows, captions, strict=True)]
     arguments = dataclasses.replace(save_rows(tmp_path, "x", rows), max_unreadable=0.2)
-    measured = measured_texts(monkeypatch)
     (result,) = scores_of(dense, tmp_path, arguments)
-    assert measured == ["a", "b", "c", "d", "e"] and (result["num_samples"], result["num_skipped"]) == (4, 1)
+    assert [result[f"num_{what}"] for what in ("captions", "samples", "skipped")] == [5, 4, 1]
 
 
-def test_retrieval_of_captions_one_a_line(dense, tmp_path, monkeypatch):
-    texts, measured = shard(tmp_path / "x"), measured_texts(monkeypatch)
-    options = ["--image-column", "png", "--caption-column", "txt", "--captions-per-line"]
-    command = ["--model", str(dense), "--tasks", "retrieval", "--dataset", str(tmp_path / "x"), *options]
-    command += ["--output-dir", str(tmp_path / "scores")]
-    evaluate.main([*command, "--split", "train"])
-    assert measured == texts
+def test_captions_one_a_line_of_a_shard(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(2), ["a star\na moon\n", "a dot"]))
+    columns = {"image_column": "png", "caption_column": "txt", "captions_per_line": True}
+    rows, _ = retrieval_task(DataArguments(source=str(tmp_path), **columns)).load()
+    assert list(rows["caption"]) == [["a star", "a moon"], ["a dot"]]
 
 
 @pytest.mark.parametrize(
@@ -386,9 +358,8 @@ def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
 @pytest.mark.parametrize(
     ("values", "feature", "names"),
     [
-        (["color", None, "a\nb "], None, ["color", "none", "a b"]),
-        (["", "x/y", " "], None, ["none", "x/y", "none"]),
-        ([0, 1, -1], datasets.ClassLabel(names=["color", "shape"]), ["color", "shape", "none"]),
+        (["color", None, "x/y"], None, ["color", "none", "x/y"]),
+        ([0, 1, 0], datasets.ClassLabel(names=["color", "shape"]), ["color", "shape", "color"]),
     ],
 )
 def test_what_differs_in_pairs_has_a_name(pairs, tmp_path, values, feature, names):
@@ -406,7 +377,6 @@ def test_what_differs_in_pairs_has_a_name(pairs, tmp_path, values, feature, name
         ("pairs", {}, "the task pairs needs --dataset"),
         ("retrieval", {"dataset": "symbols"}, "num_samples must say how many symbols to draw"),
         ("pairs", {"dataset": "symbols", "num-samples": "4"}, "of symbols, it is the built-in task symbols_pairs"),
-        ("linear_probe", {"train-split": "test"}, "a linear probe is fitted to another split than test: set train_sp"),
     ],
 )
 def test_options_that_contradict_each_other(tmp_path, task, options, message):

@@ -70,17 +70,13 @@ class Layout(ABC):
 
     @abstractmethod
     def rows(self, folder: Path, split: str) -> Dataset:
-        """Raises a ValueError that names the file for what is missing; whatever else it raises is the files' fault."""
+        """The rows of a split."""
 
 
 def _by_stem(files: Iterable[Path]) -> dict[str, Path]:
-    """The images among files, by their names without suffixes. Raises a ValueError if two have one name."""
-    images: dict[str, Path] = {}
-    for file in sorted(files):
-        if not file.name.startswith(".") and file.suffix.lower() in IMAGE_SUFFIXES:
-            if images.setdefault(file.stem, file) != file:
-                raise ValueError(f"{images[file.stem]} and {file} have one name: remove one of them")
-    return images
+    """The images among files, by their names without suffixes."""
+    images = [file for file in sorted(files) if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "."]
+    return {file.stem: file for file in images}
 
 
 def _stamp_of_sizes(folder: Path, files: Iterable[Path]) -> str:
@@ -312,8 +308,8 @@ class ImagePairs(Layout):
         (file,) = self.annotations(folder, split)
         lines = [line for line in read_text(file).split("\n") if line.strip()]
         _, *statements = rows = list(csv.reader(lines, strict=True))
+        # A quote that is not closed makes one row of several lines
         if len(rows) < len(lines) or len(statements) % 2 or not all(map(str.strip, sum(statements, []))):
-            # A quote that is not closed makes one row of several lines
             raise ValueError(f"{file} must have pairs of rows, no cell of which is blank or has several lines")
         columns = defaultdict(list)
         for first, second in zip(statements[::2], statements[1::2], strict=True):

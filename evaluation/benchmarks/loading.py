@@ -14,7 +14,7 @@ from data.pairs import readable_pairs
 from data.sources import DataArguments
 from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout, Shards
 from evaluation.benchmarks.specs import Benchmark
-from evaluation.own_data import is_template, read_classes, read_templates, readable_image_pairs
+from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
 from records.files import read_json
@@ -35,11 +35,6 @@ def benchmark_task(
         data_root: folder of local copies: `data_root/NAME`, also as `wds_NAME`. What is not there is taken from the
             Hub.
         num_workers: processes that look whether all images can be read; None: this one.
-
-    Raises:
-        NotDownloaded: see there.
-        OSError: a file cannot be read.
-        ValueError: there is no such folder, its layout is none that is known, or it lacks class names or templates.
     """
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
@@ -143,14 +138,11 @@ def _require_order(names: Sequence[str], of_folders: Sequence[str], file: Path) 
 def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
     """Of a file beside the data, or of an installed package."""
     file = folder / TEMPLATES
-    templates = read_templates([str(file)] if file.is_file() else _installed(TEMPLATES, benchmark.templates_of))
+    templates = [str(file)] if file.is_file() else _installed(TEMPLATES, benchmark.templates_of)
     if not templates:
         what = "templates with {c} for the name (one a line)"
         raise ValueError(_missing(benchmark, file, what, benchmark.templates_of))
-    bad = [template for template in templates if not is_template(template)]
-    if bad:
-        raise ValueError(f"{file}: templates need one {{c}} for the class's name, got {bad[0]!r}")
-    return templates
+    return read_templates(templates)
 
 
 def _missing(benchmark: Benchmark, file: Path, what: str, in_package: str | None) -> str:
