@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CLIPConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from conversion.folders import has_file, load_config, loading
+from conversion.checkpoints import clip_class, config_of
+from conversion.folders import has_file, loading
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page import require_free_page, write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
-from modeling_clip_moe import CLIPMoEConfig
 from records.markdown import escape, markdown_table
 from records.messages import did_you_mean
 from records.provenance import environment, weights_fingerprint
@@ -83,9 +82,7 @@ def compare_models(
 
 
 def _counts(name: str) -> dict[str, dict[str, float]]:
-    config = paper_config(name) or load_config(name)
-    if not isinstance(config, CLIPConfig | CLIPMoEConfig):
-        raise ValueError(f"{name} is a model of type {config.model_type!r}: a dense or sparse CLIP is needed")
+    config = paper_config(name) or config_of(clip_class(name), name)
     with loading(name):
         model = meta_model(config)
         return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model)}

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import CLIPConfig
 
-from conversion.folders import load_config
+from conversion.checkpoints import clip_class, config_of
 from data.names import COUNTRIES
 from evaluation.costs import count_parameters, meta_model
 from evaluation.figures import plot_text, plt, save
@@ -28,7 +27,6 @@ from evaluation.page import write_page
 from evaluation.report import SAME_FOR_TASK, arrange, differ
 from evaluation.results import without_seed
 from evaluation.task import INFORMATION
-from modeling_clip_moe import CLIPMoEConfig
 from records.command_line import Folder, command
 from records.markdown import markdown_table
 from records.provenance import weights_fingerprint
@@ -68,12 +66,7 @@ class Knowledge:
 
 def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     """What the models of these runs remember, by names and parameters. Results of one model in several runs, which are
-    of the same size, are one.
-
-    Raises:
-        ValueError: a folder has no results of a task that tells information, two results of one
-            model are of the same weights or of other data, or a model is a mixture, was changed or is gone.
-    """
+    of the same size, are one."""
     runs: dict[tuple, list[dict]] = {}
     for folder in folders:
         files = sorted(folder.glob("*--*.json"))
@@ -122,7 +115,7 @@ def equal_dense(one: Knowledge, others: Sequence[Knowledge]) -> float | None:
 
 @command
 def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
-    """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table. Raises as `read_knowledge`.
+    """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table.
 
     Args:
         folders: of results, one a run.
@@ -152,9 +145,7 @@ def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
 
 def _sizes(source: str) -> tuple[int, int, int]:
     """Experts, parameters and activated parameters of the layers of a model's folder."""
-    config = load_config(source)
-    if not isinstance(config, CLIPConfig | CLIPMoEConfig):
-        raise ValueError(f"{source} is a model of type {config.model_type!r}: a dense or sparse CLIP is needed")
+    config = config_of(clip_class(source), source)
     counts = count_parameters(meta_model(config))
     towers = (config.text_config, config.vision_config) if counts["expert"] else ()
     experts = max((tower.num_experts for tower in towers if tower.moe_layers), default=0)

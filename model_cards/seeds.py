@@ -44,16 +44,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
 
     Returns:
         The table of the primary metrics: a row a model, in percent.
-
-    Raises:
-        ValueError: fewer than two folders or one twice, one without results, two of the same weights, a model that has
-            the same weights in some of them, folders that differ in models, tasks, protocols, precision, device, commit
-            or versions, a model that lacks a task, a damaged record of a run, or a baseline without results.
     """
-    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
-        raise ValueError(
-            f"a spread needs the results of at least two different runs, got {', '.join(map(str, folders))}"
-        )
     tables = [_read(folder) for folder in folders]
     first = tables[0]
     for folder, table in zip(folders[1:], tables[1:], strict=True):
@@ -65,22 +56,22 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     columns = primary_columns(results)
     rows = [[model, *(_cell(tables, model, *column, baseline) for column in columns)] for model in first]
     table = markdown_table(["model", *columns.values()], rows)
-    sections = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
+    about = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
     if baseline is not None:
-        name = escape(baseline)
-        sections.append(
-            f"In brackets: the mean difference to {name}, ± its paired {LEVEL:.0%} interval over the seeds."
+        about.append(
+            f"In brackets: the mean difference to {escape(baseline)}, ± its paired {LEVEL:.0%} interval over the seeds."
         )
     protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
-    sections += [
+    took = [(number, _took(folder)) for number, folder in enumerate(folders)]
+    sections = [
+        *about,
         table,
         "![mean and spread](seeds.png)",
         "\n".join(protocols),
         f"{made_with[0].upper()}{made_with[1:]}.",
+        "\n".join(item(f"Run {number}: {text}") for number, text in took if text),
     ]
-    took = [(number, _took(folder)) for number, folder in enumerate(folders)]
-    sections += ["\n".join(item(f"Run {number}: {text}") for number, text in took if text)]
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }

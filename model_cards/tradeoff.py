@@ -54,10 +54,6 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
 
     Returns:
         The table: a row a model that is no inner point of a line.
-
-    Raises:
-        FileNotFoundError: there is no `seeds.json`.
-        ValueError: it has no such task or base, or no line.
     """
     seeds = read_json(folder / "seeds.json")
     points = {model: _points(model, tasks, kept, learned) for model, tasks in seeds.items()}
@@ -67,8 +63,6 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     for model in points:
         if match := OF_LINE.fullmatch(model):
             lines.setdefault(match[1], [base]).append(model)
-    if not lines:
-        raise ValueError(f"{folder} has no line of weight averages, which are named as in 'dense, 10 %'")
     for line in lines.values():
         line[1:] = sorted(line[1:], key=lambda model: float(OF_LINE.fullmatch(model)[2]))
     inner = {model for line in lines.values() for model in line[1:-1]}
@@ -99,9 +93,7 @@ def _points(model: str, tasks: Mapping[str, Sequence[Mapping[str, float]]], *nam
         if name not in tasks:
             raise ValueError(f"{model!r} has no results of {name!r}; there are those of {', '.join(tasks)}")
         of_seeds = tasks[name]
-        main = next((metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(of_seeds[0])), None)
-        if main is None:
-            raise ValueError(f"{name} of {model!r} has no main score, only {', '.join(of_seeds[0])}")
+        main = next(metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(of_seeds[0]))
         scores.append([statistics.mean(of_seed[metric] for metric in main) for of_seed in of_seeds])
     return [tuple(100 * score for score in of_seed) for of_seed in zip(*scores, strict=True)]
 

@@ -146,9 +146,6 @@ def test_results_of_several_recipes(folder):
     write_scores(more, dense=[0.5, 0.51, 0.53])
     with pytest.raises(ValueError, match="Paper: retrieval of 'dense' differs between .*results and .*more: give one"):
         page(folder, **both)
-    write_scores(more, dearer=[0.9] * 4)
-    with pytest.raises(ValueError, match="results and .*more have different numbers of seeds"):
-        page(folder, **both)
 
 
 def test_single_experts_are_rows(folder):
@@ -179,10 +176,9 @@ def test_single_experts_are_rows(folder):
     ("changes", "message"),
     [
         ({"betr": "x"}, "claims.0.betr: Extra inputs are not permitted"),
-        ({"better": "spars"}, "there is no row 'spars' in .*results; there are sparse, dense, longer"),
-        ({"scores": {"pairs": ["recall"]}}, "'sparse' has no task 'pairs' in .*; there are retrieval"),
+        ({"better": "spars"}, "results has no 'spars', as recall of 'spars' on retrieval needs it"),
+        ({"scores": {"pairs": ["recall"]}}, "results has no 'pairs', as recall of 'sparse' on pairs needs it"),
         ({"than": []}, "needs either better, than and scores, or shown_in, or missing"),
-        ({"headline": {"short": "s"}}, "a headline that compares models says in budget what they were trained with"),
     ],
 )
 def test_what_is_wrong_with_a_claim(folder, changes, message):
@@ -201,10 +197,6 @@ def test_what_is_wrong_with_a_claim(folder, changes, message):
 def test_results_that_cannot_be_used(folder, scores, message):
     write_scores(folder / "results", **scores)
     with pytest.raises(ValueError, match=f"seeds.json.*{message}"):
-        page(folder)
-    write_scores(folder / "results", sparse=[0.6, 0.7, 0.8], dense=[0.5] * 3)
-    (folder / "results" / "seeds.md").write_text("| table |")
-    with pytest.raises(ValueError, match="seeds.md does not say the commit: make it again"):
         page(folder)
 
 
@@ -229,8 +221,6 @@ def test_an_interval_by_hand():
         reach = t * math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2) / math.sqrt(3)
         found = paired_interval([11, 22, 33], [10, 20, 30], comparisons)
         assert found == pytest.approx((2 - reach, 2 + reach), abs=1e-4)
-    with pytest.raises(ValueError, match="two seeds or more of both, got 1 and 1"):
-        paired_interval([1], [1])
 
 
 def test_equal_models_on_the_whole_page():
