@@ -29,7 +29,8 @@ def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs)
 
     Raises:
         OSError: there is no model, or the hub cannot be reached.
-        ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors (named).
+        ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors, or tensors that
+            are not finite (named).
     """
     config_of(model_class, source)
     return load_weights(model_class, source, **kwargs)
@@ -63,6 +64,7 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
         "missing": sorted(info["missing_keys"]),
         "left over": sorted(info["unexpected_keys"]),
         "of the wrong shape": sorted(mismatched),
+        "not finite": [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()],
     }
     if any(problems.values()):
         raise ValueError(f"{source} does not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))

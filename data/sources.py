@@ -1,6 +1,7 @@
 """Where pairs of images and captions lie, and their rows as they lie there."""
 
 import glob
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -267,6 +268,12 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(_no_split(arguments, by_split))
+    for name, other in itertools.product(names, by_split):
+        if both := set(by_split[name]).intersection(by_split[other]) if other != name else ():
+            raise ValueError(
+                f"by its name, {min(both)} is in the split {name} and in the split {other} of {source}: rename it, so "
+                "that nothing is trained on what is tested"
+            )
     return builder, {name: by_split[name] for name in names}
 
 

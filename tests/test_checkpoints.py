@@ -113,6 +113,12 @@ def test_modules_of_a_sentence_encoder_do_not_run(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+def test_weights_that_are_not_finite(copy, tmp_path):
+    table = "text_model.embeddings.token_embedding.weight"
+    change_weights(copy / "dense" / "model.safetensors", lambda state: state[table][3].fill_(torch.nan))
+    assert f"dense does not fit: not finite: {table}" in run("average", copy, tmp_path / "out")
+
+
 def test_old_and_half_precision_sources_load_as_before(copy, tmp_path):
     """The Hub's CLIPs hold position ids; half precision stays what it is."""
     path = copy / "dense" / "model.safetensors"

@@ -216,11 +216,10 @@ READERS = {name: (*COMMANDS[name], files) for name, files in CONVERTED.items()} 
 
 
 def must_be_seen(command, file, damage):
-    """Whether a damage leaves nothing that a command could do as before: a LLaVA takes one tower, and numbers that are
-    not finite are seen where a result is compared with its source."""
-    compared = not command.startswith(("average", "llava", "publish"))
-    used = not (command == "llava" and file.startswith("sparse")) and (compared or damage != "not finite")
-    return file.endswith(("/config.json", ".safetensors")) and damage != "flipped" and used
+    """Whether a damage leaves nothing that a command could do as before: a LLaVA takes one tower, and an expert of a
+    mixture is compared when it is used."""
+    unused = command == "llava" and file.startswith("sparse") or (command, damage) == ("publish mixture", "not finite")
+    return file.endswith(("/config.json", ".safetensors")) and damage != "flipped" and not unused
 
 
 def ended(main, arguments):

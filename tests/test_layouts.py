@@ -184,6 +184,14 @@ def test_files_of_no_split_are_not_left_out_without_a_word(tmp_path, caplog):
     assert f"those of 2 .parquet files do not, such as {tmp_path / '0.parquet'}: they are not read" in caplog.text
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_file_of_two_splits_is_refused(tmp_path, split):
+    for number, name in enumerate(["train-0", "test-train-overlap"]):
+        rows_of([number]).to_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(ValueError, match="overlap.parquet is in the split .* and in the split"):
+        load_pairs(DataArguments(source=str(tmp_path), split=split))
+
+
 def test_parts_and_sums_of_splits(sources):
     for layout, settings in sources.items():
         if layout != "saved":
