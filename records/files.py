@@ -16,16 +16,6 @@ from safetensors import SafetensorError
 from records.messages import shortened
 from records.signals import end_if_told_to
 
-MOST_LEVELS = 50  # far above any file of a model or a run, and far below what Python can walk through
-
-
-def _absolute(path: str | Path) -> Path:
-    """The path behind all symbolic links."""
-    resolved = Path(os.path.realpath(path))  # `Path.resolve` raises RuntimeError on a circle, in some versions
-    if resolved.is_symlink():
-        raise OSError(f"{path} is a symbolic link that leads back to itself: remove it")
-    return resolved
-
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -38,7 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
         ValueError: another process holds it; says which, and since when.
         OSError: the file cannot be written.
     """
-    folder = _absolute(folder)
+    folder = Path(os.path.realpath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = os.access(folder.parent, os.W_OK)
     path = folder.with_name(f".{folder.name}.lock") if beside else folder / ".lock"
@@ -72,11 +62,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def save(part: Any, folder: Path) -> None:
-    """Saves a model, a processor or a half of one as transformers does.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Saves a model, a processor or a half of one as transformers does."""
     with writing(folder):
         part.save_pretrained(folder)
 
@@ -90,7 +76,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     Raises:
         ValueError: `output` exists and is not an empty folder, or another process writes it.
     """
-    output = _absolute(output)
+    output = Path(os.path.realpath(output))
     with locked(output):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
@@ -161,26 +147,11 @@ def output_folder(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds as JSON.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or nested too deep.
-    """
+    """The content of a file of JSON. Raises an OSError if it cannot be read, a ValueError if it is no JSON."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
         raise ValueError(f"{path} is no JSON that can be read: {error}") from error
-    level = [content]
-    for _ in range(MOST_LEVELS):
-        level = [
-            value
-            for part in level
-            for value in (part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
-        ]
-    if level:
-        raise ValueError(f"{path} is no JSON that can be read: it is nested in more than {MOST_LEVELS} levels")
-    return content
 
 
 def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:

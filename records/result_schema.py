@@ -140,11 +140,7 @@ def require_summary(content: Any, where: str) -> ExpertSummary:
 
 
 def require_result(content: Any, where: str) -> dict[str, Any]:
-    """The content, if it is that of a result.
-
-    Raises:
-        ValueError: it is not; says what is missing or wrong in it.
-    """
+    """The content of a result. Raises a ValueError that says what is missing or wrong in it."""
     _validated(Result, content, f"{where} is no result of an evaluation")
     return content
 
@@ -164,12 +160,7 @@ def _validated(schema: type[BaseModel], content: Any, fault: str) -> Any:
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
-    """A result as it was written.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is damaged or a folder, or holds no result.
-    """
+    """A result as it was written. Raises a ValueError if the file is damaged or a folder, or holds no result."""
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder: name the results in it, as {path}/*.json")
     return require_result(read_json(Path(path)), str(path))

@@ -20,7 +20,7 @@ from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.messages import most_similar, shortened, what_is_meant
 from records.provenance import LOGS, RECIPE
-from records.yaml_files import MOST_LEVELS, read_yaml
+from records.yaml_files import read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT, dump
@@ -265,8 +265,8 @@ def _override(raw: dict, key: str, value: Any) -> None:
             f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
             f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
         )
-    if "" in rest or len(rest) > MOST_LEVELS:
-        raise ValueError(f"--{shortened(key)}: keys are written KEY.KEY, at most {MOST_LEVELS} of them")
+    if "" in rest:
+        raise ValueError(f"--{shortened(key)}: keys are written KEY.KEY")
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}
