@@ -8,6 +8,7 @@ Every method runs in a process of its own. Memory is what this holds beside the 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,7 @@ from benchmarks.page import Output, cost, described, mib, page, table
 from evaluation.feature_store import FeatureStore
 from evaluation.speed import in_turn
 from records.command_line import command_line, run
-from training.clusters import Method, balanced_kmeans, has_faiss, import_faiss, kmeans, nearest_centers
+from training.clusters import Method, balanced_kmeans, import_faiss, kmeans, nearest_centers
 
 OURS, FAISS = "cluster stage", "faiss alone"
 PART, IN_MEMORY, ITERATIONS = 32_768, 131_072, 20
@@ -158,7 +159,7 @@ def compare_assignment(
         half = -(-rows // PART) // 2 * PART
         store = FeatureStore(Path(folder), rows, PART)
         store.write(None, "rows", lambda shards: ({"embeddings": part[: len(shard)]} for shard in shards))
-        peers = ["scikit-learn", *(["faiss"] if has_faiss() else [])]
+        peers = ["scikit-learn", *(["faiss"] if find_spec("faiss") else [])]
         cases = [("cluster_fine", rows), ("cluster_fine", half), *((name, min(IN_MEMORY, half)) for name in peers)]
         costs = [cost(assigned, name, Path(folder), number, size, clusters) for name, number in cases]
     rates = [number / result["seconds"] for (_, number), result in zip(cases, costs, strict=True)]

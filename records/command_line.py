@@ -21,6 +21,7 @@ from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError
 
 from records.messages import Faults
+from records.processes import is_first_process, num_processes
 from records.signals import end_if_told_to, signals_raise
 
 # Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
@@ -74,11 +75,6 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
         sys.exit()
 
 
-def is_first_process() -> bool:
-    """Whether this is the first of the processes that a launcher started, or the only one."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def _module(command: Callable) -> str:
     """The name by which `python -m` runs the module that holds the command."""
     spec = sys.modules["__main__"].__spec__
@@ -92,7 +88,7 @@ def one_line_errors() -> Iterator[None]:
     Ctrl-C and SIGTERM end it as errors do, so that temporary files are removed. Of several processes that fail, one
     alone says why: the first process, or the one that failed first.
     """
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    alone = num_processes() == 1
     _quiet_output()
     with signals_raise():
         try:

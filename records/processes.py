@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import psutil
-
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+
+def num_processes() -> int:
+    """The processes that a launcher started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
@@ -28,6 +36,8 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     """
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true" or "WORLD_SIZE" in os.environ:
         return
+    import psutil
+
     by = psutil.Process().parent().cmdline()
     launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
     asked = _asked_of_accelerate(by[:launched])
@@ -86,7 +96,7 @@ def joined_processes(device: str | None = None) -> "PartialState | None":
     import torch
     from accelerate import PartialState
 
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if num_processes() == 1:
         return None
     if device not in (None, "cpu"):
         raise ValueError(f"--device {device}: of several processes each takes an accelerator of its own, or all cpu")

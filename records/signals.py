@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
+from records.processes import num_processes
+
 # What signals raised. Where one arrives while torch looks at a Python object, torch makes an error of its own of it, or
 # drops it: `end_if_told_to` raises it again.
 _raised: list[BaseException] = []
@@ -36,7 +38,7 @@ def signals_raise() -> Iterator[None]:
             before[signal.SIGINT] = signal.signal(signal.SIGINT, leave)
         # One of several processes is ended while it waits for the others, in a call that would keep Python from running
         # the handler
-        if int(os.environ.get("WORLD_SIZE", 1)) <= 1:
+        if num_processes() == 1:
             before[signal.SIGTERM] = signal.signal(signal.SIGTERM, leave)
     try:
         yield

@@ -16,9 +16,8 @@ from documents import ROOT
 from transformers import SiglipConfig
 
 from data import sources
-from data.sources import DataArguments
 from training.checks import Outlook, RecipeError, find_faults
-from training.estimates import AtMost, Expected, Uncounted, model_configs, other_rows, read_otherwise
+from training.estimates import Expected, model_configs, read_otherwise
 from training.plan import plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -68,7 +67,6 @@ STAGES = {
         **WEIGHTS,
     },
     "sentences": {"stage": "embed_captions", "encoder": "tfidf", "data": DATA, "dim": 4},
-    "others": {"stage": "embed_captions", "encoder": "tfidf", "data": DATA, "dim": 3},
     "fine": {"stage": "cluster_fine", "captions": "sentences", "num_centers": 4},
     "assigned": {"stage": "cluster_fine", "captions": "sentences", "centers": "fine"},
     "coarse": {"stage": "cluster_coarse", "fine": "assigned", "num_experts": 2},
@@ -196,23 +194,10 @@ features.data: {source: rows, num_samples: null, skip: 40} -> features.data.skip
 scores.tasks: [{task: retrieval, dataset: ./nowhere}] => retrieval: there is no file or folder ./nowhere
 pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]} -> pre.evaluation.tasks: *no.parquet
 
-# Batches and clusters
+# Batches
 expert.mini_batch_size: 3 => 3 does not divide a process's batch of 8 pairs
 trained.gradient_accumulation_steps: 3 -> trained.global_batch_size: 8 cannot be shared by 1 processes x 3
 trained.global_batch_size: 48, trained.data.source: rows => a dataset of 40 samples does not fill *48
-clusters.num_image_clusters: 41, inner.within: false => 40 samples cannot make 41 clusters: ask for fewer
-inner.num_image_clusters: 21 => 20 samples each cannot make 21 clusters: ask for fewer
-fine.num_centers: 41 => 40 captions cannot make 41 clusters: ask for fewer
-coarse.num_experts: 5 => 4 centers cannot make 5 clusters: ask for fewer
-chosen.num_nearest: 5 => 5 of 4 centers
-expert.cluster: 2 => there is no cluster 2: those of clusters are 0 to 1
-mixture.experts: [first, second, dense] => 3 experts, but coarse has 2 clusters
-
-# Captions and their weights
-pre.caption_weights: [0.5, 0.5] => 2 weights, but the images of symbols have one caption, a text: leave them out, or
-pre.caption_weights: [0.5, 0.5], pre.data.source: rows => 2 weights, but the images of rows have one caption
-pre.caption_weights: [0.5, 0.5], pre.data.source: pairs.csv => 2 weights, but the images of pairs.csv have one caption
-several.captions: [&a {policy: full, column: caption}, *a, *a] -> kept.caption_weights, tuned.*: 2 weights, but *3
 
 # Models that do not fit
 expert.trainable: . -> unified.experts.0: expert was not trained from this base, or more *: it differs in logit_scale
@@ -221,12 +206,6 @@ expert.model: dense -> unified.experts.0: expert was not trained from this base,
 second.model: learned -> mixture.experts: second has vocab_size 600, but first has
 first.model: one, second.model: other, mean.models: [first, other] -> mixture.experts, mean.models: the image processor
 pre.model: one, expert.model: other -> unified.experts: the image processor of other makes something else of images
-kept.data: {source: symbols, num_samples: 40}, kept.caption_weights: -> tuned.hidden_states: kept is of 1 captions*2
-kept.data.num_samples: 30 -> tuned.hidden_states: kept is of other data: the number of pairs is 30 there and 40 here.
-warmed.trainable: embeddings -> tuned.hidden_states: kept is of a model before text_model.embeddings.*, * trained
-features.data.seed: 1 -> expert.clusters: clusters is of other data: seed is 1 there and 0 here
-fine.captions: others -> assigned.centers: fine goes back to the encoder tfidf of others, sentences to tfidf of
-words.max_length: 77 -> learned.text_config: max_position_embeddings is 24, but the tokenizer words cuts captions at its
 scores.models.trained: siglip => a dense or sparse CLIP is needed, not a model of type 'siglip'
 taken.scale: => the weights of a token's experts do not sum to 1
 """
@@ -384,54 +363,6 @@ def test_what_only_a_stage_finds_out_ends_in_one_line(path, overrides, fault, st
     with pytest.raises((ValueError, OSError)) as error:
         run_recipe(loaded, stages)
     assert is_like(fault, line := str(error.value)) and "\n" not in line, line
-
-
-# What tells that two stages are of other data, or that models read otherwise
-
-
-def fault_of(theirs, ours):
-    """Of two stages with these settings and numbers of pairs."""
-    (one, of_one), (other, of_other) = (
-        (Expected(data=DataArguments(**settings), pairs=pairs), pairs) for settings, pairs in (theirs, ours)
-    )
-    return other_rows("features", Expected(rows=one, pairs=of_one), other)
-
-
-@pytest.mark.parametrize(
-    ("source", "splits", "differ"),
-    [
-        ("symbols", ("train", "test"), True),
-        ("user/pairs", ("train", "test"), True),
-        ("state.json", ("train", "test"), False),
-        ("dataset_dict.json", ("train", "test"), True),
-        ("pairs.csv", ("train", "test"), False),
-        ("shards/*.tar", ("train", "test"), False),
-        ("pairs.csv", ("train", "train[:20%]"), True),
-        ("captions.json", ("train", "restval"), True),
-    ],
-)
-def test_a_split_chooses_rows_of_what_has_splits(tmp_path, monkeypatch, source, splits, differ):
-    monkeypatch.chdir(tmp_path)
-    name = "saved" if source in ("state.json", "dataset_dict.json") else source
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / source.replace("/", "-")).write_text("{}")
-    number = {"num_samples": 8} if source == "symbols" else {}
-    theirs, ours = ({"source": name, "split": split, **number} for split in splits)
-    found = fault_of((theirs, "unknown"), (ours, "unknown"))
-    expected = (
-        f"features is of other data: split is '{splits[0]}' there and '{splits[1]}' here. Use the same data in both"
-    )
-    assert found == (expected if differ else "")
-
-
-@pytest.mark.parametrize(("kind", "differ"), [(int, True), (AtMost, True), (Uncounted, False)])
-def test_numbers_that_nothing_counted_are_not_compared(kind, differ):
-    """500 and 200 may be all of 150 pairs."""
-    theirs, ours = ({"source": "shards", "num_samples": number} for number in (500, 200))
-    found = fault_of((theirs, kind(500)), (ours, kind(200)))
-    assert found == (
-        "features is of other data: the number of pairs is 500 there and 200 here. Use the same data in both" * differ
-    )
 
 
 def test_processors_are_compared_as_far_as_they_are_known(path):

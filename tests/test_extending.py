@@ -197,10 +197,7 @@ def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
     assert len({sample for batch in whole for sample in batch}) == 36
 
 
-def test_batches_that_are_none_are_named(own):
-    with pytest.raises(ValueError, match="routed: its batch sampler makes no batch of these pairs"):
-        load_recipe(RECIPE).stages[5]._total_steps([])
-
+def test_batches_of_another_size_are_refused():
     class Small(DistributedBatchSampler):
         def global_batches(self, rng):
             return [rng.permutation(3)]
@@ -212,13 +209,7 @@ def test_batches_that_are_none_are_named(own):
 WRONG = """
 from pydantic.dataclasses import dataclass
 from training.settings import STRICT
-from training.stages.base import Stage
-from training.stages.features import ClusterStage
 from training.stages.train import TrainRouterStage, TrainStage
-
-@dataclass(config=STRICT, kw_only=True)
-class NoRun(Stage):
-    size: int = 1
 
 class Bare(TrainRouterStage):
     bias: float = 0.0
@@ -234,12 +225,6 @@ class OtherLoss(TrainStage):
 @dataclass(config=STRICT, kw_only=True)
 class Diamond(OtherLoss, TrainRouterStage):
     pass
-
-@dataclass(config=STRICT, kw_only=True)
-class Cluster(Stage):
-    kind = "cluster"
-    def run(self, inputs, context, directory):
-        pass
 """
 DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"
 
@@ -255,7 +240,6 @@ DECORATED = r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_on
             "is no stage: its class must be a subclass of training.stages.base.Stage",
         ),
         ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
-        ("wrong.stages:NoRun", "has no method run"),
         ("wrong.stages:Bare", DECORATED),
         ("wrong.stages:Untyped", "sets trainable without a type, as in `trainable: str = ...`"),
         (

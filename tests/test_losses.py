@@ -163,14 +163,6 @@ def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
     torch.testing.assert_close(*results)
 
 
-def test_a_loss_in_chunks_has_no_second_derivative():
-    images, texts, *_ = data()
-    images.requires_grad_()
-    loss = contrastive_loss(images, texts, torch.tensor(0.3), chunk_size=2) + images.square().sum()
-    with pytest.raises(RuntimeError, match="chunk_size: the loss in chunks has no second derivative"):
-        torch.autograd.grad(loss, images, create_graph=True)
-
-
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
 def test_multi_positive_loss_is_the_plain_one(chunk_size):
     results = []

@@ -71,12 +71,6 @@ def test_defaults_of_train_hold_for_all_that_trains(recipe):
     assert (routed.balance_top_k, routed.balance_mean) == (1, "layer")
 
 
-def test_two_experts_of_one_number(recipe):
-    expert = "  - {name: %s, stage: train_experts, expert: 1, model: dense, clusters: labels}\n"
-    with pytest.raises(ValueError, match=r"two stages train an expert of the same number; the numbers are \[1, 1\]"):
-        load_recipe(recipe(RECIPE + expert % "first" + expert % "second"))
-
-
 def facts(hint, given=()):
     """The numbers and choices of an annotation such as `Annotated[float, Field(gt=0)] | None`, with bounds."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -153,17 +147,17 @@ def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
     ("old", "new", "message"),
     [
         ("stage: upcycle", "stage: upcicle", "upcicle"),
-        ("output_dir: out", "output_dir: out\noutput_dir: other", "output_dir is given twice"),
         ("name: tuned", "name: sparse", "'sparse' is used twice"),
         ("max_steps: 20", "max_steps: 20, num_epochs: 2", "exactly one of max_steps"),
         ("max_steps: 20", "max_steps: null", "exactly one of max_steps"),
         ("1e-3", ".nan", "learning_rate: "),
         ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
-        ("stages:", "steps:", "no list of stages"),
-        (RECIPE[RECIPE.index("stages:") :], "stages: []", "the list of stages is empty"),
-        ("1e-3", "1e300", r"learning_rate: Input should be less than or equal to 1 \(got '1e300'\)"),
-        ("1e-3", "1e-3, weight_decay: 1e300", r"weight_decay 1e\+300 times learning_rate 0.001 is what"),
-        ("1e-3", "true", "tuned.learning_rate: a number is needed, not true or false"),
+        ("stages:", "steps:", "stages: Field required"),
+        (RECIPE[RECIPE.index("stages:") :], "stages: []", "stages: List should have at least 1 item"),
+        ("name: tuned", "name: 5", "stages.1.name: Input should be a valid string"),
+        ("  train: ", "  train: 5 #", "defaults.train: Input should be a valid dictionary"),
+        ("output_dir: out", "output_dir: ''", "output_dir"),
+        (RECIPE, "", "recipe: Input should be a valid dictionary"),
     ],
 )
 def test_mistakes_are_named(recipe, old, new, message):
@@ -178,13 +172,8 @@ def test_mistakes_are_named(recipe, old, new, message):
         (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "not valid YAML: could not determine a constructor"),
         ("[", "not valid YAML"),
         (f"{RECIPE}---\n{RECIPE}", "not valid YAML: expected a single document"),
-        ("", "no list of stages"),
+        (RECIPE.replace("output_dir: out", "output_dir: out\noutput_dir: other"), "output_dir is given twice"),
         (f"5: x\n{RECIPE}", "the key 5 is no text: put it into quotes"),
-        (RECIPE.replace("output_dir: out", "output_dir: ''"), "output_dir"),
-        (RECIPE.replace("stage: train", "stage: [1]"), "keys name and stage, both texts"),
-        (RECIPE.replace("name: tuned", "name: 5"), "keys name and stage, both texts"),
-        (f"{RECIPE}  - 5\n", "keys name and stage, both texts, got 5"),
-        ("defaults: {train: 5}\nstages: [{name: a, stage: train}]", r"defaults.train needs keys with settings, not 5"),
     ],
 )
 def test_what_is_no_recipe_is_refused_at_once(recipe, text, message):
@@ -192,19 +181,12 @@ def test_what_is_no_recipe_is_refused_at_once(recipe, text, message):
         load_recipe(recipe(text))
 
 
-def test_names_that_no_stage_can_have(recipe):
-    names = [
-        *". .. ../out a/b / a\\b .git -a recipe.yaml Recipe.YAML tuned.partial seed defaults SPARSE".split(),
-        "x" * 201,
-    ]
-    for name in [*names, "", " ", " a", "a\nb", "a\tb", "ü" * 101]:
-        with pytest.raises(ValueError, match="cannot name a stage|are one folder"):
-            load_recipe(recipe(), {"tuned.name": name})
-
-
-def test_names_that_stages_can_have(recipe):
-    for name in ("CLIP-UP 1.5", "étape", "x" * 200):
+def test_names_of_stages(recipe):
+    for name in ["CLIP-UP 1", "étape", "x" * 200]:
         assert load_recipe(recipe(), {"tuned.name": name}).stages[1].name == name
+    for name in [*". ../out a/b / a\\b .git -a recipe.yaml tuned.partial seed defaults logs".split(), "", " a", "a\nb"]:
+        with pytest.raises(ValueError, match="cannot name a stage|name: String should match pattern"):
+            load_recipe(recipe(), {"tuned.name": name})
 
 
 def test_overrides_that_break_a_recipe_are_refused(recipe):

@@ -222,22 +222,13 @@ def test_every_stage_that_makes_a_model_says_how_to_load_it(write, tmp_path, cap
         (["seed", "1"], "'seed' is not an option"),
         (["--sede", "1"], "'sede' is neither an option"),
         (["--seed", "["], "--seed is not valid YAML"),
-        (["--output-dir", ""], "--output-dir"),
-        (["--output-dir", "FILE"], "is a file"),
-        (["--stages", ""], "--stages takes names of stages, such as upcycled,clip_up, not ''"),
         (["--stages", "nope"], "the recipe has no stage nope"),
         (["--experts", "1,,2"], "--experts takes numbers"),
         (["--experts", "7, 8 "], "the recipe trains no expert [7, 8]"),
-        (["--experts", "9" * 5000], "digits"),
-        (["--config", "FOLDER"], "is a folder, not a recipe"),
-        (["--config", "BINARY"], "is no text in UTF-8"),
-        (["--config", "x" * 5000], "File name too long"),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_arguments_that_make_no_sense_end_in_one_line(write, tmp_path, arguments, message):
     path = write()
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    places = {"FILE": path, "FOLDER": tmp_path, "BINARY": tmp_path / "binary"}
-    assert message in failed("--config", path, *(places.get(argument, argument) for argument in arguments))
+    assert message in failed("--config", path, *arguments)
     assert not (tmp_path / "out").exists()

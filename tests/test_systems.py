@@ -214,13 +214,7 @@ def test_what_embeds_goes_on_where_it_stopped(system, monkeypatch, name, stage, 
         patch.setattr(PairLoader, "in_order", in_order)
         run(output, only=[stage])
     assert calls == starts and not (output / stage).exists()
-    done, size = (
-        sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        for folder in (output / f"{stage}.partial", run.whole / stage)
-    )
-    usage = shutil.disk_usage(output)
-    with monkeypatch.context() as patch:  # a disk with room for the rest, but not for all
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - done))
+    with monkeypatch.context() as patch:
         patch.setattr(PairLoader, "in_order", lambda *args: calls.append(args[1]) or original(*args))
         run(output, only=[stage])
     assert calls[3] == starts[-1]
@@ -237,7 +231,7 @@ MISTAKES = [
     ("clip_fmoe", {"unified.changes": {"fusion_gate": False}}, "with fusion gates, which cannot be left out"),
     ("clip_fmoe", {"unified.experts": ["expert_1", "dense"]}, "a model of type 'clip_moe' is needed"),
     ("clip_fmoe", {"states.caption_weights": None}, "need caption_weights where images have several captions"),
-    ("clip_fmoe", {"states.model": "towers"}, "text_model has no sparse layer, so no layers below it"),
+    ("clip_fmoe", {"states.model": "towers"}, "text_model has no sparse layer, so none below it"),
     ("clip_fmoe", {"expert_1.model": "dense", "expert_1.trainable": "fc1"}, "go with a sparse model, but dense"),
     ("mode", {"mode.captions": None}, "clusters and captions go together"),
     ("mode", {"evaluation.oracles": {"best": ["one", "three"]}}, "oracles.best needs rows of the models"),
@@ -457,18 +451,6 @@ def test_layers_below_are_skipped(system):
         expected = model(**expected)
     torch.testing.assert_close(found.image_embeds, expected.image_embeds, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.text_embeds, expected.text_embeds, atol=1e-6, rtol=1e-5)
-
-
-def test_hidden_states_announce_their_size_and_notice_a_full_disk(system, monkeypatch, capsys):
-    run = system("clip_fmoe")
-    files = [load_file(path) for path in (remade(run, ["states"]) / "states").glob("*.safetensors")]
-    size = sum(tensors[name].nbytes for tensors in files for name in ("vision", "text"))
-    announced = f"of 120 images and {sum(len(f['text']) for f in files)} text tokens take {size / 1e6:,.2f} MB in"
-    assert announced in capsys.readouterr().out and len(files) == 5  # of 8 batches of 3
-    usage = shutil.disk_usage(run.folder)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(OSError, match=r"take 0\.[1-9]\d MB more, but only 0\.00 MB are free"):
-        remade(run, ["states"])
 
 
 def test_hidden_states_of_other_weights_or_data(system):
@@ -874,7 +856,7 @@ def test_what_does_not_go_with_images_is_refused(seen):
     recipe = run.folder / "recipe.yaml"
     recipe.write_text(recipe.read_text() + f"  - {json.dumps({'name': 'selected'} | selected)}\n")
     for overrides, stage, message in (
-        ({"images.encoder": "tfidf"}, "images", "modality image needs a CLIP as encoder, not tfidf"),
+        ({"images.encoder": "tfidf"}, "images", "modality image, but the encoder tfidf.* is of the other"),
         ({"again.modality": "text"}, "again", "again: modality text, but the encoder .*:image is of the other"),
         ({"evaluation.changes": {"other": {"routing": "paper"}}}, "evaluation", "changes.other is none of the models"),
         ({"evaluation.changes": {"mode": {"routing": "x"}}}, "evaluation", "routing must be paper or released"),

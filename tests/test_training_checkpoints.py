@@ -18,8 +18,6 @@ from tiny_runs import losses, same_weights, train
 
 from records.provenance import file_digest
 from training import engine, stages, training_state
-from training.contrastive_task import ContrastiveTask
-from training.stages.train import TrainStage
 from training.training_state import latest_checkpoint, require_support, save_checkpoint
 
 KEPT = {"ema_decay": 0.7, "save_total_limit": 2}
@@ -99,18 +97,12 @@ def test_a_damaged_checkpoint_is_refused(checkpoint, tmp_path, name):
 def test_what_a_checkpoint_says_of_itself_has_to_fit(checkpoint, tmp_path, capsys):
     path, state = checkpoint / "model.safetensors", checkpoint / "state.json"
     good, digests = load_file(path), json.loads(state.read_text())["sha256"]
-    for bad, found in ((good[WEIGHT][:3], r"\(3, 16\)"), (good[WEIGHT].to(torch.int8), "torch.int8")):
-        save_file(good | {WEIGHT: bad}, path)
-        rewrite(state, sha256=digests | {path.name: file_digest(path)})
-        with pytest.raises(ValueError, match=f"{WEIGHT} is .*{found}"):
-            train(tmp_path, **KEPT)
-    save_file(good, path)
-    rewrite(state, sha256=digests | {path.name: file_digest(path)}, step=99)
-    beyond = checkpoint.rename(checkpoint.with_name("step-00000099"))
-    with pytest.raises(ValueError, match="it has 99 steps, of 6"):
+    save_file({name: good[name] for name in good if name != WEIGHT}, path)
+    rewrite(state, sha256=digests | {path.name: file_digest(path)})
+    with pytest.raises(ValueError, match=f"is of another model or optimizer: {WEIGHT}"):
         train(tmp_path, **KEPT)
-    beyond.rename(checkpoint)
-    rewrite(state, step=4, num_processes=2)
+    save_file(good, path)
+    rewrite(state, sha256=digests | {path.name: file_digest(path)}, num_processes=2)
     train(tmp_path, **KEPT)
     assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
 
@@ -123,17 +115,6 @@ def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(whole, check
 def test_a_damaged_log_is_begun_anew(checkpoint, tmp_path):
     (checkpoint.parents[1] / "log.jsonl").write_text('5\n{}\n{"step": "x"}\n')
     assert len(losses(train(tmp_path, **KEPT))) == 2  # of steps 5 and 6
-
-
-def test_a_task_keeps_its_model_where_it_is_saved_from(tmp_path, monkeypatch):
-    def task(self, model):
-        made = ContrastiveTask(model, self)
-        made.network = made._modules.pop("model")
-        return made
-
-    monkeypatch.setattr(TrainStage, "task", task)
-    with pytest.raises(ValueError, match="tuned: ContrastiveTask has another `model` than the one that it is given"):
-        train(tmp_path)
 
 
 MEASURED = {"tasks": ["symbols_pairs"], "every_steps": 100, "at_start": True}
@@ -197,12 +178,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(whole, tmp_path, monkeypat
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    message = "step 4: the checkpoint .* could not be written .* earlier checkpoints are whole"
+    message = "tuned: .*run the same command again to go on from there"
     with monkeypatch.context() as patch, pytest.raises(OSError, match=message):
         patch.setattr(engine, "save_checkpoint", save)
         train(tmp_path)
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert latest_checkpoint(checkpoints).name == "step-00000002"
     assert same_weights(train(tmp_path), whole())
 
 

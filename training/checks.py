@@ -18,7 +18,7 @@ from records.files import read_record
 from records.local_names import is_hub_name, meant_here
 from records.messages import Faults, most_similar, what_is_meant
 from records.provenance import MANIFEST
-from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, kind_of_captions, model_configs
+from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
 from training.settings import Reads, dump
 from training.stages import STAGES
 from training.stages.base import Reference, Stage, each_value, expected_output, inherited, kinds, map_inputs, references
@@ -119,12 +119,11 @@ class Outlook:
         if made is None:
             key = json.dumps(dump(arguments))
             counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
-            looked_at = self._tried(f"captions of {key}", lambda: Expected(captions=kind_of_captions(arguments)))
             readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
-            return replace(counted, captions=looked_at.captions, data=arguments, readable=readable)
+            return replace(counted, readable=readable)
         readable = made.folder and replace(arguments, source=str(made.folder))
         pairs = type(made.pairs)(arguments.taken(made.pairs)) if isinstance(made.pairs, int) else made.pairs
-        return replace(made, pairs=pairs, data=arguments, readable=readable)
+        return replace(made, pairs=pairs, readable=readable)
 
     def _model(self, source: str) -> Expected:
         configs, folder = model_configs(source, self.thorough), _folder(source)

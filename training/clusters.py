@@ -5,7 +5,6 @@ CLIP-MoE and CLIP-FMoE cluster the features of images and captions (`FeatureClus
 of captions (`CaptionClusters`).
 """
 
-import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
 CHUNK, DISTANCES_CHUNK = 4096, 8192
 # Rows that balanced K-means chooses its first centers from, for each center
 ROWS_PER_CENTER = 20
-INSTALL_FAISS = "faiss is not installed: pip install faiss-cpu (or clip-moe[faiss])"
 # Of clusters and of fine-grained centers
 CLUSTERS, CENTERS = "clusters.safetensors", "centers.safetensors"
 
@@ -94,21 +92,14 @@ def kmeans(
     Returns:
         (rows,) labels from 0 to `num_clusters` - 1. None is empty.
 
-    Raises:
-        ValueError: fewer samples than clusters, features that are not finite, or fewer different ones than clusters;
-            faiss is not installed.
     """
     rows = np.arange(len(features)) if rows is None else rows
-    if len(rows) < num_clusters:
-        raise ValueError(f"{len(rows)} samples cannot make {num_clusters} clusters of {what}")
     if method.library == "faiss":
         labels = _by_faiss(features, rows, num_clusters, seed, what, method)
     else:
-        features = features[rows]
-        _require_finite(features, what)
         with warnings.catch_warnings(), threadpool_limits(1):
             warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
-            labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features)
+            labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features[rows])
     _require_clusters(len(np.unique(labels)), num_clusters, len(rows), what)
     return labels
 
@@ -119,12 +110,9 @@ def _by_faiss(
     faiss = import_faiss()
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(len(rows), min(method.samples(num_clusters), len(rows)), replace=False))
-    if len(chosen) < num_clusters:
-        raise ValueError(f"num_samples {len(chosen)} are fewer than the {num_clusters} clusters of {what}: raise it")
     sample = features[rows[chosen]].astype(np.float32, copy=False)
     # Far from the origin, faiss's distances are inexact
     mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32)
-    _require_finite(sample, what)
     sample -= mean
     # faiss would split a cluster of equal features in two, and tell them apart by rounding
     different = set()
@@ -148,18 +136,9 @@ def _by_faiss(
     labels = np.empty(len(rows), int)
     for start in range(0, len(rows), CHUNK):
         chunk = features[rows[start : start + CHUNK]].astype(np.float32, copy=False)
-        _require_finite(chunk, what)
         chunk -= mean
         labels[start : start + len(chunk)] = search.index.search(chunk, 1)[1][:, 0]
     return labels
-
-
-def _require_finite(features: np.ndarray, what: str) -> None:
-    with np.errstate(over="ignore"):
-        # Without an array of squares. Those of float16 would not be finite
-        lengths = np.einsum("ij,ij->i", features, features, dtype=np.result_type(features, np.float32))
-    if not np.isfinite(lengths).all():
-        raise ValueError(f"the {what} are not finite, or so large that their squares are not")
 
 
 def _require_clusters(found: int, num_clusters: int, num_features: int, what: str) -> None:
@@ -170,19 +149,14 @@ def _require_clusters(found: int, num_clusters: int, num_features: int, what: st
         )
 
 
-def has_faiss() -> bool:
-    return importlib.util.find_spec("faiss") is not None
-
-
 def import_faiss():
-    """
-    Raises:
-        ValueError: it is not installed.
-    """
     try:
         import faiss
     except ImportError as error:
-        raise ValueError(f"K-means by faiss, the default above {MANY:,} features: {INSTALL_FAISS}") from error
+        raise ValueError(
+            f"K-means by faiss, the default above {MANY:,} features: faiss is not installed: pip install faiss-cpu (or "
+            "clip-moe[faiss])"
+        ) from error
     return faiss
 
 
@@ -202,15 +176,7 @@ def balanced_kmeans(
 
     Returns:
         (k, d) centers and (samples,) labels.
-
-    Raises:
-        ValueError: fewer samples than clusters, or features that are not finite.
     """
-    if len(features) < num_clusters:
-        raise ValueError(
-            f"{len(features)} samples cannot make {num_clusters} clusters: ask for fewer, or give more samples"
-        )
-    _require_finite(features, "features")
     sample = np.random.default_rng(seed).permutation(len(features))[: ROWS_PER_CENTER * num_clusters]
     first = kmeans_plusplus(features[np.sort(sample)].astype(np.float32), num_clusters, random_state=seed)[0]
     points, centers = torch.as_tensor(features, dtype=torch.float32, device=device), torch.as_tensor(first).to(device)
@@ -254,18 +220,10 @@ def squared_distances(points: torch.Tensor, centers: torch.Tensor) -> torch.Tens
 
 def nearest_centers(features: np.ndarray, centers: torch.Tensor) -> np.ndarray:
     """(rows,) the nearest of the centers (m, d) to each row (rows, d): the fine-grained cluster of a pair (MoDE section
-    3.3).
-
-    Raises:
-        ValueError: features of another size than the centers', or that are not finite.
-    """
-    if features.shape[1] != centers.shape[1]:
-        raise ValueError(f"the features have size {features.shape[1]}, the centers {centers.shape[1]}")
+    3.3)."""
     labels, squares = [], centers.square().sum(1)
     for start in range(0, len(features), DISTANCES_CHUNK):
         chunk = torch.as_tensor(features[start : start + DISTANCES_CHUNK]).to(centers.device, torch.float32)
-        if not chunk.isfinite().all():
-            raise ValueError(f"the features of rows {start} to {start + len(chunk) - 1} are not all finite")
         # The square of the row is the same for all centers
         labels.append(torch.addmm(squares, chunk, centers.T, alpha=-2).argmin(1).to(torch.int32).cpu())
     return torch.cat(labels).numpy()
@@ -305,9 +263,6 @@ def split(
 
     Returns:
         modality -> (samples,) labels, of those with more than one cluster.
-
-    Raises:
-        ValueError: see `kmeans`; names the group.
     """
     num_samples = len(next(iter(features.values())))
     groups = np.zeros(num_samples, int) if groups is None else groups
@@ -318,8 +273,6 @@ def split(
         for name in labels:
             number = num_clusters[name]
             if name == "random":
-                if len(members) < number:
-                    raise ValueError(f"{len(members)} samples{of_group} cannot make {number} random clusters")
                 labels[name][np.random.default_rng([seed, group, stage]).permutation(members)] = (
                     np.arange(len(members)) % number
                 )
@@ -338,17 +291,12 @@ def accumulate(
     Args:
         labels: (samples,), of this stage.
         features: each (samples, D), of which the centers are means, one beside the other.
-        previous: of the stages before.
-
-    Raises:
-        ValueError: `previous` is of another number of samples.
+        previous: of the stages before, of the same samples.
     """
     if previous is None:
         found, accumulated = np.unique(labels, return_inverse=True)
         tuples = found[:, None]
     else:
-        if len(previous.labels) != len(labels):
-            raise ValueError(f"{len(labels)} samples, but the previous clusters have {len(previous.labels)}")
         number = labels.max() + 1
         found, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
         tuples = np.concatenate([previous.tuples[found // number], found[:, None] % number], axis=1)
@@ -437,10 +385,6 @@ def load_clusters(
 
     Args:
         dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for; None: of none.
-
-    Raises:
-        FileNotFoundError: the folder has no clusters.
-        ValueError: the file is damaged, or the labels are of other samples or of the same in another order.
     """
     with open_arrays(directory / CLUSTERS, "a stage of clusters") as file:
         about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -459,11 +403,6 @@ def save_centers(directory: Path, centers: np.ndarray, encoder: str) -> None:
 
 
 def load_centers(directory: Path) -> tuple[np.ndarray, str]:
-    """The centers (m, d) of a cluster_fine stage and the name of their encoder.
-
-    Raises:
-        FileNotFoundError: the folder has none.
-        ValueError: the file is damaged.
-    """
+    """The centers (m, d) of a cluster_fine stage and the name of their encoder."""
     with open_arrays(directory / CENTERS, "a cluster_fine stage") as file:
         return file.get_tensor("centers"), file.metadata()["encoder"]

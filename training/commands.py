@@ -40,7 +40,7 @@ def train(
     changed = _overrides(overrides)
     if output_dir is not None:
         changed["output_dir"] = str(output_dir)
-    only = None if stages is None else _names(stages)
+    only = None if stages is None else _parts(stages)
     numbers = None if experts is None else _numbers(experts)
     from training.recipe import load_recipe
 
@@ -52,12 +52,6 @@ def train(
 
 def _parts(argument: str) -> list[str]:
     return [part.strip() for part in argument.split(",")]
-
-
-def _names(argument: str) -> list[str]:
-    if not all(_parts(argument)):
-        raise ValueError(f"--stages takes names of stages, such as upcycled,clip_up, not {argument!r}")
-    return _parts(argument)
 
 
 def _numbers(argument: str) -> list[int]:

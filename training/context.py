@@ -45,11 +45,7 @@ class Context:
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:
-        """The folder or hub name that a setting names: an earlier stage, a folder or a hub name.
-
-        Raises:
-            FileNotFoundError: it names a stage that has not finished.
-        """
+        """The folder or hub name that a setting names: an earlier stage, a folder or a hub name."""
         if self.finished(reference):
             return str(self.output_dir / reference) if reference in self.stages else reference
         folder = self.output_dir / reference
@@ -126,9 +122,6 @@ def make_accelerator(
 
     Args:
         mixed_precision: see `choose_precision`.
-
-    Raises:
-        ValueError: a tracker is not installed, which Accelerate would leave out without a word.
     """
     accelerator = Accelerator(
         # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.

@@ -44,11 +44,6 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
     Args:
         runs: folders of runs, or of single stages.
         only: quantities; none: all that were logged.
-
-    Raises:
-        FileNotFoundError: a folder has no log.
-        ValueError: a line of a log, but the last one, which may just be written, is damaged; or nothing is logged yet,
-            or not one of these quantities.
     """
     curves = {}
     for run in runs:
@@ -79,25 +74,16 @@ def read_log(log: Path) -> Curve:
     lines = log.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            step, values = _read_line(line)
-        except (ValueError, LookupError, AttributeError, TypeError, ZeroDivisionError) as error:
-            if number == len(lines):
+            values = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # which is just being written
                 break
             raise ValueError(f"line {number} of {log} is damaged: {error}") from error
-        curve.setdefault(step, {}).update(values)
+        if "logit_scale" in values:
+            values["temperature"] = 1 / values["logit_scale"]
+        known = {name: value for name, value in values.items() if name in TITLES or "/" in name}
+        curve.setdefault(values["step"], {}).update(known)
     return curve
-
-
-def _read_line(line: bytes) -> tuple[int, dict[str, float]]:
-    """A step and what was logged after it. What is wrong raises whatever it does."""
-    values = json.loads(line)
-    step = values.pop("step")
-    if "logit_scale" in values:
-        values["temperature"] = 1 / values["logit_scale"]
-    values = {name: value for name, value in values.items() if name in TITLES or "/" in name}
-    if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
-        raise ValueError("a step or a value is no number")
-    return step, values
 
 
 def quantities(curves: Iterable[Curve]) -> list[str]:

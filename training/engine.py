@@ -104,8 +104,6 @@ def train(
 
     Raises:
         FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
-        OSError: a checkpoint could not be written. The one before it stays.
-        ValueError: the last checkpoint is damaged, or checkpoints of this kind of distribution would be pickles.
     """
     checkpoints = directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
@@ -163,11 +161,6 @@ def _prepare(
     if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
         model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task = settings.task(model).train()
-    if getattr(task, "model", None) is not model:
-        raise ValueError(
-            f"{settings.name}: {type(task).__name__} has another `model` than the one that it is given, and what that "
-            "attribute holds is saved: keep the model there"
-        )
     optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     for group in optimizer.param_groups:
@@ -175,8 +168,6 @@ def _prepare(
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        if accelerator.mixed_precision == "fp16":
-            raise ValueError("DeepSpeed scales losses by itself: take mixed_precision bf16 instead of fp16")
         if settings.mini_batch_size is not None:
             raise ValueError(f"{settings.name}.mini_batch_size: DeepSpeed computes batches whole. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
@@ -330,11 +321,7 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
 
 
 def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
-    """Start the trackers that the recipe names, if any.
-
-    Raises:
-        ValueError: one cannot start.
-    """
+    """Start the trackers that the recipe names, if any."""
     if not accelerator.log_with:
         return
     try:

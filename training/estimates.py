@@ -4,10 +4,9 @@ as their settings and configurations tell."""
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import datasets
 import pyarrow.parquet
@@ -28,7 +27,6 @@ from data import annotations
 from data.once import once
 from data.pairs import all_captions, load_pairs, select_columns
 from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, split_files
-from data.splits import named_split
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
 from modeling_clip_moe import CLIPMoEConfig
@@ -70,10 +68,6 @@ class AtMost(int):
     __radd__, __rmul__ = __add__, __mul__
 
 
-class Uncounted(AtMost):
-    """The `num_samples` of data that nothing counts before they are read."""
-
-
 @dataclass(frozen=True)
 class Expected:
     """What is known of an input before it is there, or of what a stage will make.
@@ -85,13 +79,8 @@ class Expected:
         processor: the folder that has the processor of a model, or the one by which a stage read its data, if that is
             there already.
         readable: the settings of data that can be read already.
-        data: the settings of data.
-        captions: of an image: a text, a list of so many, or lists. None: not known.
-        rows: of what has a row for each pair, such as features or labels: the data whose rows they are.
-        weights: of a model: where it comes from, and each training since: the stage, and the names of the parameters
-            that it changes. Empty: not known.
-        clusters: how many clusters or centers there are, of clusters within clusters the first ones.
-        encoder: what embeds captions, under a name that other encoders have not.
+        weights: where a model comes from, and each training since: the stage, and the names of the parameters that it
+            changes. Empty: not known.
     """
 
     configs: tuple[PreTrainedConfig, ...] | str = "it is no model"
@@ -99,12 +88,7 @@ class Expected:
     folder: Path | None = None
     processor: Path | None = None
     readable: DataArguments | None = None
-    data: DataArguments | None = None
-    captions: int | Literal["text", "lists"] | None = None
-    rows: "Expected | None" = None
     weights: tuple[tuple[str, frozenset[str]], ...] = ()
-    clusters: int | None = None
-    encoder: str | None = None
 
     @classmethod
     def unknown(cls, why: str) -> "Expected":
@@ -203,7 +187,7 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
     except Unknown:
         if arguments.num_samples is None:
             raise
-        return Uncounted(arguments.num_samples)
+        return AtMost(arguments.num_samples)
 
 
 def _count_rows(arguments: DataArguments, read_json: bool) -> int:
@@ -234,23 +218,6 @@ def as_stream(arguments: DataArguments) -> DataArguments:
     changes = {"streaming": True, "indexed": False, "in_memory": False, "skip": None, "num_samples": None}
     changes["split"] = arguments.split if is_saved(arguments.source) else split
     return replace(arguments, **changes)
-
-
-def kind_of_captions(arguments: DataArguments) -> Literal["text", "lists"] | None:
-    """What the caption column of a source holds; None: it is not known. No row is read."""
-    source = arguments.source
-    if source in WORLDS or not is_here(source):
-        return "text" if source in WORLDS else None
-    if arguments.captions_per_line:
-        return "lists"
-    if source.endswith(".json"):
-        return "text" if annotations.holds_list(source) else "lists"
-    if Path(source).suffix in annotations.TABLES and not Path(source).is_dir():
-        return "text"
-    feature = (open_rows(as_stream(arguments)).features or {}).get(arguments.caption_column)
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return "lists"
-    return "text" if isinstance(feature, datasets.Value) else None
 
 
 def text_length(model: Expected, data: Expected) -> int:
@@ -350,41 +317,6 @@ def _stored(config: PreTrainedConfig) -> int:
     return sum(parameter.numel() for _, parameter in described(config).named_parameters(remove_duplicate=once))
 
 
-# Settings of data that choose rows, wherever these are; of a built-in world
-ROWS, OF_WORLDS = ("caption_column", "captions_per_line", "skip"), ("captions", "kinds", "seed")
-
-
-def other_rows(name: str, theirs: Expected, ours: Expected) -> str:
-    """What tells that a stage is of other data than another stage, or nothing.
-
-    Args:
-        name: of the stage.
-        theirs: what it makes, with a row for each of its pairs.
-        ours: the data of the other stage.
-    """
-    if theirs.rows is None or theirs.rows.data is None or ours.data is None:
-        return ""
-    differing = [f"{key} is {then!r} there and {now!r} here" for key, then, now in _differences(theirs.rows, ours)]
-    return f"{name} is of other data: {', '.join(differing)}. Use the same data in both" if differing else ""
-
-
-def _differences(theirs: Expected, ours: Expected) -> list[tuple[str, object, object]]:
-    source = ours.data.source
-    if theirs.data.source != source:
-        return [("source", theirs.data.source, source)] if {theirs.data.source, source} <= set(WORLDS) else []
-    keys = (*ROWS, *(() if _same_split(theirs.data, ours.data) else ("split",)), *OF_WORLDS * (source in WORLDS))
-    found = [(key, getattr(theirs.data, key), getattr(ours.data, key)) for key in keys]
-    if not any(isinstance(one.pairs, str | Uncounted) for one in (theirs, ours)):
-        found.append(("the number of pairs", *(int(one.pairs) for one in (theirs, ours))))
-    return [(key, then, now) for key, then, now in found if then != now]
-
-
-def _same_split(one: DataArguments, other: DataArguments) -> bool:
-    """A dataset that was saved as one split has all its rows under any name that it takes."""
-    named = {named_split(data.source, data.split) for data in (one, other)}
-    return len(named) == 1 or (Path(one.source) / "state.json").is_file()
-
-
 def read_otherwise(models: Iterable[Expected]) -> str:
     """Why models cannot become one that has one processor, as far as theirs are known, or nothing."""
     folders = dict.fromkeys(folder for model in models if model.processor and (folder := _processor(model)))
@@ -405,37 +337,9 @@ def _processor(model: Expected) -> Path | None:
     return model.processor if len(lengths) == 1 else None
 
 
-def wrong_weights(weights: Sequence[float] | None, data: Expected) -> str:
-    """Why the images of data have not as many captions as there are weights, or nothing."""
-    if weights is None or data.captions in (None, "lists", len(weights)):
-        return ""
-    captions = "one caption, a text" if data.captions == "text" else f"{data.captions} captions"
-    way_out = "leave them out, or make several with a captions stage" if data.captions == "text" else "give as many"
-    return f"{len(weights)} weights, but the images of {data.data.source} have {captions}: {way_out}"
-
-
-def too_many(number: int, of: int | None, what: str) -> str:
-    """Why there cannot be so many clusters, or nothing."""
-    return "" if of is None or number <= max(of, 1) else f"{of} {what} cannot make {number} clusters: ask for fewer"
-
-
 def trained_apart(one: Expected, other: Expected) -> frozenset[str]:
     """Parameters trained since both models had the same weights; empty if that is not known."""
     both = zip(one.weights, other.weights, strict=False)
     shared = next((at for at, (a, b) in enumerate(both) if a != b), min(len(one.weights), len(other.weights)))
     since = (*one.weights[shared:], *other.weights[shared:]) if shared else ()
     return frozenset().union(*(names for _, names in since))
-
-
-def other_encoder(name: str, one: Expected, other_name: str, other: Expected) -> str:
-    """What tells that two stages go back to captions that different encoders embedded, or nothing."""
-    if None in (one.encoder, other.encoder) or one.encoder == other.encoder:
-        return ""
-    return f"{name} goes back to the encoder {one.encoder}, {other_name} to {other.encoder}: name stages of one encoder"
-
-
-def no_cluster(number: int | None, name: str, clusters: Expected) -> str:
-    """Why there is no cluster of a number, or nothing."""
-    if number is None or clusters.clusters is None or number < clusters.clusters:
-        return ""
-    return f"there is no cluster {number}: those of {name} are 0 to {clusters.clusters - 1}"

@@ -5,7 +5,6 @@ The layers below those are frozen in CLIP-FMoE's stages: with their output on di
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from training.loader import PairLoader
 READABLE, CAPTIONED = "readable", "captioned"
 # Batches that are written together: what a run that is killed loses, and what is in memory at a time
 BATCHES_PER_SHARD, CAPTION_BATCHES_PER_SHARD = 8, 128
-SEVERAL = "hidden states need caption_weights where images have several captions"
 
 
 def clip_features(
@@ -42,9 +40,6 @@ def clip_features(
 
     Args:
         caption_weights: those of the loader: the text feature of an image is the mean of its captions' so weighted.
-
-    Raises:
-        ValueError: a feature is not finite.
     """
     model = model.to(accelerator.device).eval()
 
@@ -62,14 +57,17 @@ def clip_features(
                 features["text"].append(texts)
             arrays = {name: torch.cat(tensors) for name, tensors in features.items()}
             for name, array in arrays.items():
-                bad = int((~array.isfinite()).any(dim=1).sum())
-                if bad:
-                    raise ValueError(
-                        f"{bad} {name} features of the pairs from {pairs.start} on are not finite: damaged weights?"
-                    )
+                _require_finite(array.numpy(), name, pairs)
             yield arrays
 
     return compute
+
+
+def _require_finite(features: np.ndarray, name: str, pairs: range) -> None:
+    """Clusters of features that are not finite mean nothing."""
+    bad = int((~np.isfinite(features)).any(axis=1).sum())
+    if bad:
+        raise ValueError(f"{bad} {name} features of the pairs from {pairs.start} on are not finite: damaged weights?")
 
 
 def mean_of_captions(
@@ -106,7 +104,13 @@ def encoder_features(
             embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
         return np.concatenate(embeddings)
 
-    return lambda shards: ({"embeddings": embed(pairs).astype(dtype)} for pairs in shards)
+    def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
+        for pairs in shards:
+            embeddings = embed(pairs).astype(dtype)
+            _require_finite(embeddings, encoder.modality, pairs)
+            yield {"embeddings": embeddings}
+
+    return compute
 
 
 def captions_of(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
@@ -145,16 +149,10 @@ def hidden_states(accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoa
 
 
 def frozen_weights_hash(model: CLIPMoEModel) -> str:
-    """The hash of all weights below the first sparse layer of each tower.
-
-    Raises:
-        ValueError: a tower has no sparse layer.
-    """
+    """The hash of all weights below the first sparse layer of each tower."""
     digest = hashlib.sha256()
     for tower in ("text_model", "vision_model"):
         submodel = getattr(model, tower)
-        if not submodel.config.moe_layers:
-            raise ValueError(no_sparse_layer(tower))
         for name, tensor in sorted(submodel.state_dict().items()):
             parts = name.split(".")
             in_encoder = parts[:2] == ["encoder", "layers"]
@@ -167,20 +165,12 @@ def frozen_weights_hash(model: CLIPMoEModel) -> str:
     return digest.hexdigest()
 
 
-def no_sparse_layer(tower: str) -> str:
-    return f"{tower} has no sparse layer, so no layers below it whose output could be kept"
-
-
 def captions_per_image(rows: datasets.Dataset, caption_weights: Sequence[float] | None) -> int:
-    """How many captions of an image hidden states are of: all, or the only one.
-
-    Raises:
-        ValueError: images have several, of which each epoch would draw one.
-    """
+    """How many captions of an image hidden states are of: all, or the only one."""
     if caption_weights is not None:
         return len(caption_weights)
     if not isinstance(rows[0]["caption"], str):
-        raise ValueError(SEVERAL)
+        raise ValueError("hidden states need caption_weights where images have several captions")
     return 1
 
 
@@ -191,30 +181,6 @@ def size_on_disk(config: CLIPMoEConfig, images: int, text_tokens: int, dtype: to
     return dtype.itemsize * (vision_tokens * vision.hidden_size + text_tokens * text.hidden_size)
 
 
-def announce_size(
-    accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype, directory: Path
-) -> None:
-    """Say how much disk the hidden states of a loader's pairs take.
-
-    Raises:
-        OSError: there is not as much.
-    """
-    if not accelerator.is_main_process:
-        return
-    text_tokens = sum(loader.text_lengths())
-    size = size_on_disk(model.config, len(loader.pairs), text_tokens, dtype)
-    print(
-        f"the hidden states of {len(loader.pairs)} images and {text_tokens} text tokens take {size / 1e6:,.2f} MB "
-        f"in {directory}"
-    )
-    needed = size - sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise OSError(
-            f"the hidden states take {needed / 1e6:,.2f} MB more, but only {free / 1e6:,.2f} MB are free in {directory}"
-        )
-
-
 class HiddenStates:
     """Hidden states on disk, by the number of a pair.
 
@@ -223,11 +189,6 @@ class HiddenStates:
         model: the one that is to be trained on them.
         dataset_fingerprint: of the pairs, see `data.identity.data_fingerprint`.
         num_captions: of an image.
-
-    Raises:
-        FileNotFoundError: the folder holds none.
-        ValueError: they are of another dataset, of another number of captions, or of a model with other weights below
-            the first sparse layer. A changed configuration is not noticed; a train stage compares the processors.
     """
 
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):

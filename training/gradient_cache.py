@@ -14,19 +14,14 @@ from transformers import PreTrainedModel
 
 from modeling_clip_moe import CLIPMoEModel
 from training.losses import SumsOfParts
+from training.training_state import set_torch_states, torch_states
 
 TEXT_KEYS = ("input_ids", "attention_mask", "text_sparse_inputs")
 
 
 def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """A batch of a `PairLoader` in parts of `size` images, each with its captions.
-
-    Raises:
-        ValueError: the size does not divide the batch.
-    """
+    """A batch of a `PairLoader` in parts of `size` images, each with its captions."""
     images = next(value for name, value in batch.items() if name not in TEXT_KEYS)
-    if len(images) % size:
-        raise ValueError(f"mini_batch_size {size} does not divide the {len(images)} images of a process's batch")
     captions = batch.get("caption_mask", torch.ones(len(images), 1))
     texts = [int(part.sum()) for part in captions.split(size)]  # of each part
     split = {name: value.split(texts if name in TEXT_KEYS else size) for name, value in batch.items()}
@@ -54,9 +49,6 @@ def cached_gradient(
 
     Returns:
         The loss of the batch, and what is logged of it, as `ContrastiveTask.forward` returns them.
-
-    Raises:
-        ValueError: the size does not divide the batch, or a router loss differs from part to part.
     """
     parts, sums = split_batch(batch, size), SumsOfParts()
 
@@ -68,14 +60,14 @@ def cached_gradient(
     embeds, states, auxiliaries, logged = [], [], [], []
     with torch.no_grad(), sums:
         for number in range(len(parts)):
-            states.append(_generators(accelerator.device))
+            states.append(torch_states(accelerator.device))
             embeds.append(task(sent(number), only_embed=True))
             sums.end_of_part()
     contrastive, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     sums.reduce()
-    after = _generators(accelerator.device)
+    after = torch_states(accelerator.device)
     for number, of_part in enumerate(gradients):
-        _set_generators(states[number], accelerator.device)
+        set_torch_states(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task), sums:
             surrogate, auxiliary, metrics = task(sent(number), gradients=of_part)
@@ -83,7 +75,7 @@ def cached_gradient(
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
-    _set_generators(after, accelerator.device)
+    set_torch_states(after, accelerator.device)
     auxiliaries = torch.stack(auxiliaries)
     if not torch.allclose(auxiliaries, auxiliaries[0], rtol=0, atol=0, equal_nan=True):
         raise ValueError(
@@ -112,15 +104,3 @@ def _gradient_by_embeds(
         for gradient, of_parts in ((by_images, images), (by_texts, texts))
     )
     return loss.detach(), [(*of_part, by_scale / len(embeds)) for of_part in zip(by_images, by_texts, strict=True)]
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that dropout and noise draw from."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
-
-
-def _set_generators(states: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1])

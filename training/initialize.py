@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import PIL.Image
@@ -39,8 +38,6 @@ from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
 
-LARGEST_IMAGE = 5000  # one is made to look at what comes of it
-
 
 def random_clip(
     config: CLIPConfig | CLIPMoEConfig, processor: CLIPProcessor, openai_weights: bool = False
@@ -51,9 +48,6 @@ def random_clip(
         config: may be made from that of `clip_config`.
         processor: of `clip_config`.
         openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
-
-    Raises:
-        ValueError: settings that make no model, or one that does not fit into memory.
     """
     if isinstance(config, CLIPMoEConfig):
         check_memory(config)
@@ -146,21 +140,9 @@ def clip_config(
         text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
-
-    Raises:
-        FileNotFoundError: the processor or tokenizer is not there, or half of it is missing.
-        ValueError: settings that make no model, or a processor that does not fit it.
     """
     with _as_value_errors():
         text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
-    sizes = vision.image_size, vision.patch_size
-    if not all(isinstance(size, int) for size in sizes) or not 0 < vision.patch_size <= vision.image_size:
-        raise ValueError(
-            f"vision_config has image_size {vision.image_size} and patch_size {vision.patch_size}: both have to be one "
-            "number, and an image has to hold a patch"
-        )
-    if vision.image_size > LARGEST_IMAGE:
-        raise ValueError(f"vision_config has image_size {vision.image_size}: at most {LARGEST_IMAGE} is possible")
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
@@ -211,9 +193,7 @@ def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
     """A folder or hub name has this half of a processor, which transformers would make up."""
     require_source(source)
     if not has_file(source, *files):
-        if Path(source).is_dir():
-            raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")
-        raise FileNotFoundError(f"no such folder: {source}; nor can a {half} of that name be had from the Hub")
+        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)}), here or on the Hub")
 
 
 def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> dict[str, int]:

@@ -40,10 +40,6 @@ class PairLoader:
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
-
-    Raises:
-        ValueError: the dataset is smaller than a global batch, or images do not have L captions, one of which has a
-            weight.
     """
 
     def __init__(
@@ -63,8 +59,6 @@ class PairLoader:
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
-        if arguments.streaming and not (sampler is None and caption_weights is None and hidden_states is None):
-            raise ValueError("a stream has no numbered pairs for a sampler, caption weights or hidden states")
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
@@ -109,15 +103,6 @@ class PairLoader:
         self._in_order.batch_sampler[:] = [[(None, index) for index in batch] for batch in batches]
         with errors_of_workers():
             yield from self._in_order
-
-    def text_lengths(self) -> list[int]:
-        """Tokens of every caption that `in_order` gives, padding left out."""
-        lengths = []
-        for start in range(0, len(self.pairs), 1000):
-            captions = [self.pairs.caption(None, index) for index in range(start, min(start + 1000, len(self.pairs)))]
-            captions = [caption for of_image in captions for caption in present_captions(of_image)]
-            lengths += map(len, self.processor.tokenizer(captions, truncation=True)["input_ids"])
-        return lengths
 
     def report_cut_captions(self) -> None:
         """Warns of captions that are longer than the tokenizer's `model_max_length`, with their share: of all, or of
@@ -195,9 +180,6 @@ class _Images:
 
     Args:
         augmentation: of training.
-
-    Raises:
-        ValueError: it needs the size of the model's images, but the processor does not settle it.
     """
 
     def __init__(self, processor: BaseImageProcessor, image_root: str | None, augmentation: Augmentation | None):

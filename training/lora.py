@@ -38,9 +38,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
     Args:
         seed: of the adapters.
-
-    Raises:
-        ValueError: peft is not installed, or the model has none of the targets, or one encoder for both towers.
     """
     if getattr(model.config, "shared_encoder", False):
         raise ValueError("lora: an encoder that both towers have would get two adapters")

@@ -19,9 +19,6 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
 
     Returns:
         The names of the trainable and of the frozen parameters.
-
-    Raises:
-        ValueError: the pattern is no regular expression, or is found in no name.
     """
     try:
         compiled = re.compile(pattern)

@@ -5,21 +5,21 @@ Unknown keys, wrong types and contradictions raise a `ValueError` that names the
 
 import copy
 import functools
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args, get_type_hints
 
-from pydantic import Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
 
 from data.once import opened_once
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.messages import most_similar, shortened, what_is_meant
-from records.provenance import LOGS, RECIPE
+from records.processes import num_processes
+from records.provenance import LOGS
 from records.yaml_files import read_yaml
 from training.checks import Outlook, RecipeError, find_faults, reference_faults
 from training.measured_tasks import MeasuredTasks
@@ -61,15 +61,8 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the stage name {name!r} is used twice")
-            alike = [other for other in names if other != name and other.casefold() == name.casefold()]
-            if alike:
-                raise ValueError(f"{name!r} and {alike[0]!r} are one folder where file names have no case: rename one")
-            problem = _problem_of_name(name)
-            if problem:
-                raise ValueError(f"{name!r:.60} cannot name a stage: {problem}")
-        experts = [number for number in map(expert_number, stages) if number is not None]
-        if len(set(experts)) < len(experts):
-            raise ValueError(f"two stages train an expert of the same number; the numbers are {experts}")
+            if name in {field.name for field in fields(Recipe)} | {"defaults", LOGS}:
+                raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe, or a folder of the run")
         return stages
 
     @model_validator(mode="after")
@@ -93,17 +86,20 @@ class Recipe:
         return self
 
 
-def _problem_of_name(name: str) -> str:
-    """Why a stage cannot have this name, which is that of its folder, or nothing."""
-    if name in {field.name for field in fields(Recipe)} | {"defaults"}:
-        return "it is a key of the recipe"
-    if name.casefold() in (RECIPE, LOGS):
-        return "a file of the run has that name"
-    if not name.strip() or name != name.strip() or name.startswith((".", "-")) or name.endswith(".partial"):
-        return "it is empty, begins with a dot, a minus or a space, or ends in .partial or a space"
-    if any(character in "/\\" or not character.isprintable() for character in name):
-        return "it is no name of a folder"
-    return "it is longer than 200 bytes" if len(name.encode()) > 200 else ""
+class NamedStage(TypedDict):
+    """A stage as it stands in a file, before its own class reads it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    name: str
+    stage: str
+
+
+class RecipeFile(TypedDict):
+    """A recipe as it stands in a file: what overrides and defaults have to find in it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    stages: Annotated[list[NamedStage], Field(min_length=1)]
+    defaults: NotRequired[dict[str, dict[str, Any]] | None]
 
 
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -116,33 +112,17 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
             of that kind.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RecipeError: an unknown key, a value of the wrong type or out of range, a contradiction. Then all other faults
-            that can be found are named, too.
-        ValueError: it is no recipe.
     """
     path = Path(path)
     if not path.is_file():
-        what = "is a folder, not a recipe" if path.is_dir() else "there is no such file"
-        raise FileNotFoundError(f"no recipe at {path}: {what}; the project's are in training/recipes")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8, so no recipe: {error}") from error
-    raw = read_yaml(text, str(path))
+        raise FileNotFoundError(f"no recipe at {path}; the project's are in training/recipes")
+    raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
     _require_stages(raw, path)
     for key, value in (overrides or {}).items():
         _override(raw, key, value)
     _require_stages(raw, path)
-    defaults = raw.pop("defaults", None) or {}
-    for kind, settings in defaults.items() if isinstance(defaults, dict) else [("", defaults)]:
-        if not isinstance(settings, dict):
-            key = f"defaults.{kind}" if kind else "defaults"
-            raise ValueError(f"{path}: {key} needs keys with settings, not {shortened(settings)}")
     problems: list[str] = []
-    stages, broken = _read_stages(raw["stages"], defaults, problems)
+    stages, broken = _read_stages(raw["stages"], raw.pop("defaults", None) or {}, problems)
     problems += reference_faults(stages, broken)
     pushed = raw.get("push_to_hub")
     if isinstance(pushed, dict):
@@ -150,11 +130,18 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     recipe = _validate(Recipe, raw | {"stages": stages}, "", problems) if stages else None
     if problems:
         with opened_once():
-            outlook = Outlook(stages, str(raw.get("output_dir")), int(os.environ.get("WORLD_SIZE", 1)), broken)
+            outlook = Outlook(stages, str(raw.get("output_dir")), num_processes(), broken)
             problems += find_faults(outlook, set(outlook.stages))
         raise RecipeError(path, problems)
     recipe.title = str(path)
     return recipe
+
+
+def _require_stages(raw: Any, path: Path) -> None:
+    problems: list[str] = []
+    _validate(RecipeFile, raw, "", problems)
+    if problems:
+        raise RecipeError(path, problems)
 
 
 def _read_stages(
@@ -188,10 +175,7 @@ def _read_stages(
 def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[str]) -> Any:
     """The settings as an object; or None, with a line for each of their problems."""
     try:
-        validated = TypeAdapter(kind).validate_python(settings)
-        numbers = [*_booleans_as_numbers(settings, validated)]
-        problems += [f"{prefix}{key}: a number is needed, not true or false" for key in numbers]
-        return None if numbers else validated
+        return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         for e in error.errors():
             key = prefix + ".".join(map(str, e["loc"]))
@@ -199,23 +183,8 @@ def _validate(kind: type, settings: dict[str, Any], prefix: str, problems: list[
             problems.append(f"{key.rstrip('.') or 'recipe'}: {_message(e, kind)}{got}")
 
 
-def _booleans_as_numbers(given: Any, read: Any) -> Iterator[str]:
-    """The keys of settings whose `true` or `false` was read as a number, as Python and pydantic do."""
-    if not isinstance(given, dict | list):
-        return
-    for key, value in given.items() if isinstance(given, dict) else enumerate(given):
-        inner = read[key] if isinstance(read, dict | list) else getattr(read, key)
-        if isinstance(value, bool) and type(inner) in (int, float):
-            yield str(key)
-        yield from (f"{key}.{rest}" for rest in _booleans_as_numbers(value, inner))
-
-
 def stage_class(stage: str) -> type[Stage]:
-    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
     if ":" not in stage:
         if stage not in STAGES:
             raise ValueError(f"there is no kind of stage {stage!r}: {what_is_meant(stage, STAGES)}")
@@ -235,38 +204,17 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     return own | {"stages": [dump(stage) for stage in recipe.stages]}
 
 
-def _require_stages(raw: Any, path: Path) -> None:
-    """Raises:
-    ValueError: what the overrides and the defaults have to find in a recipe is not there.
-    """
-    if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list):
-        raise ValueError(f"{path} has no list of stages")
-    if not raw["stages"]:
-        raise ValueError(f"{path}: the list of stages is empty")
-    for stage in raw["stages"]:
-        keys = [stage.get("name"), stage.get("stage")] if isinstance(stage, dict) else []
-        if not keys or not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"{path}: a stage needs the keys name and stage, both texts, got {shortened(stage)}")
-
-
 def _override(raw: dict, key: str, value: Any) -> None:
     head, *rest = key.split(".")
-    target = raw
-    stage = next((stage for stage in raw["stages"] if stage["name"] == head), None)
-    if stage is not None:
-        if not rest:
-            raise ValueError(f"--{key}: a stage is overridden key by key, as in --{key}.KEY VALUE")
-        target = stage
-    elif head in {f.name for f in fields(Recipe)} | {"defaults"}:
-        rest = [head, *rest]
-    else:
+    target = next((stage for stage in raw["stages"] if stage["name"] == head), None)
+    if target is None and head in {f.name for f in fields(Recipe)} | {"defaults"}:
+        target, rest = raw, [head, *rest]
+    if target is None or not rest:
         names = [stage["name"] for stage in raw["stages"]]
         raise ValueError(
             f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
-            f"recipe, nor one of its stages {names}, whose settings are written --STAGE.KEY"
+            f"recipe, nor a setting of one of its stages {names}, which is written --STAGE.KEY"
         )
-    if "" in rest:
-        raise ValueError(f"--{shortened(key)}: keys are written KEY.KEY")
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}

@@ -62,18 +62,9 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     Args:
         only: names of the stages to run; None: all.
         experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
-
-    Raises:
-        RecipeError: all that can be seen to go wrong before the first stage runs, such as a stage that needs another
-            one which has not finished and is not among those to run.
-        ValueError: `only` or `experts` names what is not in the recipe, or a stage's folder was made with other
-            settings.
     """
     stages = wanted_stages(recipe, only, experts)
     output_dir = Path(recipe.output_dir)
-    files = [path for path in (output_dir, *output_dir.parents) if path.exists() and not path.is_dir()]
-    if files:
-        raise ValueError(f"output_dir {output_dir} cannot be a folder: {files[0]} is a file")
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
     outlook = require_sound(recipe, {stage.name for stage in stages}, accelerator.num_processes)
@@ -101,11 +92,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
 
 
 def require_sound(recipe: Recipe, wanted: set[str], num_processes: int, thorough: bool = False) -> Outlook:
-    """What is known before these stages run; see `Outlook`.
-
-    Raises:
-        RecipeError: all that can be seen to go wrong.
-    """
+    """What is known before these stages run; see `Outlook`."""
     with opened_once():
         outlook = Outlook(recipe.stages, recipe.output_dir, num_processes, thorough=thorough)
         faults = list(find_faults(outlook, wanted))
@@ -115,11 +102,7 @@ def require_sound(recipe: Recipe, wanted: set[str], num_processes: int, thorough
 
 
 def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
-    """The stages to run, in their order.
-
-    Raises:
-        ValueError: `only` or `experts` names what is not in the recipe.
-    """
+    """The stages to run, in their order."""
     names = [stage.name for stage in recipe.stages]
     unknown = sorted(set(only or ()) - set(names))
     if unknown:
@@ -220,9 +203,6 @@ class Runner:
     def require_made_alike(self, stage: Stage) -> None:
         """Compare what is in a stage's folders with what the run asks for, as far as its inputs are there. Writes
         nothing.
-
-        Raises:
-            ValueError: they were made otherwise, or the folder is not that of a stage.
         """
         final, partial = self._folders(stage)
         if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
@@ -306,9 +286,6 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
     """
     Args:
         data: of the stage, where it may be read.
-
-    Raises:
-        ValueError: the record of a folder tells that it was made otherwise, or is damaged.
     """
     found = Record.read(folder).differences(new)
     if not found:

@@ -55,7 +55,6 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        raise NotImplementedError
 
     def global_batches(self, rng: np.random.Generator) -> Sequence[np.ndarray]:
         """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples.
@@ -63,7 +62,6 @@ class DistributedBatchSampler(Sampler[list[int]]):
         Args:
             rng: of the seed and the epoch, the same in every process. Nothing else may be drawn from.
         """
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = self.global_batches(np.random.default_rng([self.seed, self.epoch]))
@@ -79,9 +77,6 @@ class GlobalBatchSampler(DistributedBatchSampler):
     Args:
         num_samples: of the dataset.
         batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
-
-    Raises:
-        ValueError: the dataset is smaller than a global batch.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
@@ -113,9 +108,6 @@ class ClusterBatchSampler(DistributedBatchSampler):
         batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
         order: "shuffled", or "round_robin": one batch of each cluster in turn, until none has another (CLIP-FMoE
             appendix C).
-
-    Raises:
-        ValueError: no cluster fills a global batch.
     """
 
     def __init__(

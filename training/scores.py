@@ -4,22 +4,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel, ProcessorMixin
 
-from data.sources import is_here
-from data.worlds import WORLDS
 from evaluation.evaluate import evaluate_model
 from evaluation.measures import METRICS
-from evaluation.own_data import OwnTask
 from evaluation.task import INFORMATION, Task
-from evaluation.tasks import TASKS, copied_benchmarks, find_tasks
 from records.files import read_json, save, write_text
 from records.messages import cut
 from records.provenance import weights_fingerprint
@@ -47,44 +43,9 @@ class Evaluation(MeasuredTasks):
     # one after the last step. Of a task on own data, its `task` is enough where no other one has the same.
     keep_best: str | None = None
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.keep_best is None:
-            return self
-        task, _, metric = self.keep_best.partition("/")
-        kinds = self.kinds()
-        if task not in kinds and task.partition("-")[0] not in kinds:
-            raise ValueError(f"keep_best {self.keep_best!r} is no TASK/METRIC of the tasks {', '.join(kinds)}")
-        kind = kinds.get(task, task.partition("-")[0])
-        if kind is not None and metric.partition("/")[0] not in METRICS[kind]:
-            raise ValueError(f"keep_best {self.keep_best!r}: the metrics of {task} are {', '.join(METRICS[kind])}")
-        return self
-
-    def wrong_tasks(self) -> Iterator[tuple[str, str]]:
-        """Also a `keep_best` that is none of the scores, where the data of what it may name are here."""
-        wrong = list(super().wrong_tasks())
-        yield from wrong
-        if self.keep_best is None or wrong:
-            return
-        name = self.keep_best.partition("/")[0]
-        own = [task for task in self.tasks if isinstance(task, OwnTask) and task.task == name.partition("-")[0]]
-        if own:
-            here = all(task.dataset in WORLDS or is_here(task.dataset) for task in own)
-        else:
-            here = name in TASKS or name in copied_benchmarks([name], self.data_root)
-        if here:
-            try:
-                find_score(self.keep_best, find_tasks(own or [name], self.data_root))
-            except (ValueError, OSError) as error:
-                yield "keep_best", str(error)
-
 
 def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
-    """The whole name of a score, TASK/METRIC, in which that of a task on own data may be cut to how it begins.
-
-    Raises:
-        ValueError: none or several of the tasks have that name, or it has no such metric.
-    """
+    """The whole name of a score, TASK/METRIC, in which that of a task on own data may be cut to how it begins."""
     task, _, metric = keep_best.partition("/")
     found = [task] if task in tasks else [name for name in tasks if name.startswith(f"{task}-")]
     if len(found) != 1:
@@ -119,9 +80,6 @@ class Scores:
 
     Args:
         folder: gets the model that is measured, and keeps the best one from one attempt of the stage to the next.
-
-    Raises:
-        ValueError: `keep_best` is none of the scores; else as `MeasuredTasks.open_tasks`.
     """
 
     def __init__(
@@ -146,9 +104,6 @@ class Scores:
     def measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
         """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get
         nothing. What is random goes on as if nothing had happened.
-
-        Raises:
-            ValueError: the best model of the steps before is damaged.
         """
         scores = {}
         if self.accelerator.is_main_process:
@@ -158,11 +113,7 @@ class Scores:
         return scores
 
     def best(self) -> Path | None:
-        """The folder of the model that had the highest score so far, with a record of that; None: none is kept.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """The folder of the model that had the highest score so far, with a record of that; None: none is kept."""
         best, before = self.folder / BEST, self.folder / BEST_BEFORE
         if before.exists() and not best.exists():  # killed while another one took its place
             os.replace(before, best)

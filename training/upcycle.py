@@ -13,10 +13,10 @@ if __name__ == "__main__":
     launch_cpu_processes("upcycle.py", sys.argv)
     train.main()
 
-import os
 from collections.abc import Sequence
 
 from conversion.folders import load_config
+from records.processes import is_first_process, num_processes
 from training.checks import RecipeError
 from training.plan import plan, render
 from training.recipe import Recipe
@@ -42,14 +42,9 @@ def run(recipe: Recipe, only: Sequence[str] | None = None, experts: Sequence[int
 
 
 def print_plan(recipe: Recipe, only: Sequence[str] | None = None, experts: Sequence[int] | None = None) -> None:
-    """Print what a run would do.
-
-    Raises:
-        RecipeError: the run could not begin, which is told after the plan.
-    """
-    num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    rows, faults = plan(recipe, wanted_stages(recipe, only, experts), num_processes)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(render(recipe.title, rows, num_processes), flush=True)
+    """Print what a run would do."""
+    rows, faults = plan(recipe, wanted_stages(recipe, only, experts), num_processes())
+    if is_first_process():
+        print(render(recipe.title, rows, num_processes()), flush=True)
     if faults:
         raise RecipeError(recipe.title, faults)

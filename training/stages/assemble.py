@@ -16,9 +16,9 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.clusters import load_clusters
 from training.context import Context
-from training.estimates import Expected, bytes_in_memory, other_encoder, read_otherwise
+from training.estimates import bytes_in_memory, read_otherwise
 from training.settings import STRICT, Reads
-from training.stages.base import Model, Stage
+from training.stages.base import Model, Stage, named_errors
 from training.stages.data_experts import ENCODER
 
 
@@ -57,13 +57,6 @@ class AssembleStage(Stage):
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "experts", read_otherwise(inputs.experts)
-        if self.clusters is not None:
-            yield from self._misfits(inputs.clusters, inputs.captions)
-
-    def _misfits(self, clusters: Expected, captions: Expected) -> Iterator[tuple[str, str]]:
-        yield "captions", other_encoder(self.clusters, clusters, self.captions, captions)
-        if len(self.experts) > (clusters.clusters or len(self.experts)):
-            yield "experts", f"{len(self.experts)} experts, but {self.clusters} has {clusters.clusters} clusters"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         experts = inputs.experts
@@ -74,10 +67,14 @@ class AssembleStage(Stage):
         clusters, metadata = load_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
         encoder = load_encoder(folder)
-        number, of_clusters = len(experts), Expected(clusters=len(clusters.coarse_centers), encoder=metadata["encoder"])
-        for setting, misfit in self._misfits(of_clusters, Expected(encoder=encoder.name)):
-            if misfit:  # of folders that no stage of this recipe makes
-                raise ValueError(f"{self.name}.{setting}: {misfit}")
+        number, known = len(experts), len(clusters.coarse_centers)
+        if number > known:
+            raise ValueError(f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters")
+        if encoder.name != metadata["encoder"]:
+            raise ValueError(
+                f"{self.name}: {self.captions} was embedded by {encoder.name}, but {self.clusters} goes back to "
+                f"{metadata['encoder']}"
+            )
         if self.centers == "coarse":
             centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
         else:
@@ -97,8 +94,6 @@ class AssembleStage(Stage):
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
         configs = tuple(expert.clip for expert in inputs.experts)
         for name, config in zip(self.experts, configs, strict=True):
-            try:
+            with named_errors(self, "experts"):
                 assemble.require_same_sizes(self.experts[0], configs[0], name, config)
-            except ValueError as error:
-                raise ValueError(f"{self.name}.experts: {error}") from error
         return configs

@@ -3,11 +3,13 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
@@ -35,7 +37,7 @@ class Stage:
     main_process_only: ClassVar[bool] = False
 
     # Of the stage, and of its folder.
-    name: str
+    name: str = Field(pattern=r"^\w[\w -]*$", max_length=200)
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
@@ -132,6 +134,15 @@ class Reference:
     reads: Reads
 
 
+@contextmanager
+def named_errors(stage: Stage, setting: str) -> Iterator[None]:
+    """Errors of what a setting asks for name it."""
+    try:
+        yield
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{stage.name}.{setting}: {error}") from error
+
+
 def references(stage: Stage) -> list[Reference]:
     """All that a stage names to be read, in the order of its settings."""
     found = []
@@ -154,11 +165,7 @@ def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(stage: Stage, context: Context) -> SimpleNamespace:
-    """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages.
-
-    Raises:
-        FileNotFoundError: one of the stages has not finished.
-    """
+    """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages."""
 
     def look_up(value: str | DataArguments, reads: Reads) -> str | DataArguments:
         if isinstance(value, DataArguments):
@@ -193,21 +200,14 @@ def inherited(stage: Stage, inputs: SimpleNamespace) -> Expected:
     """What is known of a stage's output by its inputs alone: what the first of them that has it hands on."""
     direct, data = [one for one in vars(inputs).values() if isinstance(one, Expected)], getattr(inputs, "data", None)
     within = [one for value in vars(inputs).values() for _, one in each_value("", value) if isinstance(one, Expected)]
-
-    def first(name: str, of: list[Expected]) -> Any:
-        return next((fact for one in of if (fact := getattr(one, name))), None)
-
     pairs = [one.pairs for one in ([data] if data else direct)]
     known = next((number for number in pairs if isinstance(number, int)), next(iter(pairs), "no data"))
     return Expected(
         configs=next((one.configs for one in direct), ()),
         pairs="only mixing its sources tells" if hasattr(inputs, "sources") else known,
-        processor=first("processor", within),
-        readable=None if stage.makes_model else first("readable", within),
-        rows=data or first("rows", direct),
-        weights=((stage.name, frozenset()),) if stage.makes_model else first("weights", direct) or (),
-        clusters=first("clusters", direct),
-        encoder=first("encoder", direct),
+        processor=next((one.processor for one in within if one.processor), None),
+        readable=None if stage.makes_model else next((one.readable for one in within if one.readable), None),
+        weights=((stage.name, frozenset()),) if stage.makes_model else (),
     )
 
 

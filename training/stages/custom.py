@@ -20,11 +20,7 @@ IMPORTLIB = importlib.__file__
 
 
 def import_stage(stage: str) -> type[Stage]:
-    """The class that `package.module:Class` names. The working folder is searched first.
-
-    Raises:
-        ValueError: there is none, its module cannot be imported, or it is no whole stage.
-    """
+    """The class that `package.module:Class` names. The working folder is searched first."""
     module, _, name = stage.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -70,10 +66,6 @@ def _reason(error: Exception) -> str:
 
 def _problem_of_class(stage: type[Stage]) -> str:
     """Why a class would not do what it says, or nothing."""
-    if stage.run is Stage.run:
-        return "has no method run"
-    if not hasattr(sys.modules[stage.__module__], "__file__"):
-        return "must stand in a file"
     if not is_pydantic_dataclass(stage) or stage.__pydantic_config__ != STRICT:
         return "must be decorated with pydantic's @dataclass(config=STRICT, kw_only=True), STRICT of training.settings"
     for field in dataclasses.fields(stage):

@@ -1,6 +1,5 @@
 """The stages of MoDE: clusters of captions, their data experts, and the mixture of these."""
 
-import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +38,7 @@ from training.clusters import (
     squared_distances,
 )
 from training.context import Context
-from training.estimates import AtMost, Expected, Unknown, other_encoder, size_of_weights, too_many
+from training.estimates import AtMost, Expected, Unknown, size_of_weights
 from training.features import CAPTION_BATCHES_PER_SHARD, CAPTIONED, READABLE, captions_of, encoder_features
 from training.settings import STRICT, Reads, dump
 from training.stages.base import NumberedData, Stage, inherited
@@ -76,12 +75,6 @@ class EmbedCaptionsStage(Stage):
     # In which precision embeddings are kept.
     dtype: Literal["float32", "float16"] = "float32"
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.modality == "image" and self.encoder == "tfidf":
-            raise ValueError("modality image needs a CLIP as encoder, not tfidf")
-        return self
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator, folder = context.accelerator, directory / ENCODER
         images = self.modality == "image"
@@ -98,13 +91,10 @@ class EmbedCaptionsStage(Stage):
         store.write(accelerator, "embeddings", compute)
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
-        """The configuration of the encoder. Its name, where it is in a folder, tells nothing: a copy may have another
-        one."""
-        known = inherited(self, inputs)
-        if self.encoder == "tfidf":
-            return replace(known, configs=(PreTrainedConfig(projection_dim=self.dim),), encoder=f"tfidf of {self.name}")
-        name = None if Path(self.encoder).is_dir() else f"{self.encoder} ({self.modality}, {self.pooling})"
-        return replace(known, configs=inputs.encoder.configs, encoder=inputs.encoder.encoder or name)
+        """The configuration of the encoder."""
+        of_tfidf = (PreTrainedConfig(projection_dim=self.dim),)
+        configs = of_tfidf if self.encoder == "tfidf" else inputs.encoder.configs
+        return replace(inherited(self, inputs), configs=configs)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         cost, output = super().cost(inputs), self.output_config(inputs)
@@ -167,16 +157,6 @@ class ClusterFineStage(Stage):
         if (self.num_centers is None) == (self.centers is None):
             raise ValueError("exactly one of num_centers and centers must be set")
         return self
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        if self.num_centers is None:
-            yield "centers", other_encoder(self.centers, inputs.centers, self.captions, inputs.captions)
-            return
-        with contextlib.suppress(Unknown):
-            yield "num_centers", too_many(self.num_centers, self._num_learned(inputs), "captions")
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        return replace(inherited(self, inputs), clusters=self.num_centers or inputs.centers.clusters)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator, captions = context.accelerator, Path(inputs.captions)
@@ -264,12 +244,6 @@ class ClusterCoarseStage(LabelsStage):
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "num_experts", too_many(self.num_experts, inputs.fine.clusters, "centers")
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        return replace(inherited(self, inputs), clusters=self.num_experts)
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, _ = load_centers(Path(inputs.fine))
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
@@ -292,14 +266,6 @@ class SelectStage(LabelsStage):
     # How many centers each of them selects.
     num_nearest: int = Field(default=1, gt=0)
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "captions", other_encoder(self.fine, inputs.fine, self.captions, inputs.captions)
-        if self.num_nearest > (inputs.fine.clusters or self.num_nearest):
-            yield "num_nearest", f"{self.num_nearest} of {inputs.fine.clusters} centers"
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        return replace(inherited(self, inputs), clusters=1)
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         centers, encoder_name = load_centers(Path(inputs.fine))
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
@@ -309,8 +275,6 @@ class SelectStage(LabelsStage):
             )
         if encoder.modality != "text":
             raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
-        if self.num_nearest > len(centers):
-            raise ValueError(f"{self.name}: num_nearest {self.num_nearest} of {len(centers)} centers")
         metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
         distances = squared_distances(metadata, torch.as_tensor(centers))
         nearest = distances.topk(self.num_nearest, largest=False).indices.unique().numpy()

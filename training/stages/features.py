@@ -1,8 +1,6 @@
 """Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -24,14 +22,12 @@ from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.clusters import (
-    INSTALL_FAISS,
     FeatureClusters,
     Library,
     Method,
     accumulate,
     choose_method,
     combine,
-    has_faiss,
     load_clusters,
     save_clusters,
     split,
@@ -43,21 +39,15 @@ from training.estimates import (
     bytes_at_a_time,
     bytes_of_images,
     bytes_of_rows,
-    other_rows,
     text_length,
-    too_many,
     unknown,
-    wrong_weights,
 )
 from training.features import (
     BATCHES_PER_SHARD,
-    SEVERAL,
-    announce_size,
     captions_per_image,
     clip_features,
     frozen_weights_hash,
     hidden_states,
-    no_sparse_layer,
     size_on_disk,
 )
 from training.loader import PairLoader
@@ -105,9 +95,6 @@ class CaptionsStage(Stage):
             if policy.column not in columns:
                 yield "captions", no_column(self.data.source, [policy.column], columns)
 
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        return replace(inherited(self, inputs), captions=sum(policy.count for policy in self.captions))
-
     def open_data(self, arguments: DataArguments) -> Rows:
         return caption_columns(arguments, {policy.column for policy in self.captions})
 
@@ -142,9 +129,6 @@ class EmbedStage(Stage):
         store = FeatureStore(directory, len(rows), loader.batch_size * BATCHES_PER_SHARD, about)
         store.write(context.accelerator, "features", clip_features(context.accelerator, model, loader, weights))
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
-
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """On disk, features of images and texts in float32."""
         cost = super().cost(inputs)
@@ -158,7 +142,7 @@ class EmbedStage(Stage):
 class HiddenStatesStage(Stage):
     """What enters the first sparse layers of a model, for stages that train nothing below them.
 
-    Takes (images * patches * width + text tokens * width) numbers of disk, which is said before they are written.
+    Takes (images * patches * width + text tokens * width) numbers of disk, of which --plan tells the most.
     """
 
     kind: ClassVar[str] = "hidden_states"
@@ -195,24 +179,19 @@ class HiddenStatesStage(Stage):
             "dataset_fingerprint": context.data_fingerprint(rows, self.data),
             "weights": frozen_weights_hash(model),
         }
-        announce_size(accelerator, model, loader, dtype, directory)
-        accelerator.wait_for_everyone()
         store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
         store.write(accelerator, "hidden states", hidden_states(accelerator, model, loader, dtype))
         if accelerator.is_main_process:
             copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
-        if self.caption_weights is None and inputs.data.captions not in ("text", None):
-            yield "caption_weights", SEVERAL
-
     def output_config(self, inputs: SimpleNamespace) -> Expected:
         config = inputs.model.clip
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
             if not getattr(of_tower, "moe_layers", None):
-                raise ValueError(f"{self.name}.model: {no_sparse_layer(tower)}")
-        return replace(inherited(self, inputs), captions=len(self.caption_weights or [1]))
+                raise ValueError(
+                    f"{self.name}.model: {tower} has no sparse layer, so none below it whose output to keep"
+                )
+        return inherited(self, inputs)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         cost = super().cost(inputs)
@@ -277,9 +256,6 @@ class ClusterStage(Stage):
             raise ValueError("num_image_clusters, num_text_clusters and num_random_clusters are all 1: nothing to do")
         if self.within and self.previous is None:
             raise ValueError("within needs the clusters of a previous stage")
-        most = max(self.num_image_clusters, self.num_text_clusters)
-        if self.num_samples is not None and self.num_samples < most:
-            raise ValueError(f"num_samples: {self.num_samples} samples cannot make {most} clusters")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -311,23 +287,6 @@ class ClusterStage(Stage):
             f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        if self.method == "faiss" and not has_faiss():
-            yield "method", INSTALL_FAISS
-        previous, pairs = inputs.previous or Expected(), inputs.features.pairs
-        yield "previous", other_rows(f"{self.previous}", previous, inputs.features.rows or Expected())
-        groups = previous.clusters if self.within and type(previous.clusters) is int else 1
-        of = pairs // groups or None if isinstance(pairs, int) else None  # of more groups, `previous` is the fault
-        for name in ("num_image_clusters", "num_text_clusters", "num_random_clusters"):
-            yield name, too_many(getattr(self, name), of, "samples" if groups == 1 else "samples each")
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        """Of combined labels, some may have no samples."""
-        numbers = (self.num_image_clusters, self.num_text_clusters, self.num_random_clusters)
-        alone = sum(number > 1 for number in numbers) == 1
-        first = math.prod(numbers) if alone else AtMost(math.prod(numbers))
-        return replace(inherited(self, inputs), clusters=(inputs.previous and inputs.previous.clusters) or first)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Also the features that K-means holds; on disk an int64 a pair."""

@@ -52,13 +52,7 @@ def primary_components(features: torch.Tensor, number: int) -> torch.Tensor:
 
     Returns:
         (B, D), not normalized.
-
-    Raises:
-        ValueError: so many components are all that the features have.
     """
-    most = min(len(features) - 1, features.shape[1])
-    if number >= most:
-        raise ValueError(f"{number} components leave nothing out: {tuple(features.shape)} features have {most}")
     mean = features.mean(dim=0)
     centered = features - mean
     return centered @ _Projection.apply(centered.T @ centered, number) + mean

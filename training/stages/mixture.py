@@ -1,7 +1,6 @@
 """A stage that mixes several datasets."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -15,12 +14,10 @@ from data.pairs import load_pairs, with_image_root
 from data.sources import DataArguments
 from records.provenance import value_digest
 from training.context import Context
-from training.estimates import Expected, unknown
+from training.estimates import unknown
 from training.settings import STRICT
-from training.stages.base import NumberedData, Stage, inherited
+from training.stages.base import NumberedData, Stage
 
-# Where an epoch takes this many times the pairs, the weights are a mistake
-MOST_DRAWS = 1000
 # An image as an image column holds it: its bytes, or where they are
 IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 
@@ -48,17 +45,14 @@ class MixtureStage(Stage):
     def _check(self):
         if len(self.weights) != len(self.sources):
             raise ValueError(f"weights: {len(self.weights)} weights for {len(self.sources)} sources")
-        for number, source in enumerate(self.sources):
-            if source.in_memory:
-                raise ValueError(f"sources.{number}.in_memory: a mixture keeps no pair in memory")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         parts = [_pairs(arguments) for arguments in inputs.sources]
-        self._require_an_end([len(part) for part in parts])
         if len({str(part.features["caption"]) for part in parts}) > 1:
             parts = [_with_lists(part) for part in parts]
-        probabilities = self._probabilities()
+        shares = [weight / max(self.weights) for weight in self.weights]
+        probabilities = [share / sum(shares) for share in shares]
         mixture = datasets.interleave_datasets(
             parts, probabilities, seed=context.seed, stopping_strategy=self.stopping_strategy
         )
@@ -66,41 +60,9 @@ class MixtureStage(Stage):
         sizes = ", ".join(f"{len(part)} of {source.source}" for part, source in zip(parts, self.sources, strict=True))
         print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
 
-    def _probabilities(self) -> list[float]:
-        shares = [weight / max(self.weights) for weight in self.weights]
-        return [share / sum(shares) for share in shares]
-
-    def _require_an_end(self, sizes: list[int]) -> None:
-        """
-        Raises:
-            ValueError: all pairs would be there only after very many draws.
-        """
-        draws = [size / max(share, 1e-300) for size, share in zip(sizes, self._probabilities(), strict=True)]
-        if self.stopping_strategy == "all_exhausted" and max(draws) > MOST_DRAWS * sum(sizes):
-            rare = draws.index(max(draws))
-            raise ValueError(
-                f"{self.name}.weights.{rare}: all {sizes[rare]} pairs of {self.sources[rare].source} would be there "
-                f"only after {max(draws):.2g} draws of {sum(sizes)} pairs: raise its weight, or take stopping_strategy "
-                "first_exhausted"
-            )
-
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         found = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
         return {setting: value_digest(what) for setting, what in found.items() if what is not None}
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        for number, source in enumerate(inputs.sources):
-            if source.pairs == 0:
-                yield f"sources.{number}", "it has no pairs"
-        sizes = [source.pairs for source in inputs.sources]
-        if all(type(size) is int for size in sizes):
-            self._require_an_end(sizes)
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        """Where one source has lists of captions, all have."""
-        captions = {source.captions for source in inputs.sources}
-        found = None if None in captions else captions.pop() if len(captions) == 1 else "lists"
-        return replace(inherited(self, inputs), captions=found)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         return super().cost(inputs) | {"disk": unknown("only mixing tells how many pairs there are")}

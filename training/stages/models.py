@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
@@ -33,7 +32,7 @@ from training.context import Context
 from training.estimates import Unknown, bytes_in_memory, read_otherwise, trained_apart
 from training.initialize import clip_config, random_clip
 from training.settings import STRICT, Reads
-from training.stages.base import Model, NumberedData, Stage
+from training.stages.base import Model, NumberedData, Stage, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -104,32 +103,21 @@ class InitializeStage(Stage):
         if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
             (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
             sizes = {name: getattr(vocabulary, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-            config = CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
-            positions, needed = config.text_config.max_position_embeddings, vocabulary.max_position_embeddings
-            if positions < needed:
-                raise ValueError(
-                    f"{self.name}.text_config: max_position_embeddings is {positions}, but the tokenizer {tokenizer} "
-                    f"cuts captions at its max_length, {needed}: leave that out, or lower it"
-                )
-            return config
-        for setting, source in (("processor", self.processor), ("tokenizer", tokenizer)):
-            if source not in (None, *WORLDS) and not (source and Path(source).is_dir()):
-                if not is_hub_name(source):
-                    raise ValueError(f"{self.name}.{setting}: no such folder: {source!r}, which is no hub name either")
+            return CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
+        for source in {self.processor, tokenizer} - {None, *WORLDS}:
+            if not Path(source).is_dir() and is_hub_name(source):
                 raise Unknown(f"{source} is not here")
         return clip_config(text_config, vision_config, self.projection_dim, self.processor, tokenizer)[0]
 
     def _architecture(self, dense: CLIPConfig) -> CLIPConfig | CLIPMoEConfig:
         """The configuration that becomes of a dense one."""
-        try:
+        with named_errors(self, "shared_encoder"):
             config = shared_config(dense) if self.shared_encoder else dense
-        except ValueError as error:
-            raise ValueError(f"{self.name}.shared_encoder: {error}") from error
         if self.preset is None:
             return config
         config = _sparse_config(self, config, _preset(self))
         _, routing = _parts(self.text_config, self.vision_config)
-        _change_routing(self.name, config, *routing)
+        _change_routing(self, config, *routing)
         return config
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
@@ -224,7 +212,7 @@ class UpcycleStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = upcycle(load_dense(inputs.model), _preset(self), self.towers, context.seed)
-        _change_routing(self.name, model.config, self.text_config, self.vision_config)
+        _change_routing(self, model.config, self.text_config, self.vision_config)
         model.save_pretrained(directory)
         copy_processor(inputs.model, directory)
 
@@ -233,7 +221,7 @@ class UpcycleStage(Stage):
         if is_sparse(dense):
             raise ValueError(f"{self.name}.model: {self.model} is sparse already, and a dense CLIP is needed")
         config = _sparse_config(self, dense, _preset(self))
-        _change_routing(self.name, config, self.text_config, self.vision_config)
+        _change_routing(self, config, self.text_config, self.vision_config)
         return config
 
 
@@ -268,10 +256,8 @@ class UnifyStage(Stage):
         preset, base = _preset(self, self.FIXED), inputs.model.clip
         if is_sparse(base):
             self._require_fit(base)
-        try:
+        with named_errors(self, "changes" if self.changes else "preset"):
             config = unify.unified_config(base, len(self.experts), preset, self.towers, self.base_expert)
-        except (ValueError, TypeError, StrictDataclassError) as error:
-            raise ValueError(f"{self.name}.{'changes' if self.changes else 'preset'}: {error}") from error
         experts = [expert.clip for expert in inputs.experts]
         for name, expert in zip(self.experts, experts, strict=True):
             if type(expert) is not type(base):
@@ -368,14 +354,10 @@ class DenseStage(Stage):
         config = inputs.model.clip
         if not is_sparse(config):
             raise ValueError(f"{self.name}.model: {self.model} is dense already")
-        try:
+        with named_errors(self, "take"):
             dense.require_expert(config, self.take)
-        except ValueError as error:
-            raise ValueError(f"{self.name}.take: {error}") from error
-        try:
+        with named_errors(self, "scale"):
             dense.layer_scales(config, self.take, 1.0 if isinstance(self.scale, str) else self.scale)
-        except ValueError as error:
-            raise ValueError(f"{self.name}.scale: {error}") from error
         return dense.dense_config(config)
 
 
@@ -387,31 +369,25 @@ def _parts(*towers: Mapping[str, JsonValue]) -> tuple[list[dict[str, JsonValue]]
 
 
 def _change_routing(
-    name: str, config: CLIPMoEConfig, text_config: Mapping[str, JsonValue], vision_config: Mapping[str, JsonValue]
+    stage: Stage, config: CLIPMoEConfig, text_config: Mapping[str, JsonValue], vision_config: Mapping[str, JsonValue]
 ) -> None:
-    """Sets fields of both towers; errors name the stage's setting."""
+    """Sets fields of both towers."""
     for setting, changes in (("text_config", text_config), ("vision_config", vision_config)):
-        try:
+        with named_errors(stage, setting):
             change_routing(getattr(config, setting), changes)
-        except ValueError as error:
-            raise ValueError(f"{name}.{setting}: {error}") from error
 
 
 def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
-    """The preset of a stage with its changes, see `changed_preset`; its errors name the setting."""
-    try:
+    """The preset of a stage with its changes, see `changed_preset`."""
+    with named_errors(stage, "changes"):
         return changed_preset(stage.preset, stage.changes, fixed)
-    except ValueError as error:
-        raise ValueError(f"{stage.name}.changes: {error}") from error
 
 
 def _sparse_config(
-    stage: InitializeStage | UpcycleStage | UnifyStage, dense: CLIPConfig | CLIPMoEConfig, preset: Preset
+    stage: InitializeStage | UpcycleStage, dense: CLIPConfig | CLIPMoEConfig, preset: Preset
 ) -> CLIPMoEConfig:
-    """See `conversion.upcycle.sparse_config`; its errors name the setting."""
-    try:
+    """See `conversion.upcycle.sparse_config`."""
+    with named_errors(stage, "changes" if stage.changes else "preset"):
         config = sparse_config(dense, preset, stage.towers)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{stage.name}.{'changes' if stage.changes else 'preset'}: {error}") from error
     config.dtype = dense.dtype
     return config

@@ -46,12 +46,8 @@ from training.estimates import (
     bytes_of_images,
     bytes_of_rows,
     described,
-    no_cluster,
-    other_rows,
     read_otherwise,
     text_length,
-    trained_apart,
-    wrong_weights,
 )
 from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
@@ -62,7 +58,7 @@ from training.router_settings import BalanceMean, RouterSettings
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, Reads, dump
-from training.stages.base import Data, Model, NumberedData, Stage, inherited
+from training.stages.base import Data, Model, NumberedData, Stage, inherited, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -129,18 +125,12 @@ class StepsStage(Stage):
             raise ValueError(
                 f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
             )
-        if self.learning_rate * self.weight_decay > 1:
-            raise ValueError(
-                f"weight_decay {self.weight_decay:g} times learning_rate {self.learning_rate:g} is what a step takes "
-                "away of each weight, which cannot be more than all of it: lower weight_decay"
-            )
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
 
     def task(self, model: PreTrainedModel) -> nn.Module:
         """The model and its loss in one module: see `training.contrastive_task.ContrastiveTask`."""
-        raise NotImplementedError(f"{type(self).__name__} has no task")
 
     def train_model(
         self,
@@ -182,7 +172,6 @@ class StepsStage(Stage):
 
     def trained_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         """The configuration of the trained model. Raises Unknown, or ValueError where it cannot be trained."""
-        raise NotImplementedError(f"{type(self).__name__} has no trained_config")
 
     def set_trainable(self, model: PreTrainedModel, seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
@@ -269,8 +258,6 @@ class StepsStage(Stage):
         return Share(batch_size, rank, world_size, context.seed if self.seed is None else self.seed)
 
     def _total_steps(self, loader: Any) -> int:
-        if not self.data.streaming and len(loader) == 0:
-            raise ValueError(f"{self.name}: its batch sampler makes no batch of these {self.samples}")
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:
             raise ValueError(
@@ -289,8 +276,8 @@ class TrainStage(RouterSettings, StepsStage):
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
-    # Adapters train, in place of weights; the trained model has them added to its weights. Not with ema_decay. None:
-    # weights train.
+    # Adapters train, in place of weights; the trained model has them added to its weights. With ema_decay, the adapters
+    # are averaged. None: weights train.
     lora: LoraSettings | None = None
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
@@ -325,10 +312,6 @@ class TrainStage(RouterSettings, StepsStage):
     def _check(self):
         if self.lora is not None and self.trainable != ".":
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
-        if self.lora is not None and self.hidden_states is not None:
-            raise ValueError("lora: hidden_states go with frozen layers, and adapters train in all of them")
-        if self.lora is not None and self.ema_decay is not None:
-            raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
@@ -455,10 +438,7 @@ class TrainStage(RouterSettings, StepsStage):
             yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
             yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_tasks())
-        yield "caption_weights", wrong_weights(self.caption_weights, inputs.data)
         if inputs.hidden_states is not None:
-            yield "hidden_states", other_rows(f"{self.hidden_states}", inputs.hidden_states, inputs.data)
-            yield "hidden_states", self._other_captions(inputs.hidden_states.captions)
             yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
         with contextlib.suppress(Unknown):
             yield from self._problems_of_model(inputs, inputs.model.clip)
@@ -481,8 +461,6 @@ class TrainStage(RouterSettings, StepsStage):
         elif self.hidden_states is not None:
             train = _below_sparse_layers(config, self.trained_names(inputs))
             yield "hidden_states", train and f"frozen layers below the first sparse ones are needed: {cut(train)} train"
-            changed = _below_sparse_layers(config, sorted(trained_apart(inputs.hidden_states, inputs.model)))
-            yield "hidden_states", changed and f"{self.hidden_states} is of a model before {cut(changed)} trained"
 
     def _other_groups(self, config: CLIPMoEConfig) -> Iterator[str]:
         """Why parts of a batch would not have the groups of the whole batch."""
@@ -503,10 +481,6 @@ class TrainStage(RouterSettings, StepsStage):
                         "time: set it in the stage that makes the model to a number that divides them"
                     )
 
-    def _other_captions(self, kept: int | None) -> str:
-        ours = len(self.caption_weights or [1])
-        return "" if kept in (None, ours) else f"{self.hidden_states} is of {kept} captions of an image, not of {ours}"
-
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
             return {}
@@ -520,10 +494,8 @@ class TrainStage(RouterSettings, StepsStage):
         return config
 
     def set_trainable(self, model: PreTrainedModel, seed: int = 0) -> None:
-        try:
+        with named_errors(self, "trainable" if self.lora is None else "lora"):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
-        except ValueError as error:
-            raise ValueError(f"{self.name}.{'trainable' if self.lora is None else 'lora'}: {error}") from error
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
@@ -572,11 +544,6 @@ class TrainExpertsStage(TrainStage):
     # other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs)
-        yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
-        yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
-
     def steps(self, inputs: SimpleNamespace) -> int:
         """Before there are clusters, as if all samples were in the one, or in several that they fill with batches."""
         if self.num_epochs is None or inputs.clusters.folder is None:
@@ -610,9 +577,6 @@ class TrainExpertsStage(TrainStage):
         """For each `small_clusters`, the labels."""
         labels = clusters.labels.copy()
         if self.cluster is not None:
-            known = np.unique(clusters.tuples[:, 0])
-            if self.cluster not in known:
-                raise ValueError(f"{self.name}: there is no cluster {self.cluster}; there are {known.tolist()}")
             labels[clusters.tuples[labels, 0] != self.cluster] = -1
         ours = labels >= 0
         merged = labels.copy()

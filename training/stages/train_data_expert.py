@@ -1,19 +1,19 @@
 """The stage that trains an expert of MoDE."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from data.sources import Rows
 from data.worlds import WORLDS
 from training.clusters import load_clusters
 from training.context import Context
-from training.estimates import AtMost, no_cluster, other_rows
+from training.estimates import AtMost
 from training.features import READABLE
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
@@ -35,12 +35,6 @@ class TrainDataExpertStage(TrainStage):
     # The number of the cluster.
     cluster: int = Field(ge=0)
 
-    @model_validator(mode="after")
-    def _check_hidden_states(self):
-        if self.hidden_states is not None:
-            raise ValueError("hidden_states: a data expert is trained on some pairs alone: leave it out")
-        return self
-
     def steps(self, inputs: SimpleNamespace) -> int:
         """Before there are clusters, as if all pairs were in the one."""
         folder = inputs.clusters.folder
@@ -55,11 +49,6 @@ class TrainDataExpertStage(TrainStage):
         cost = super().cost(inputs)
         return cost | ({"memory": lambda: AtMost(cost["memory"]())} if self.data.in_memory else {})
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs)
-        yield "clusters", other_rows(self.clusters, inputs.clusters, inputs.data)
-        yield "cluster", no_cluster(self.cluster, self.clusters, inputs.clusters)
-
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
         """Of pairs that were clustered by captions alone, images are looked at now, and only those of the cluster."""
         images = _of_images(Path(inputs.clusters))
@@ -67,15 +56,8 @@ class TrainDataExpertStage(TrainStage):
         return rows if images else context.readable(rows, inputs.data)
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
-        """The pairs of one cluster.
-
-        Raises:
-            ValueError: there is no such cluster, or it has fewer pairs than a batch.
-        """
+        """The pairs of one cluster."""
         folder = Path(inputs.clusters)
-        known = len(load_clusters(folder)[0].coarse_centers)
-        if self.cluster >= known:
-            raise ValueError(f"{self.name}: there is no cluster {self.cluster}; {self.clusters} has {known}")
         fingerprint = context.data_fingerprint(rows, self.data, _of_images(folder))
         chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
         if len(chosen) < self.global_batch_size:
