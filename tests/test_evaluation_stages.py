@@ -15,6 +15,8 @@ from training.checks import RecipeError
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
+OWN = {"task": "retrieval", "dataset": "own"}
+
 
 def stages(folder, **changes):
     """Two models, measured on built-in tasks, benchmarks and own data."""
@@ -88,53 +90,19 @@ def test_data_that_have_changed(folder):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"tasks": ["mode_62"]}, "scores.tasks: unknown task mode_62: did you mean 'mode_26'?"),
-        ({"tasks": ["urban1k", "urban1k"]}, "scores.tasks: the task urban1k occurs twice"),
-        (
-            {"tasks": ["retrieval"]},
-            "scores.tasks: the task retrieval needs data: in a recipe, {task: retrieval, dataset",
-        ),
+        ({"tasks": ["retrieval"]}, "scores.tasks: the task retrieval needs data: in a recipe, {task: retrieval"),
         ({"tasks": ["dci"]}, "scores.tasks: dci is not read from the Hub: put it into "),
-        ({"data_root": "nowhere"}, "scores.tasks: there is no folder nowhere with copies of benchmarks (--data-root)"),
         ({"tasks": [{"task": "retrieval"}]}, "scores.tasks.0.own.dataset: "),
-        ({"tasks": [{"task": "retrival", "dataset": "own"}]}, "scores.tasks.0.own.task: Input should be 'retrieval'"),
-        (
-            {"tasks": [{"task": "retrieval", "dataset": "own", "colum": "x"}]},
-            "scores.tasks.0.own.colum: there is no such key",
-        ),
-        ({"tasks": [3]}, "scores.tasks.0.own: Input should be a dictionary"),
+        ({"tasks": [OWN | {"caption_column": "text"}]}, "own has no column 'text'; its columns are 'image', 'caption'"),
+        ({"tasks": [OWN | {"task": "pairs", "image_column": "picture"}]}, "has no column 'picture_0', 'picture_1'"),
     ],
 )
-def test_faults_are_told_before_the_first_stage(folder, change, fault):
+def test_faults_are_told_before_the_first_stage(folder, monkeypatch, change, fault):
+    monkeypatch.chdir(folder)
     with pytest.raises(ValueError) as error:
         run_stages(folder, stages(folder, **change))
     assert fault in str(error.value)
     assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("task", "fault"),
-    [
-        (
-            {"task": "retrieval", "caption_column": "text"},
-            "own has no column 'text'; its columns are 'image', 'caption'",
-        ),
-        ({"task": "retrieval", "split": "val"}, "own has no split 'val', only "),
-        (
-            {"task": "zero_shot", "label_column": "kind", "classes": "CLASSES"},
-            "column kind has labels that are no class",
-        ),
-        ({"task": "zero_shot", "label_column": "kind", "classes": "nowhere.txt"}, "nowhere.txt"),
-        ({"task": "pairs", "image_column": "picture"}, "has no column 'picture_0', 'picture_1'"),
-        ({"task": "zero_shot", "label_column": "kind", "templates": ["a photo"]}, "templates need one {}"),
-    ],
-)
-def test_faults_of_own_data(folder, task, fault):
-    (folder / "classes.txt").write_text("nothing\n")
-    task = {key: str(folder / "classes.txt") if value == "CLASSES" else value for key, value in task.items()}
-    with pytest.raises(RecipeError) as error:
-        run_stages(folder, stages(folder, tasks=[{"dataset": str(folder / "own"), **task}]))
-    assert fault in str(error.value) and not (folder / "out").exists()
 
 
 def test_data_may_be_gone_where_the_stage_does_not_run(folder):

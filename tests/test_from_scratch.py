@@ -8,7 +8,6 @@ from tiny_runs import DENSE, losses, run_stages, same_weights
 from transformers import AutoModel, CLIPModel
 
 from modeling_clip_moe import CLIPMoEModel
-from training.recipe import load_recipe
 
 FOUR = {"preset": "clip_up", "changes": {"num_experts": 4}}
 GROUPS = {"capacity_group_size": 4, "eval_capacity_factor": 2.0}
@@ -115,23 +114,3 @@ def test_settings_that_contradict_each_other_are_refused(run, stage, settings, m
 def test_losses_that_no_router_has_are_refused(run, settings, message):
     with pytest.raises(ValueError, match=message):
         run([{**SCRATCH, "towers": ["text"]}, {**TRAIN, "name": "tuned", "model": "scratch", **settings}])
-
-
-def test_merge_keys_of_yaml(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        """
-output_dir: out
-stages:
-  - &first {name: first, stage: train, model: base, max_steps: 1, learning_rate: 0.1, global_batch_size: 8}
-  - &second {<<: *first, name: second, learning_rate: 0.2}
-  - {<<: [*second, *first], name: third}
-  - {<<: {max_steps: 7}, name: fourth, stage: train, model: base, learning_rate: 0.3, global_batch_size: 8}
-defaults: {train: {data: {source: symbols, num_samples: 8}}}
-"""
-    )
-    found = [(stage.name, stage.learning_rate, stage.max_steps) for stage in load_recipe(path).stages]
-    assert found == [("first", 0.1, 1), ("second", 0.2, 1), ("third", 0.2, 1), ("fourth", 0.3, 7)]
-    path.write_text("output_dir: out\nstages: [{<<: {name: a}, <<: {name: b}}]")
-    with pytest.raises(ValueError, match="the key << is given twice"):
-        load_recipe(path)

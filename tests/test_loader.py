@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from tiny_sources import SOURCES, damaged, parquet, picture, png, sharegpt4v, write_shard
+from tiny_sources import damaged, parquet, picture, png, sharegpt4v, write_shard
 from torch.utils.data import DataLoader
 
 from data import symbols
@@ -168,18 +168,6 @@ def test_one_broken_image_is_skipped_counted_and_named(tmp_path, processor, capl
         batches(PairLoader(load_pairs(strict), processor, strict, batch_size=1), 0, 20)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
-def test_a_stream_decodes_each_image_once_an_epoch(tmp_path, processor, monkeypatch, source):
-    arguments, opened = DataArguments(**source(tmp_path), streaming=True), []
-    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
-    original = PIL.ImageFile.ImageFile.load  # which does nothing once there are no tiles left
-    monkeypatch.setattr(
-        PIL.ImageFile.ImageFile, "load", lambda image: opened.append(image.tile != []) or original(image)
-    )
-    batches(loader, 0, 3)
-    assert sum(opened) == 24
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_of_several_captions_every_epoch_draws_one_that_is_there(tmp_path, processor, streaming):
     names = ["a", "b", "c", "d"]
@@ -240,18 +228,6 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
     assert "100.0%" in report(1) and "(50 looked at)" in caplog.text
 
 
-def test_cut_captions_are_counted_each_where_there_is_a_limit(caplog):
-    rows = symbols.load("train", "web", 3, captions_per_image=2)
-    rows = rows.remove_columns("caption").add_column("caption", [["a", "b " * 40], ["a", ""], [None, "b"]])
-    processor, arguments = build_processor("symbols", 16, 16), DataArguments(source="symbols", num_samples=3)
-    PairLoader(rows, processor, arguments, 3).report_cut_captions()
-    assert "25.0% of the captions of symbols (4 looked at)" in caplog.text
-    caplog.clear()
-    processor.tokenizer.model_max_length = int(1e30)
-    PairLoader(rows, processor, arguments, 3).report_cut_captions()
-    assert not caplog.text
-
-
 # Processes that read batches: they live as long as a run, read ahead, and change nothing
 
 
@@ -307,12 +283,6 @@ def test_pairs_in_order_are_read_by_the_same_workers(rows, processor):
     expected = [*plain.in_order(0, 10), *plain.in_order(10, 20)]
     assert [len(batch["pixel_values"]) for batch in found] == [8, 2, 8, 2]
     assert all(torch.equal(one[key], other[key]) for one, other in zip(found, expected, strict=True) for key in one)
-
-
-@pytest.mark.parametrize("is_available", [False, True])
-def test_memory_is_pinned_where_there_is_an_accelerator(rows, processor, monkeypatch, is_available):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: is_available)
-    assert make(rows, processor)._options["pin_memory"] == is_available
 
 
 @pytest.mark.gpu

@@ -2,15 +2,17 @@
 
 import functools
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny_runs import DENSE, SPARSE, run_stages
-from transformers import AutoModel
+from transformers import AutoModel, CLIPConfig
 
 from conversion import assemble
 from conversion.checkpoints import require_loadable
 from conversion.upcycle import ROUTING_FIELDS
+from training.estimates import Expected
 from training.stages.models import InitializeStage, UpcycleStage
 
 
@@ -24,32 +26,17 @@ def dense_folder(tmp_path_factory):
     return run_stages(tmp_path_factory.mktemp("dense"), [DENSE]) / "dense"
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("moe_layers", [1]),
-        ("hidden_size", 8),
-        ("auto_map", {"AutoModel": "elsewhere--evil.Model"}),
-        ("capacity", 4),
-    ],
-)
-@pytest.mark.parametrize("tower", ["text", "vision"])
-def test_upcycling_sets_nothing_that_weights_depend_on(run, tower, field, value):
-    with pytest.raises(ValueError, match=f"sparse.{tower}_config.*no field '{field}'.*capacity_factor"):
-        run([DENSE, {**SPARSE, f"{tower}_config": {field: value}}])
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"capacity_factor": "big"}, "capacity_factor"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
-    ],
-)
-def test_values_of_routing_that_cannot_be(run, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=f"vision_config.*{message}"):
-        run([DENSE, {**SPARSE, "vision_config": settings}])
-    assert not (tmp_path / "out" / "sparse").exists()
+@pytest.mark.parametrize("tower", ["text_config", "vision_config"])
+def test_upcycling_sets_nothing_that_weights_depend_on(tower):
+    """And no value of routing that cannot be."""
+    settings = SPARSE | {"model": "x"}
+    for field in ("moe_layers", "num_experts", "fusion_gate", "hidden_size", "hidden_act", "auto_map", "capacity"):
+        with pytest.raises(ValueError, match=f"no field '{field}'.*capacity_factor"):
+            UpcycleStage(**settings, **{tower: {field: 1}})
+    dense = Expected((CLIPConfig(),))
+    for values in ({"capacity_factor": "big"}, {"capacity_group_size": 1.5}, {"attention_dropout": None}):
+        with pytest.raises(ValueError, match=f"sparse.{tower}: .*{next(iter(values))}"):
+            UpcycleStage(**settings, **{tower: values}).output_config(SimpleNamespace(model=dense))
 
 
 def test_all_of_routing_can_be_set(run):

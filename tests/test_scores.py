@@ -238,15 +238,6 @@ def test_own_data_and_benchmarks(tmp_path):
         run(tmp_path, evaluation, max_steps=1)
 
 
-def test_own_data_that_only_were_measured_may_change(tmp_path, capfd):
-    own = tmp_path / "own"
-    own.mkdir()
-    for number in (12, 13):
-        symbols.load("test", "web", number).to_parquet(own / "test.parquet")
-        run(tmp_path, {"every_steps": 1, "tasks": [{"task": "retrieval", "dataset": str(own)}]}, max_steps=1)
-    assert "tuned: done before, skipped" in capfd.readouterr().out
-
-
 def test_curves(measured, plain, tmp_path, capsys):
     curves_command.main([str(measured.parent), str(plain), "--output-dir", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -296,15 +287,3 @@ def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
         curves.read_log(log)
     log.write_bytes(text + b"{")  # which is just being written
     assert list(curves.read_log(log)) == list(curves.read_log(measured / "log.jsonl"))
-
-
-def test_long_titles_are_wrapped_and_single_points_are_marked(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    score = "retrieval-images-test-caption-b757f567/image_to_text_recall@10"
-    curves.draw({"tuned": {1: {"loss": 0.5, score: 0.25}}}, tmp_path / "curves.png")
-    loss, wrapped = figures[0].axes
-    assert loss.get_title() == "loss" and loss.get_lines()[0].get_marker() == "o"
-    assert wrapped.get_title().replace("\n", "") == score
-    for axis in figures[0].axes:
-        assert axis.title.get_window_extent().width < axis.get_window_extent().width

@@ -298,19 +298,6 @@ def test_clip_moe_features_and_labels(system):
     assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
 
 
-def test_unused_samples_are_reported_before_training(system, capsys):
-    run = system("clip_moe")
-    sizes = np.bincount(load_arrays(run.whole / "clusters_1" / "clusters.safetensors")["labels"])
-    unused, small = 90 - sum(size // 8 * 8 for size in sizes.tolist()), (sizes < 8).sum()
-    remade(run, ["expert_1"], {"expert_1.small_clusters": "drop"})
-    printed = capsys.readouterr().out
-    expected = (
-        f"small_clusters: drop (chosen), {small} of them smaller than a batch; batches of one cluster leave {unused}"
-    )
-    assert f"{expected} of 90 samples" in printed and "small_clusters: merge, 0 of them" in printed
-    assert printed.index("unused in an epoch") < printed.index("6 steps of 8 pairs")
-
-
 def test_a_base_in_half_precision(system):
     """Experts train in float32; the sparse model keeps it."""
 
@@ -332,29 +319,6 @@ def test_features_that_are_not_finite(system):
 
     with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are not finite"):
         remade(system("clip_moe"), ["features_1"], change=enlarge)
-
-
-@pytest.mark.slow
-def test_clip_moe_ablations(system):
-    """Random clusters of equal size, accumulated as others are; second stages that start from the base, as the released
-    code does, or from the first one: at a rate of nearly nothing they stay there."""
-    random = {"num_image_clusters": 1, "num_text_clusters": 1, "num_random_clusters": 3}
-    settings = {f"clusters_{n}.{key}": value for n in (1, 2) for key, value in random.items()}
-    whole, stages = (
-        system("clip_moe").whole,
-        ["clusters_1", "expert_1", "features_1", "clusters_2", "expert_2", "unified"],
-    )
-    slow = {"expert_2.learning_rate": 1e-7}
-    continued = remade(system("clip_moe"), stages, settings | slow)
-    restarted = remade(system("clip_moe"), ["expert_2", "unified"], slow | {"expert_2.model": "dense"})
-    first, second = (load_arrays(continued / f"clusters_{n}" / "clusters.safetensors") for n in (1, 2))
-    assert np.bincount(first["labels"]).tolist() == [30, 30, 30] and len(second["tuples"]) == 9  # each of 3 by each
-    assert (second["tuples"][second["labels"]][:, 0] == first["labels"]).all()
-    for output, start in ((continued, continued / "expert_1"), (restarted, whole / "dense")):
-        ffns = torch.stack([weights(output / name)[f"{FFN}.fc1.weight"] for name in ("dense", "expert_1", "expert_2")])
-        assert 0 < (ffns[2] - weights(start)[f"{FFN}.fc1.weight"]).abs().max() < 1e-6
-        assert (ffns[1] - ffns[0]).abs().max() > 1e-3
-        assert torch.equal(weights(output / "unified")[f"{FFN}.experts.up_proj"], ffns)
 
 
 # CLIP-FMoE

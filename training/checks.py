@@ -75,7 +75,7 @@ class Outlook:
         self.output_dir, self.broken, self.thorough = Path(output_dir), broken, thorough
         self.inputs: dict[str, SimpleNamespace] = {}
         self.outputs: dict[str, Expected] = {}
-        # Of a stage: what its settings cannot make. Of what is no stage: why it cannot be read
+        # Stage -> what its settings cannot make; other source -> why it cannot be read
         self.wrong: dict[str, str] = {}
         for stage in stages:
             self.inputs[stage.name] = map_inputs(stage, self._look_up)

@@ -30,7 +30,7 @@ SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
 CHUNK, DISTANCES_CHUNK = 4096, 8192
 # Rows that balanced K-means chooses its first centers from, for each center
 ROWS_PER_CENTER = 20
-# Of clusters and of fine-grained centers
+# The files of clusters and of fine-grained centers
 CLUSTERS, CENTERS = "clusters.safetensors", "centers.safetensors"
 
 

@@ -41,7 +41,7 @@ class Context:
     alone: bool = False
     # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
-    # Of the stage that runs: data may change between two stages
+    # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:

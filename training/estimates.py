@@ -260,7 +260,7 @@ def _longest_caption(data: DataArguments, processor: Path) -> int:
 
 
 def _first_pairs(data: DataArguments) -> Rows:
-    """Of other data than worlds, read as a stream."""
+    """The first pairs; other data than worlds are read as a stream."""
 
     def look() -> Rows:
         number = min(data.num_samples or LOOKED_AT, LOOKED_AT)

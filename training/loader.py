@@ -149,7 +149,7 @@ class _Collate:
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
     hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
-    # Of the texts so far: for a tiny model, tokenizing takes longer than computing. None: they are not kept
+    # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
     tokens: dict[str, list[int]] | None
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

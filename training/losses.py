@@ -164,7 +164,7 @@ def entropy_losses(
 
 
 def _sparse_towers(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) -> list[tuple]:
-    """Of each tower with sparse layers: its configuration, router logits, expert ids and the mask of its tokens."""
+    """The configuration, router logits, expert ids and token mask of each tower with sparse layers."""
     towers = [
         (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
         (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),

@@ -30,7 +30,7 @@ class MeasuredTasks:
     tasks: list[Wanted] = Field(min_length=1)
     # Folder with copies of benchmarks, each in a folder of its name. What is not there comes from the Hub.
     data_root: str | None = None
-    # Of the pictures of built-in tasks. None: the recipe's seed, so that other seeds are measured on other pictures.
+    # Seed of the pictures of built-in tasks. None: the recipe's, so that other seeds are measured on other pictures.
     test_seed: int | None = Field(default=None, ge=0)
 
     def open_tasks(self) -> dict[str, Task]:

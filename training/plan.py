@@ -165,7 +165,7 @@ def _formatted(name: str, value: int) -> str:
 
 
 def _sum(name: str, rows: list[Row]) -> str:
-    """Of all stages to do; of memory the largest. Disk is fullest while one runs, beside those before it."""
+    """The sum over all stages to do; the largest memory. Disk is fullest while a stage runs, beside those before it."""
     if name in COUNTS:
         return "-"
     values = [row.numbers[name] for row in rows if name in row.numbers]

@@ -35,9 +35,9 @@ class Recipe:
 
     # The folder in which each stage has a folder.
     output_dir: str = Field(min_length=1)
-    # Of all kinds, or classes of your own: `package.module:Class`.
+    # Stages of any kind, or classes of your own: `package.module:Class`.
     stages: list[SkipValidation[Stage]]
-    # Of all that is random, unless a stage has its own.
+    # Seed of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
     # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
     # compute in it.

@@ -22,8 +22,8 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class RouterSettings:
     """Settings of the routers of a sparse model."""
 
-    # Of a sparse model's balance loss. How many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None:
-    # all K (CLIP-UP, CLIP-FMoE).
+    # How many choices of a token count as load in the balance loss: 1, the argmax (CLIP-MoE eq. 7); None: all K
+    # (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=None, gt=0)
     # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
     # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3);

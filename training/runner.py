@@ -158,7 +158,7 @@ class Runner:
             recipe.mixed_precision,
             trackers,
         )
-        # Of what stages read, by name: a model is read once
+        # Name of what stages read -> its fingerprint: a model is read once
         self._fingerprints: dict[str, str] = {}
         self._local = paths_here(dump_recipe(recipe))
 

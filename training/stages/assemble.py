@@ -30,8 +30,8 @@ class AssembleStage(Stage):
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
-    # Of the clusters 0, 1, ... in this order: earlier stages, folders or hub names. Fewer than there are clusters make
-    # a model that others can be added to.
+    # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a
+    # model that others can be added to.
     experts: list[Model] = Field(min_length=1)
     # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
     clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None

@@ -36,7 +36,7 @@ class Stage:
     # Whether `run` is for the main process alone, while the others wait
     main_process_only: ClassVar[bool] = False
 
-    # Of the stage, and of its folder.
+    # The name of the stage, and of its folder.
     name: str = Field(pattern=r"^\w[\w -]*$", max_length=200)
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str

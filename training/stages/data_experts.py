@@ -45,7 +45,7 @@ from training.stages.base import NumberedData, Stage, inherited
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
-# Of the pictures: pairs that samples are drawn from
+# Pairs that the samples in pictures are drawn from
 SAMPLES_DRAWN_FROM = 20_000
 
 
@@ -63,12 +63,12 @@ class EmbedCaptionsStage(Stage):
     # "image" embeds the images in place of the captions, with a CLIP as encoder, such as the seed model (MoDE section
     # 5.3, to compare with). Every test image then routes itself, by all centers.
     modality: Literal["text", "image"] = "text"
-    # Of a text model of transformers: the mean over its tokens, the first one (unsupervised SimCSE), or the model's own
-    # pooler on the first one (supervised SimCSE).
+    # How a text model of transformers makes one embedding: the mean over its tokens, the first one (unsupervised
+    # SimCSE), or the model's own pooler on the first one (supervised SimCSE).
     pooling: Literal["mean", "cls", "pooler"] = "mean"
-    # Of tfidf: size of the embeddings.
+    # Size of the embeddings of tfidf.
     dim: int = Field(default=64, gt=0)
-    # Of tfidf: words that a larger share of the captions has are left out; what is said of everything hides topics.
+    # tfidf leaves out words that a larger share of the captions has; what is said of everything hides topics.
     max_df: float = Field(default=1.0, gt=0, le=1)
     # Captions that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
@@ -149,7 +149,7 @@ class ClusterFineStage(Stage):
     # Other pairs to go to their nearest centers, whose captions are embedded here and not kept: for datasets whose
     # embeddings fit on no disk. None: those of `captions`.
     data: NumberedData | None = None
-    # Of those: captions that are embedded at a time, by one process.
+    # Captions of `data` that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
@@ -284,7 +284,7 @@ class SelectStage(LabelsStage):
 
 
 def _embedding_size(captions: Expected) -> int:
-    """Of an embedding, by the configuration of its encoder. Raises Unknown."""
+    """The size of an embedding, by the configuration of its encoder. Raises Unknown."""
     (config,) = captions.known_configs
     return getattr(config, "projection_dim", None) or config.hidden_size
 

@@ -129,6 +129,6 @@ class AnalyzeStage(MeasuringStage):
 
 
 def _bytes_of_measured(config: CLIPConfig | CLIPMoEConfig, batch_size: int) -> int:
-    """Of a model and a batch of images, or of texts that are as long as they can be."""
+    """Bytes of a model and of a batch of images, or of texts that are as long as they can be."""
     longest = AtMost(config.text_config.max_position_embeddings)
     return AtMost(bytes_in_memory((config,)) + bytes_at_a_time(Expected((config,)), longest, batch_size))

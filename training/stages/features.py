@@ -116,8 +116,8 @@ class EmbedStage(Stage):
     data: NumberedData
     # Samples that one process computes at a time.
     batch_size: int = Field(default=256, gt=0)
-    # Of the L captions of an image, as in the stages that train on them: its text feature is their weighted mean. None:
-    # the first caption that is not missing.
+    # The weights of the L captions of an image, as in the stages that train on them: its text feature is their weighted
+    # mean. None: the first caption that is not missing.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -213,7 +213,7 @@ class HiddenStatesStage(Stage):
         return cost | {"memory": memory, "disk": disk}
 
     def _size(self, config: CLIPMoEConfig, images: int, tokens: int) -> int:
-        """Of the hidden states of so many images and their texts of so many tokens each."""
+        """Bytes of the hidden states of so many images and their texts of so many tokens each."""
         tokens = tokens * images * len(self.caption_weights or [1])
         return size_on_disk(config, images, tokens, getattr(torch, self.dtype))
 
@@ -246,8 +246,8 @@ class ClusterStage(Stage):
     method: Library | None = None
     # Starts of K-means, of which the best counts. None: 10 up to 100,000 features, 1 above.
     n_init: int | None = Field(default=None, gt=0)
-    # Of faiss: features that the centers of each K-means are learned from, drawn at random. They are in memory at once.
-    # None: 256 for each cluster, and at least 65,536.
+    # Features that faiss learns the centers of each K-means from, drawn at random. They are in memory at once. None:
+    # 256 for each cluster, and at least 65,536.
     num_samples: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")

@@ -148,7 +148,7 @@ class TokenizerStage(Stage):
         print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
-        """Of a text tower with all tokens that it may learn, and the fewest positions."""
+        """A text tower with all tokens that it may learn, and the fewest positions."""
         special = {"bos_token_id": self.vocab_size - 2, "eos_token_id": self.vocab_size - 1}
         return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length or 3, **special)
 
@@ -362,7 +362,7 @@ class DenseStage(Stage):
 
 
 def _parts(*towers: Mapping[str, JsonValue]) -> tuple[list[dict[str, JsonValue]], list[dict[str, JsonValue]]]:
-    """Of each tower's fields, those of a dense one, and those that say how tokens are routed."""
+    """The fields of dense towers, and those that say how tokens are routed."""
     routing = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
     dense = [{name: value for name, value in tower.items() if name not in routing} for tower in towers]
     return dense, [{name: value for name, value in tower.items() if name in routing} for tower in towers]

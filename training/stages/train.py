@@ -87,7 +87,7 @@ class StepsStage(Stage):
 
     # AdamW's learning rate after warm-up: about how far each weight moves in a step.
     learning_rate: float = Field(gt=0, le=1)
-    # Of AdamW, on matrices: biases, norms, the class embedding and the temperature have none.
+    # AdamW's weight decay of matrices: biases, norms, the class embedding and the temperature have none.
     weight_decay: float = Field(default=0.0, ge=0)
     # Weight decay on all that trains (CLIP-MoE's released code).
     decay_all: bool = False
@@ -109,7 +109,7 @@ class StepsStage(Stage):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
-    # Of the order of the data; None: the recipe's. Models that differ in nothing else make an ensemble.
+    # Seed of the order of the data; None: the recipe's. Models that differ in nothing else make an ensemble.
     seed: int | None = Field(default=None, ge=0)
 
     # Log losses every so many steps.
@@ -249,7 +249,7 @@ class StepsStage(Stage):
         }
 
     def _bytes_of_states(self) -> int:
-        """Of a parameter that trains: two moments, and the average of its values."""
+        """Bytes that a parameter that trains has besides its value and gradient: two moments, and the average."""
         return (8 if self.optimizer == "adamw" else 2) + (0 if self.ema_decay is None else 4)
 
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
@@ -276,8 +276,8 @@ class TrainStage(RouterSettings, StepsStage):
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
-    # Adapters train, in place of weights; the trained model has them added to its weights. With ema_decay, the adapters
-    # are averaged. None: weights train.
+    # Adapters train, in place of weights; the trained model has them added to its weights. Not with ema_decay. None:
+    # weights train.
     lora: LoraSettings | None = None
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
@@ -292,8 +292,8 @@ class TrainStage(RouterSettings, StepsStage):
     # Compile the towers with torch.compile: minutes at the start, for faster steps. Not with router_jitter_noise.
     torch_compile: bool = False
 
-    # Of the L captions that every image of the data has, as the captions stage makes them: the weights of their losses,
-    # gamma in CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
+    # The weights of the losses of the L captions that every image has, as the captions stage makes them: gamma in
+    # CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): memory is that of so many,
     # loss and gradient are those of the whole batch, and a step computes 4/3 as much. Not by DeepSpeed, nor with
@@ -312,6 +312,8 @@ class TrainStage(RouterSettings, StepsStage):
     def _check(self):
         if self.lora is not None and self.trainable != ".":
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
+        if self.lora is not None and self.ema_decay is not None:
+            raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:

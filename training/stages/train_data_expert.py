@@ -50,7 +50,7 @@ class TrainDataExpertStage(TrainStage):
         return cost | ({"memory": lambda: AtMost(cost["memory"]())} if self.data.in_memory else {})
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
-        """Of pairs that were clustered by captions alone, images are looked at now, and only those of the cluster."""
+        """Where pairs were clustered by captions alone, the images of the cluster are looked at now."""
         images = _of_images(Path(inputs.clusters))
         rows = self.choose_pairs(context.pairs(inputs.data, images), inputs, context)
         return rows if images else context.readable(rows, inputs.data)
