@@ -34,7 +34,7 @@ def test_upcycling_sets_nothing_that_weights_depend_on(tower):
         with pytest.raises(ValueError, match=f"no field '{field}'.*capacity_factor"):
             UpcycleStage(**settings, **{tower: {field: 1}})
     dense = Expected((CLIPConfig(),))
-    for values in ({"capacity_factor": "big"}, {"capacity_group_size": 1.5}, {"attention_dropout": None}):
+    for values in ({"capacity_factor": "big"}, {"num_experts_per_tok": 5}):
         with pytest.raises(ValueError, match=f"sparse.{tower}: .*{next(iter(values))}"):
             UpcycleStage(**settings, **{tower: values}).output_config(SimpleNamespace(model=dense))
 
