@@ -77,11 +77,11 @@ def require_same_sizes(
 def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
     """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32."""
     mixture = load_mixture(folder, max_loaded_experts=1, dtype=torch.float32)
-    expected, found = {}, {}
+    expected, converted = {}, {}
     for number, source in enumerate(experts):
         model = load_clip(source, dtype=torch.float32)
         inputs = sample_inputs(model.config)
         alone = torch.zeros(len(experts)).index_fill(0, torch.tensor([number]), 1)
         expected[f"expert {number}: logits"] = model(**inputs).logits_per_image
-        found[f"expert {number}: logits"] = mixture(**inputs, routing_weights=alone).logits_per_image
-    return check_equal(expected, found)
+        converted[f"expert {number}: logits"] = mixture(**inputs, routing_weights=alone).logits_per_image
+    return check_equal(expected, converted)

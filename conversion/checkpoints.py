@@ -102,18 +102,14 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
         raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
     with loading(source):
         for name in config.experts:
-            if Path(source).is_dir() and not (Path(source) / name / "config.json").is_file():
-                raise FileNotFoundError(f"{Path(source) / name}, one of its experts, holds no model")
-            expert = load_config(source, name)
-            if expert.model_type not in MODELS:
-                raise ValueError(f"{name} is of type {expert.model_type!r}, no CLIP")
+            load_config(source, name)  # refuses kernels
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
 
 
 def require_loadable(folder: str | Path) -> None:
     """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
 
-    Of a mixture, one expert is in memory at a time.
+    One expert of a mixture is in memory at a time.
     """
     if load_config(folder).model_type == CLIPMoDEConfig.model_type:
         mixture = load_mixture(folder, max_loaded_experts=1)
@@ -166,12 +162,12 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
 
 
 def check_equal(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE
+    expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], tolerance: float = TOLERANCE
 ) -> dict[str, float]:
     """Prints and returns the largest absolute difference of each pair of tensors."""
     differences = {}
     for name, tensor in expected.items():
-        differences[name] = (found[name] - tensor).abs().max().item()
+        differences[name] = (converted[name] - tensor).abs().max().item()
         print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
         if not differences[name] <= tolerance * tensor.abs().max().item():
             raise ValueError(f"the converted model does not compute what the source does: see {name} above")

@@ -44,9 +44,6 @@ def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> Non
             f"the projector takes hidden states of width {old.hidden_size}, the tower's have {new.hidden_size}: choose "
             "a tower made from the CLIP that this LLaVA was trained with"
         )
-    for layer in feature_layers(config):
-        if not -new.num_hidden_layers - 1 <= layer <= new.num_hidden_layers:
-            raise ValueError(f"vision_feature_layer {layer} is not there in a tower of {new.num_hidden_layers} layers")
     config.vision_config = new
     with_class_token = config.vision_feature_select_strategy == "full"
     config.image_seq_length = (new.image_size // new.patch_size) ** 2 + with_class_token

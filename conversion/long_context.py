@@ -87,10 +87,10 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
     inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
-    expected, found = (model(**inputs) for model in (before, after))
+    expected, converted = (model(**inputs) for model in (before, after))
     # A whole model has the first two, a text tower the last, with its projection also the first
     names = [name for name in ("text_embeds", "image_embeds", "last_hidden_state") if name in expected]
-    return check_equal({name: expected[name] for name in names}, {name: found[name] for name in names})
+    return check_equal({name: expected[name] for name in names}, {name: converted[name] for name in names})
 
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:

@@ -27,7 +27,6 @@ from conversion.openai import (
     activation,
     dense_ffn,
     infer_config,
-    is_torchscript,
     linear,
     read_state_dict,
     write,
@@ -89,25 +88,22 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
 
 def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with experts and gate directly in their block, wherever the checkpoint has them."""
-    renamed = {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
-    if len(renamed) < len(state):
-        raise ValueError("the checkpoint has experts or gates both in and outside of a module mlp")
-    return renamed
+    return {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
 
 
 def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEConfig:
     """The config of a normalized checkpoint, from its tensors. Whether all of them fit it, the rules tell."""
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
     dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
-    found = [match for key in state if (match := EXPERT.fullmatch(key))]
-    if not found:
+    matches = [match for key in state if (match := EXPERT.fullmatch(key))]
+    if not matches:
         raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is conversion.openai")
     towers = []
     for config, config_class, prefix in (
         (dense.text_config, CLIPMoETextConfig, None),
         (dense.vision_config, CLIPMoEVisionConfig, "visual."),
     ):
-        experts = [(int(layer), int(number)) for tower, layer, number in map(re.Match.groups, found) if tower == prefix]
+        experts = [(int(match[2]), int(match[3])) for match in matches if match[1] == prefix]
         routing = {
             "num_experts": len({number for _, number in experts}),
             "num_experts_per_tok": num_experts_per_tok,
@@ -178,8 +174,6 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes a released checkpoint as a new folder, and verifies it."""
     with new_folder(output) as folder:
-        if checkpoint.is_file() and is_torchscript(checkpoint):
-            raise ValueError(f"{checkpoint} is a TorchScript archive: what was released is a state dict")
         state = read_state_dict(checkpoint)
         write(convert(state, num_experts_per_tok), folder, processor, checkpoint)
         verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))

@@ -24,7 +24,7 @@ from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from records.messages import cut
 
-# Of a sparse FFN with one expert, what stage 1 of CLIP-FMoE may train: a regular expression
+# The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"
 
 
@@ -180,7 +180,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
     set_fusion_gates(sparse, ONLY_EXPERTS)
     sources = [base, *experts] if _num_experts(sparse.config) > len(experts) else experts
     inputs = sample_inputs(sparse.config)
-    expected, found = {}, {}
+    expected, converted = {}, {}
     for number, source in enumerate(sources):
         model = load_clip(source, dtype=torch.float32)
         if isinstance(model, CLIPMoEModel):
@@ -189,8 +189,8 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
         with sparse.force_expert(number, scale=1.0):
             forced = model_outputs(sparse, inputs)
         expected |= {f"expert {number}: {name}": tensor for name, tensor in outputs.items()}
-        found |= {f"expert {number}: {name}": tensor for name, tensor in forced.items()}
-    return check_equal(expected, found)
+        converted |= {f"expert {number}: {name}": tensor for name, tensor in forced.items()}
+    return check_equal(expected, converted)
 
 
 def convert(

@@ -219,8 +219,8 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)
     expected = model_outputs(load_dense(source, dtype=torch.float32), inputs)
-    found = model_outputs(load_model(CLIPMoEModel, folder, config=config, dtype=torch.float32), inputs)
-    return check_equal(expected, found)
+    converted = model_outputs(load_model(CLIPMoEModel, folder, config=config, dtype=torch.float32), inputs)
+    return check_equal(expected, converted)
 
 
 def convert(source: str | Path, folder: Path, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> None:

@@ -91,17 +91,17 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
     for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
         with _entry(path, f"annotation {number}", annotation):
             captions[annotation["image_id"]].append(_text(annotation["caption"]))
-    found, splits = [], set()
+    pairs, splits = [], set()
     for number, image in enumerate(images):
         with _entry(path, f"image {number}", image):
             name, of_split, texts = _of_image(image, captions)
         splits.add(of_split)
         if texts and (split is None or of_split in split.split("+")):
-            found.append((name, texts))
+            pairs.append((name, texts))
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
         raise ValueError(f"{path} has no split {split!r}, only {', '.join(sorted(splits))}: set split (--split)")
-    return [name for name, _ in found], [texts for _, texts in found]
+    return [name for name, _ in pairs], [texts for _, texts in pairs]
 
 
 def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple[str, str, str | list[str]]:

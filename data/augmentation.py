@@ -62,7 +62,7 @@ def crop_box(size: tuple[int, int], scale: tuple[float, float], rng: np.random.G
     """Left, top, right and bottom of a random crop, as torchvision's RandomResizedCrop draws it: the area uniformly,
     the ratio of its sides log-uniformly, and its place uniformly among all within the image.
 
-    Of an image that is too long for that, the largest center crop with a ratio that is allowed.
+    An image that is too long for that gives its largest center crop with a ratio that is allowed.
 
     Args:
         size: width and height of the image.

@@ -62,9 +62,9 @@ def pack_sentences(sentences: Sequence[str], lengths: Sequence[int], limit: int,
     Returns:
         `count` texts; where there are not enough different combinations, the last ones are empty.
     """
-    found: list[tuple[int, ...]] = []
+    combinations: list[tuple[int, ...]] = []
     for _ in range(count * TRIES):
-        if len(found) == count:
+        if len(combinations) == count:
             break
         chosen, free = [], limit
         for number in rng.permutation(len(sentences)):
@@ -72,9 +72,9 @@ def pack_sentences(sentences: Sequence[str], lengths: Sequence[int], limit: int,
                 chosen.append(int(number))
                 free -= lengths[number]
         combination = tuple(sorted(chosen))
-        if combination and combination not in found:
-            found.append(combination)
-    texts = [" ".join(sentences[number] for number in combination) for combination in found]
+        if combination and combination not in combinations:
+            combinations.append(combination)
+    texts = [" ".join(sentences[number] for number in combination) for combination in combinations]
     return texts + [""] * (count - len(texts))
 
 

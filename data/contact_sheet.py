@@ -13,7 +13,7 @@ from data.images import decode_image
 from data.pairs import first_caption
 
 FONT, LETTER, LINE = "DejaVuSans", 6, 12  # the width of a letter and the height of a line, in pixels
-# Of more clusters than these, the largest are drawn
+# The largest clusters are drawn, so many at most
 MAX_LINES = 32
 # A red square stands for an image that cannot be read
 UNREADABLE = Image.new("RGB", (8, 8), "red")

@@ -50,8 +50,6 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
         first = arguments.taken_rows.start
         entries = read_entries(arguments)[arguments.taken_rows]
         rows = [_read_entry(entry, first + number, arguments) for number, entry in enumerate(entries)]
-    if not rows:
-        raise ValueError(f"{arguments.source} has no conversations")
     features = datasets.Features(
         {name: datasets.Value("string") for name in ("image", "caption")}
         | {"turns": datasets.List(datasets.Value("string"))}
@@ -69,24 +67,17 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
 
 def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, Any]:
     """A row of an entry."""
-
-    def wrong(problem: str) -> ValueError:
-        return ValueError(f"{arguments.source}: entry {number} {problem}: {entry!r:.200}")
-
     try:
         image = entry.get("image")
-        turns = [(turn["from"], turn["value"]) for turn in entry["conversations"]]
+        turns = [(turn["from"], turn["value"].replace(IMAGE, "").strip()) for turn in entry["conversations"]]
     except (AttributeError, KeyError, TypeError):
-        raise wrong("is no conversation of LLaVA's layout") from None
+        turns = []
     if turns and turns[0][0] == "gpt":  # as some of LLaVA's begin, which leaves that turn out, too
         turns = turns[1:]
     turns = turns[: len(turns) // 2 * 2]  # a last question without an answer
     if not turns or [speaker for speaker, _ in turns] != ["human", "gpt"] * (len(turns) // 2):
-        raise wrong("needs turns of human and gpt, one after the other")
+        raise ValueError(f"{arguments.source}: entry {number} needs turns of human and gpt in texts: {entry!r:.200}")
     texts = [text for _, text in turns]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(image, str | None):
-        raise wrong("has an image or a turn that is no text")
-    texts = [text.replace(IMAGE, "").strip() for text in texts]
     if image is not None:
         texts[0] = f"{IMAGE}\n{texts[0]}"
     return {"image": image, "caption": texts[1], "turns": texts}
@@ -99,7 +90,7 @@ def _of_world(arguments: DataArguments) -> datasets.Dataset:
     turns = []
     for number, (caption, row) in enumerate(zip(rows["caption"], attributes, strict=True)):
         rng = np.random.default_rng([arguments.seed or 0, number])
-        # Of two symbols, it is not clear which one is meant
+        # With two symbols, it is not clear which one is meant
         names = ["background", "texture"] if row.get("second_kind") else list(QUESTIONS)
         asked = [names[index] for index in rng.permutation(len(names))[:ASKED]]
         turns.append(

@@ -37,7 +37,7 @@ POSITIONS = {
     "bottom left": (-1, 1),
     "bottom right": (1, 1),
 }
-# Of the first of two drawings; the second is opposite
+# Where the first of two drawings is; the second is opposite
 SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]

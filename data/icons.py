@@ -63,12 +63,12 @@ class Icon:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed, from which all icons follow."""
-    found = {}
+    """The versions of the packages that are installed, from which all icons follow."""
+    installed = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = distribution(package).version
-    return found
+            installed[package] = distribution(package).version
+    return installed
 
 
 def kind_set(name: str) -> Sequence[int]:
@@ -174,9 +174,9 @@ def _icons() -> tuple[list[Icon], list[Icon], list[Icon]]:
             # Octicons have one file a size
             name = " ".join(re.split(r"[-_.]", re.sub(r"-\d+$", "", path.stem) if artist == "octicons" else path.stem))
             # "stack overflow" and "stackoverflow" are one name
-            letters, found = name.replace(" ", ""), Icon(name, title, path)
+            letters, entry = name.replace(" ", ""), Icon(name, title, path)
             if letters not in first:
-                first[letters] = found
+                first[letters] = entry
             elif letters not in second and first[letters].artist != title:
                 second[letters] = Icon(first[letters].name, title, path)
     order = sorted(first, key=lambda letters: hashlib.sha256(letters.encode()).digest())
@@ -196,7 +196,7 @@ def _folder() -> Path:
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:
     """A CLIP tokenizer learned from all names."""
-    names = [found.name for found in _numbered()]
+    names = [entry.name for entry in _numbered()]
     return learn_tokenizer(
         [*names, *(f", drawn by {artist}" for artist in ARTISTS.values())], VOCABULARY, context_length
     )

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.parquet
 from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
 from data import icons
 from data.annotations import holds_list
 from data.shards import MEMBER
-from data.sources import DataArguments, file_stamp, named_images, open_rows, read_entries, reading, split_files
+from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
 
 # What others say of a fingerprint that is not that of the pairs
@@ -34,7 +33,7 @@ OTHER_DATA = "another dataset, another order or other images of the same names"
 
 logger = logging.getLogger(__name__)
 
-# Of a larger file, such as a shard, so many blocks of one MiB count, which lie evenly over it from its start to its end
+# So many blocks of one MiB of a larger file, such as a shard, are hashed, spread evenly from its start to its end
 BLOCKS, BLOCK = 16, 2**20
 AT_ONCE = 1000
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
@@ -44,8 +43,8 @@ SECONDS_UNTIL_KEPT = 2
 def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, images: bool = True) -> str:
     """The hash of all captions and images in their order, by which labels know their dataset.
 
-    Of an image in a file of its own the name without folders and the content count, of others the bytes and the name
-    that they have there, if any. So it is the same on every machine. Nothing is decoded.
+    An image in a file of its own counts by its name without folders and its content, any other by its bytes and the
+    name beside them. So the hash is the same on every machine. Nothing is decoded.
 
     Args:
         rows: columns `image` and `caption`.
@@ -54,10 +53,10 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
     """
     if not images:
         return _captions_fingerprint(rows)
-    kept = _Kept()
+    cache = _DigestCache()
     key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
-    if rows.cache_files and key in (found := kept.get({key: stamp})):
-        return found[key]
+    if rows.cache_files and key in (digests := cache.get({key: stamp})):
+        return digests[key]
     holds_images = isinstance(rows.features["image"], datasets.Image)
     files = rows.cast_column("image", datasets.Image(decode=False)) if holds_images else rows
     digest, in_files = hashlib.sha256(), False
@@ -71,7 +70,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
             digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
             digest.update(bytes.fromhex(next(contents)) if content is None else hashlib.sha256(content).digest())
     if rows.cache_files and not in_files:
-        kept.put({key: (stamp, digest.hexdigest())})
+        cache.put({key: (stamp, digest.hexdigest())})
     return digest.hexdigest()
 
 
@@ -148,11 +147,11 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
 
 
 def content_digests(paths: Iterable[str]) -> list[str]:
-    """The hashes of files by size and content, in hexadecimal digits. Of one within a shard, its place counts and the
+    """The hashes of files by size and content, in hexadecimal digits. A file within a shard counts by its place and the
     hash of the shard.
 
-    Of a file above 16 MiB 16 blocks of 1 MiB count: it would take a change in place, of the same size and between them,
-    to go unnoticed.
+    A file above 16 MiB counts by 16 blocks of 1 MiB: it would take a change in place, of the same size and between
+    them, to go unnoticed.
 
     Raises:
         OSError: a file is gone.
@@ -168,15 +167,15 @@ def content_digests(paths: Iterable[str]) -> list[str]:
 
 def _file_digests(paths: list[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
-    kept, digests = _Kept(), {}
+    cache, digests = _DigestCache(), {}
     for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5, disable=None):
         stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
-        digests |= kept.get(stamps)
+        digests |= cache.get(stamps)
         missing = [path for path in stamps if path not in digests]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(zip(missing, pool.map(_content_digest, missing), strict=True))
-        kept.put({path: (stamps[path], content) for path, content in found.items() if _is_old(path)})
-        digests |= found
+            computed = dict(zip(missing, pool.map(_content_digest, missing), strict=True))
+        cache.put({path: (stamps[path], content) for path, content in computed.items() if _is_old(path)})
+        digests |= computed
     return [digests[path] for path in paths]
 
 
@@ -201,9 +200,10 @@ def _named_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""
     column, saved = arguments.image_column, _saved(arguments) is not None
-    if arguments.indexed and not saved:  # the shards are the source
-        return []
-    if arguments.source.endswith(".json") and holds_list(arguments.source):  # conversations may be without an image
+    is_json = arguments.source.endswith(".json")
+    if not (saved or is_json) and split_files(arguments)[0] in ("imagefolder", "webdataset"):
+        return []  # its files hold the images or are these
+    if is_json and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):
             entries = read_entries(arguments)[arguments.taken_rows]
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
@@ -213,35 +213,27 @@ def _named_images(arguments: DataArguments) -> list[str]:
     streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
     taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
     rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
+    if column not in (rows.column_names or [column]):
+        return []
     if saved:
-        names = named_images(rows.data.column(column)) if column in rows.column_names else []
+        names = named_images(rows.data.column(column))
         members = [MEMBER.fullmatch(name) for name in names]
         names = [member[1] if member else name for member, name in zip(members, names, strict=True)]
-    elif getattr((rows.features or {}).get(column), "dtype", None) in ("string", "large_string"):
-        names = [row[column] for row in rows.select_columns([column])]
     else:
-        files = [file for file in source_files(arguments) if Path(file).suffix in (".parquet", ".arrow")]
-        names = [name for file in files for name in _named_in(file, column)]
+        names = _names(rows, column)
     return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
 
 
-def _named_in(file: str, column: str) -> list[str]:
-    """The files of images that a parquet or an Arrow file only names. Bytes of images are read only beside names."""
-    if file.endswith(".arrow"):
-        with pyarrow.memory_map(file) as source:
-            try:
-                table = pyarrow.ipc.open_stream(source).read_all()
-            except pyarrow.ArrowInvalid:  # Arrow's other format
-                table = pyarrow.ipc.open_file(source).read_all()
-        return named_images(table.column(column)) if column in table.column_names else []
-    names = []
-    with pyarrow.parquet.ParquetFile(file) as parquet:
-        for number in range(parquet.num_row_groups):
-            group = parquet.metadata.row_group(number)
-            chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
-            content = chunks.get(f"{column}.bytes")
-            if content is not None and not (content.statistics and content.statistics.null_count == 0):
-                names += named_images(parquet.read_row_group(number, [column]).column(column))
+def _names(rows: Rows, column: str) -> list[str]:
+    """The names of images in rows, none of which has a name alone where the first ones have bytes."""
+    if isinstance((rows.features or {}).get(column), datasets.Image):
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    names: list[str] = []
+    for batch in rows.select_columns([column]).iter(AT_ONCE):
+        images = [{"path": image, "bytes": None} if isinstance(image, str) else image or {} for image in batch[column]]
+        names += [image["path"] for image in images if image.get("path") and image["bytes"] is None]
+        if not names:
+            break
     return names
 
 
@@ -251,7 +243,7 @@ def _saved(arguments: DataArguments) -> Path | None:
     return next((folder for folder in folders if (folder / "state.json").is_file()), None)
 
 
-class _Kept:
+class _DigestCache:
     """Digests that were computed before: under a key, with a stamp that tells whether one still holds.
 
     Where its file cannot be used, everything is read each time.

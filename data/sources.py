@@ -55,7 +55,7 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
-    # Of webdataset shards or a mixture: read at random where they lie, by an index of headers. Nothing is copied, and
+    # Webdataset shards or a mixture are read at random where they lie, by an index of headers. Nothing is copied, and
     # no image is looked at before it is used: one that cannot be read is replaced by the pair after it, and counted.
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
@@ -71,13 +71,13 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Of a built-in world only: which captions are drawn. "looks", of the symbols, tell everything but the kind;
-    # "facts", of the names, everything but the name.
+    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "facts" of
+    # the names everything but the name.
     captions: Literal["web", "detailed", "looks", "facts"] = "web"
-    # Of a built-in world only: a set of its kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
+    # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = "all"
-    # Of a built-in world only: of how its pictures are drawn. None: the recipe's seed, so that other seeds see other
-    # pictures; outside of a recipe, 0.
+    # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
+    # outside of a recipe, 0.
     seed: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
@@ -282,15 +282,15 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
     folder = glob.escape(folder)
 
-    def found(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
+    def files_by_split(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
         by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
         # By several patterns a file may be found several times
         return {name: sorted(set(files)) for name, files in by_split.items() if files}
 
-    by_split = found(get_data_patterns(folder))
+    by_split = files_by_split(get_data_patterns(folder))
     if suffixes is None:
         return by_split
-    everything = found({"train": ["**"]})
+    everything = files_by_split({"train": ["**"]})
     by_split = by_split or everything  # only other files have names of splits
     left_out = set(everything["train"]).difference(*by_split.values())
     if left_out:
@@ -314,10 +314,8 @@ def _open_saved(arguments: DataArguments) -> Rows:
         if arguments.split not in rows:
             raise ValueError(_no_split(arguments, rows))
         rows = rows[arguments.split]
-    elif rows.split is not None and str(rows.split) != arguments.split:
-        raise ValueError(_no_split(arguments, [rows.split]))
-    elif set("[+") & set(arguments.split):  # such as test[:20], of which all rows would be read
-        raise ValueError(f"{arguments.source} was saved as one split: it has no {arguments.split}; take its name alone")
+    elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
+        raise ValueError(_no_split(arguments, [rows.split or "a whole one"]))
     return rows.to_iterable_dataset() if arguments.streaming else rows
 
 

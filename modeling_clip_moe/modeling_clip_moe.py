@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
@@ -647,9 +646,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
         Loads a model as `PreTrainedModel.from_pretrained` does, but never a partly random one.
 
         Raises:
-            ValueError: if the checkpoint lacks weights of this model, holds weights that are no part of a CLIP, or is
-                not a complete safetensors file; if it is split in a way that this transformers gets wrong; if it is to
-                have a shared encoder, but its towers differ or it is split.
+            ValueError: if the checkpoint lacks weights of this model or holds weights that are no part of a CLIP; if
+                it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
+                towers differ or it is split.
         """
         split = kwargs.get("distributed_config")
         splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
@@ -658,14 +657,9 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
                 f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
                 f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
             )
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise ValueError(
-                f"The weights of {pretrained_model_name_or_path} are truncated or not safetensors: {error}"
-            ) from error
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
@@ -745,19 +739,17 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
                 token the sum of the K weights that the router gives, which is 1 with `norm_topk_prob`.
 
         Raises:
-            ValueError: if there is no sparse layer, or one without such an expert, or another number of scales.
+            ValueError: if there is no sparse layer, or one without such an expert.
         """
         routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
         num_experts = min((router.config.num_experts for router in routers), default=0)
-        if not isinstance(expert, int) or isinstance(expert, bool) or not 0 <= expert < num_experts:
+        if not 0 <= expert < num_experts:
             known = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
             raise ValueError(f"expert={expert}, but the model has {known}.")
         if scale is None:
             scale = [1.0 if router.config.norm_topk_prob else None for router in routers]
         elif not isinstance(scale, Sequence):
             scale = [scale] * len(routers)
-        if len(scale) != len(routers):
-            raise ValueError(f"scale has {len(scale)} numbers, but the model has {len(routers)} sparse layers.")
         before = [(router.forced_expert, router.forced_scale) for router in routers]
         try:
             for router, of_layer in zip(routers, scale, strict=True):

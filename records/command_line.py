@@ -130,7 +130,7 @@ def _quiet_output() -> None:
 
 
 def _folder(kind: type, tokens: Sequence[Token]) -> Path:
-    """Of an empty name, `Path` would make the current folder."""
+    """A path. `Path` would make the current folder of an empty name."""
     if not tokens[0].value.strip():
         raise ValueError("a folder needs a name")
     return Path(tokens[0].value)

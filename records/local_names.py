@@ -71,15 +71,15 @@ def without_paths(value: Any, known: Collection[str] = ()) -> Any:
 
 
 def _without_paths_in_prose(text: str) -> str:
-    words, found = SEPARATORS.split(text), []
+    words, parts = SEPARATORS.split(text), []
     while words:
         # A path may hold spaces: the longest one that is there
         ends = range(len(words), 1, -1) if "/" in words[0] or "\\" in words[0] else ()
         length = next((end for end in ends if os.path.exists("".join(words[:end]))), 1)
         name = "".join(words[:length])
-        found.append(_last_part(name) if length > 1 or _is_path(name) else name)
+        parts.append(_last_part(name) if length > 1 or _is_path(name) else name)
         words = words[length:]
-    return "".join(found)
+    return "".join(parts)
 
 
 def _is_path(text: str) -> bool:

@@ -39,8 +39,8 @@ class TextCounts(BaseModel):
             "the same as another": self.repeated,
             "with the same tokens as a different text: the model cannot tell them apart": self.alike,
         }
-        found = "; ".join(f"{number} {what}" for what, number in parts.items() if number)
-        return found and f"of {self.number} {self.kind}, {found}"
+        counts = "; ".join(f"{number} {what}" for what, number in parts.items() if number)
+        return counts and f"of {self.number} {self.kind}, {counts}"
 
 
 class Result(BaseModel):
@@ -94,7 +94,7 @@ class Collapse(BaseModel):
     error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
     @property
-    def found(self) -> str:
+    def comparison(self) -> str:
         error = "" if self.error is None else f" ± {100 * self.error:.1f}"
         difference = f"{100 * (self.mean - self.routed):+.1f}{error} points"
         return f"{self.routed:.1%} routed, {self.mean:.1%} with the mean of the experts: {difference}"
@@ -123,8 +123,8 @@ class ExpertSummary(BaseModel):
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """What was measured, and what was found."""
-        rows = [(f"collapse test, {score.title}", score.found) for score in self.collapse]
+        """Names of measures, and their values."""
+        rows = [(f"collapse test, {score.title}", score.comparison) for score in self.collapse]
         bits, alike = self.entropy, self.agreement
         layers = f"(layers: {bits.lowest:.2f} to {bits.highest:.2f})"
         rows.append(("entropy of the routers", f"{bits.mean:.2f} of at most {self.most_entropy:.2f} bits {layers}"))

@@ -31,7 +31,7 @@ def read_yaml(text: str, name: str) -> Any:
 
 
 def _require_different_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
-    """Of a key that is given twice, the last one would count. A merge key (<<) brings others, which are overridden."""
+    """Only the last of two equal keys would count. A merge key (<<) brings others, which are overridden."""
     if node in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(node)

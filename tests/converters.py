@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from openai_reference import openai_state_dict
+from openai_weights import openai_state_dict
 from safetensors.torch import save_file
 from tiny_clip import processor, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor

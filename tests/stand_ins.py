@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from benchmark_folders import make_copy
-from openai_reference import openai_state_dict
+from openai_weights import openai_state_dict
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
 from conversion.long_context import POSITIONS

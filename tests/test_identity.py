@@ -1,6 +1,5 @@
 """Labels, stages and checkpoints know their data: what is the same, what is not, and what is read again."""
 
-import io
 import json
 import os
 import shutil
@@ -9,18 +8,16 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import PIL.Image
-import pyarrow.parquet
 import pytest
 import yaml
 from tiny_runs import recipe
-from tiny_sources import SOURCES
+from tiny_sources import CAPTIONS, SOURCES, image_folder, rows, sharegpt4v, write_pictures
 
 from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from training import context, runner, stages
+from training import stages
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -34,57 +31,21 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def draw(seed, size=16):
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
-def images(folder, first=0, count=8):
-    """Images of one size in bytes, and their captions."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        draw(first + number).save(folder / f"{number}.bmp")
-    lines = [json.dumps({"file_name": f"{number}.bmp", "caption": f"a caption {number}"}) for number in range(count)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def sharegpt4v(path, folder, count=8):
-    entries = [
-        {"image": f"{number}.bmp", "conversations": [{"from": "gpt", "value": f"a caption {number}"}]}
-        for number in range(count)
-    ]
-    path.write_text(json.dumps(entries))
-    return {"source": str(path), "image_root": str(folder)}
-
-
-def write_parquet(path, first=0, count=8):
-    """Bytes under names that stay the same."""
-    rows = {"image": [], "caption": [f"a caption {number}" for number in range(count)]}
-    for number in range(count):
-        content = io.BytesIO()
-        draw(first + number).save(content, "bmp")
-        rows["image"].append({"bytes": content.getvalue(), "path": f"{number}.bmp"})
-    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
-    return {"source": str(path)}
-
-
 def layout(kind, folder, first=0):
     """The same eight pairs, in a source of each kind; of another `first`, others under the same names."""
     folder.mkdir(parents=True, exist_ok=True)
     match kind:
         case "folder":
-            return {"source": str(images(folder / "data", first))}
+            return image_folder(folder, first)
         case "parquet":
-            return write_parquet(folder / "data.parquet", first)
+            rows(CAPTIONS, first).to_parquet(folder / "data.parquet")
+            return {"source": str(folder / "data.parquet")}
         case "sharegpt4v":
-            return sharegpt4v(folder / "data.json", images(folder / "images", first))
+            return sharegpt4v(folder, first)
         case "saved":
-            images(folder / "images", first)
+            names = [str(folder / "images" / name) for name in write_pictures(folder / "images", first)]
             if not (folder / "saved").exists():
-                names = [str(folder / "images" / f"{number}.bmp") for number in range(8)]
-                captions = [f"a caption {number}" for number in range(8)]
-                datasets.Dataset.from_dict({"image": names, "caption": captions}).save_to_disk(folder / "saved")
+                datasets.Dataset.from_dict({"image": names, "caption": CAPTIONS}).save_to_disk(folder / "saved")
             return {"source": str(folder / "saved")}
 
 
@@ -95,37 +56,36 @@ KINDS = ["folder", "parquet", "sharegpt4v", "saved"]
 def test_data_are_known_by_names_and_contents(kind, tmp_path, monkeypatch):
     """Other images under the same names are other data; a copy elsewhere is the same, and so is a part of a split."""
     data = DataArguments(**layout(kind, tmp_path / "a"))
-    rows, source = data_fingerprint(load_pairs(data), data.image_root), identity(data)
+    pairs, source = data_fingerprint(load_pairs(data), data.image_root), identity(data)
     if kind != "saved":
         copy = DataArguments(**(settings := layout(kind, tmp_path / "b")))
-        assert (data_fingerprint(load_pairs(copy), copy.image_root), identity(copy)) == (rows, source)
+        assert (data_fingerprint(load_pairs(copy), copy.image_root), identity(copy)) == (pairs, source)
         monkeypatch.chdir(tmp_path)
-        assert identity(DataArguments(**{key: os.path.relpath(value) for key, value in settings.items()})) == source
+        paths = {key: os.path.relpath(settings[key]) for key in ("source", "image_root") if key in settings}
+        assert identity(DataArguments(**settings | paths)) == source
     if kind in ("folder", "parquet"):
         for split in ("train[:3]", "train[:2]+train[6:]"):
             assert identity(replace(data, split=split)) == source
             assert 0 < len(load_pairs(replace(data, split=split))) < len(load_pairs(data))
     assert source["files"] == {"folder": 9, "parquet": 1, "sharegpt4v": 9, "saved": 11}[kind]
     layout(kind, tmp_path / "a", first=100)
-    assert data_fingerprint(load_pairs(data), data.image_root) != rows
+    assert data_fingerprint(load_pairs(data), data.image_root) != pairs
     assert identity(data)["files"] == source["files"] and identity(data)["sha256"] != source["sha256"]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow_file", "saved"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
 def test_images_that_rows_name_by_paths_without_bytes_count(kind, tmp_path):
-    images(tmp_path / "images")
-    named = [{"bytes": None, "path": str(tmp_path / "images" / f"{number}.bmp")} for number in range(8)]
+    names = write_pictures(tmp_path / "images")
+    named = [{"bytes": None, "path": str(tmp_path / "images" / name)} for name in names]
     image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}  # an Image would get its bytes
     features = datasets.Features({"image": image, "caption": datasets.Value("string")})
     rows = datasets.Dataset.from_dict({"image": named, "caption": ["a caption"] * 8}, features)
     rows.to_parquet(str(tmp_path / "x.parquet"))
     rows.save_to_disk(tmp_path / "saved")
-    with pyarrow.ipc.new_file(str(tmp_path / "x.arrow"), rows.data.schema) as file:
-        file.write_table(rows.data.table)
-    sources = {"parquet": "x.parquet", "arrow_file": "x.arrow", "arrow": "saved/*.arrow", "saved": "saved"}
+    sources = {"parquet": "x.parquet", "arrow": "saved/*.arrow", "saved": "saved"}
     data = DataArguments(source=str(tmp_path / sources[kind]))
     before = identity(data)
-    images(tmp_path / "images", first=100)
+    write_pictures(tmp_path / "images", first=100)
     assert identity(data) != before
     assert identity(replace(data, image_column="nowhere"))["files"] == {"saved": 3}.get(kind, 1)
 
@@ -187,7 +147,7 @@ def train(tmp_path):
     return train
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "stream"])
+@pytest.mark.parametrize("kind", ["parquet", "stream"])
 def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys):
     data = layout(kind.replace("stream", "parquet"), tmp_path / "a") | {"streaming": kind == "stream"}
     train(data)
@@ -198,9 +158,7 @@ def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys
         train(data)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [{"filename": 3}]}', "[" * 100_000]
-)
+@pytest.mark.parametrize("text", ["{", '{"_data_files": 3}'])
 def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
     data = DataArguments(**layout("saved", tmp_path / "a"))
     (tmp_path / "a" / "saved" / "state.json").write_text(text)
@@ -244,30 +202,6 @@ def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train,
     assert manifest["data"] == identity(DataArguments(**data))
 
 
-def test_data_that_change_between_two_stages_are_read_anew(tmp_path, monkeypatch):
-    data, original, loaded = layout("parquet", tmp_path / "a"), runner.Runner.run_stage, []
-
-    def run_and_change(run, stage):
-        original(run, stage)
-        if stage.name == "tuned":
-            layout("parquet", tmp_path / "a", first=100)
-
-    def load(arguments, images):
-        loaded.append(load_pairs(arguments, images))
-        return loaded[-1]
-
-    monkeypatch.setattr(runner.Runner, "run_stage", run_and_change)
-    monkeypatch.setattr(context, "load_pairs", load)
-    settings = recipe(data=data, max_steps=2, global_batch_size=4)
-    tuned = next(stage for stage in settings["stages"] if stage["name"] == "tuned")
-    settings["stages"].append(tuned | {"name": "again"})
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    run_recipe(load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / "out")}))
-    first, second = (json.loads((tmp_path / "out" / name / "manifest.json").read_text()) for name in ("tuned", "again"))
-    assert first["data"] != second["data"] == identity(DataArguments(**data))
-    assert data_fingerprint(loaded[-1]) == data_fingerprint(load_pairs(DataArguments(**data)))
-
-
 def test_stages_that_were_carried_here_stay_done(tmp_path, train, capsys):
     data = layout("parquet", tmp_path / "a")
     train(data)
@@ -281,12 +215,13 @@ def test_stages_that_were_carried_here_stay_done(tmp_path, train, capsys):
 
 def test_only_the_files_of_the_split_count(tmp_path):
     for split in ("train", "test"):
-        images(tmp_path / "data" / split)
+        (tmp_path / "data" / split).mkdir(parents=True)
+        image_folder(tmp_path / "data" / split)
     data = DataArguments(source=str(tmp_path / "data"))
     before = identity(data)
-    images(tmp_path / "data" / "test", first=100)
+    image_folder(tmp_path / "data" / "test", first=100)
     assert identity(data) == before
-    images(tmp_path / "data" / "train", first=100)
+    image_folder(tmp_path / "data" / "train", first=100)
     assert identity(data) != before
     assert (
         identity(DataArguments(source="nobody/nothing")) is None

@@ -1,7 +1,6 @@
 """What a card says of a model: its lineage, its scores by its weights, and nothing of this machine."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -96,17 +95,9 @@ def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metrics": {"group": math.nan}}, "symbols_pairs--a.json: the score group is nan, no share from 0 to 1"),
-        ({"metrics": {"group": "good"}}, "no result of an evaluation: metrics.group is 'good'"),
-        ({"metrics": {}}, "symbols_pairs--a.json is of a task that cards do not know: its score is group"),
-    ],
-)
-def test_what_is_no_score_is_refused(run, changes, message):
-    write_result(run, **changes)
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_score_is_refused(run):
+    write_result(run, metrics={"group": "good"})
+    with pytest.raises(ValueError, match="no result of an evaluation: metrics.group is 'good'"):
         lineage_of(run)
 
 

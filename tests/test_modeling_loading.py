@@ -147,10 +147,6 @@ def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
     # Without the empty marks for which CLIP's own classes refuse a file, nothing is missing
     write(lambda changed: [changed.pop(name) for name, tensor in weights.items() if tensor.numel() == 0])
     assert_same_weights(CLIPMoEModel.from_pretrained(tmp_path), model)
-    content = (folder / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="truncated or not safetensors"):
-        CLIPMoEModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,23 +199,6 @@ def test_names_in_files_stay(tmp_path, model_class, clips):
     config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"model_type": "clip"}
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     assert names(clips.from_pretrained(tmp_path / "whole")) == expected
-
-
-@pytest.mark.parametrize("tower", [CLIPMoEVisionModel, CLIPMoETextModel])
-def test_marks_have_the_names_that_transformers_4_looks_for(saved, tmp_path, tower):
-    # Of the weights themselves, it finds none where a tower was never part of a whole file
-    model, folder = saved
-    prefix = tower._tower_prefix
-    towers = [getattr(model, prefix[:-1]), tower.from_pretrained(folder)]
-    towers[0].save_pretrained(tmp_path / "0")
-    towers.append(tower.from_pretrained(tmp_path / "0"))
-    for number, source in enumerate(towers):
-        source.save_pretrained(tmp_path / str(number))
-        weights = load_file(tmp_path / str(number) / "model.safetensors")
-        marks = {name for name, tensor in weights.items() if tensor.numel() == 0}
-        assert marks == {f"{prefix}encoder.layers.{layer}.mlp.fc1.weight" for layer in (1, 2)}
-        again = tower.from_pretrained(tmp_path / str(number))
-        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in towers[0].state_dict().items())
 
 
 def test_the_module_holds_what_diffusers_looks_up():

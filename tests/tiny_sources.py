@@ -43,16 +43,17 @@ def images_and_texts(numbers, captions=None):
     return members
 
 
-def write_pictures(folder):
-    folder.mkdir()
+def write_pictures(folder, first=0):
+    """Files of the same names; with another `first`, of other pictures."""
+    folder.mkdir(exist_ok=True)
     names = [f"{number}.png" for number in range(len(CAPTIONS))]
     for number, name in enumerate(names):
-        (folder / name).write_bytes(png(number))
+        (folder / name).write_bytes(png(first + number))
     return names
 
 
-def image_folder(tmp_path):
-    names = write_pictures(tmp_path / "folder")
+def image_folder(tmp_path, first=0):
+    names = write_pictures(tmp_path / "folder", first)
     lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, CAPTIONS, strict=True)]
     (tmp_path / "folder" / "metadata.jsonl").write_text("\n".join(lines))
     return {"source": str(tmp_path / "folder"), "caption_column": "text"}
@@ -82,8 +83,8 @@ def webdataset(tmp_path):
     return {"source": str(tmp_path / "shard-*.tar"), "image_column": "png", "caption_column": "txt"}
 
 
-def sharegpt4v(tmp_path):
-    names = write_pictures(tmp_path / "images")
+def sharegpt4v(tmp_path, first=0):
+    names = write_pictures(tmp_path / "images", first)
     entries = [
         {
             "id": name,

@@ -16,7 +16,7 @@ from transformers import CLIPConfig, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_mixture, sample_inputs
-from conversion.folders import has_file, load_config
+from conversion.folders import load_config
 from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
@@ -25,7 +25,7 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 
-# Of configurations: where they were loaded from on this machine, and files there
+# Keys of configurations that say where they were loaded from on this machine, and files there
 LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
@@ -69,9 +69,6 @@ def build(
         raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
     if not Path(source).is_dir():
         raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
-    stages = sorted(path.parent.name for path in Path(source).glob("*/config.json"))
-    if stages and not has_file(source, "config.json"):
-        raise ValueError(f"{source} holds several models; publish one of {', '.join(stages)} in it")
     model = copy_model(Path(source), folder)
     left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
     left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
@@ -179,9 +176,9 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
         if result.returncode != 0:
             reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             raise ValueError(f"the folder does not load without this package: {reason[-1]}")
-        found = load_file(f"{parent}/outputs")
+        computed = load_file(f"{parent}/outputs")
     for name, tensor in expected.items():
-        difference, largest = (found[name] - tensor).abs().max().item(), tensor.abs().max().item()
+        difference, largest = (computed[name] - tensor).abs().max().item(), tensor.abs().max().item()
         print(f"largest difference in features of {name}: {difference:.3g} (largest value {largest:.3g})")
         if not difference <= 1e-5 * largest:
             raise ValueError(f"the published folder does not compute the features of {name} that the model computes")

@@ -30,7 +30,7 @@ TEXT_ENCODERS = {
 }
 # Width, image size and patch size of the vision tower in LLaVA's released checkpoints, from 1.5 on
 LLAVA_TOWER = (1024, 336, 14)
-# Of a stage, those that a card shows
+# The settings of a stage that a card shows
 SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
 
 
@@ -104,6 +104,7 @@ def _metadata(
                 metric_value=round(100 * result["metrics"][metric], 2),
             )
             for result, metric, title in _scores(list(lineage.results.values()))
+            if metric in TASK_TYPES
         ]
         or None,
     )

@@ -100,7 +100,7 @@ class Lineage:
         made = {origin: Record.read(origin) for origin in _stages_before(folder, _all_inputs)}
         names = {origin: _name(origin, folder.parent) for origin in made}
         bases, unknown = _bases(folder)
-        recipe = _read_recipe(folder.parent / RECIPE)
+        recipe = read_yaml((folder.parent / RECIPE).read_text(encoding="utf-8"), str(folder.parent / RECIPE))
         inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
         files = (_source(record) for record in made.values() if "files" in (record.data or {}))
         local = {*inputs, str(recipe.get("output_dir")), *(name for name in files if name and not is_url(name))}
@@ -185,11 +185,11 @@ def _name(origin: Path, run: Path) -> str:
 
 def _stages_before(folder: Path, inputs) -> dict[Path, None]:
     """The unchanged ancestors of a stage, oldest first, then the stage."""
-    found: dict[Path, None] = {}
+    ancestors: dict[Path, None] = {}
     for _, origin, is_known in inputs(folder):
         if is_known:
-            found |= _stages_before(origin, inputs)
-    return found | {folder: None}
+            ancestors |= _stages_before(origin, inputs)
+    return ancestors | {folder: None}
 
 
 def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
@@ -238,7 +238,7 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[Data]:
 
     A stage of one cluster does not tell how many pairs its data have.
     """
-    found: dict[tuple[str, Data], int | None] = {}
+    pairs_of: dict[tuple[str, Data], int | None] = {}
     for origin, record in made.items():
         source = _source(record)
         inputs = {name: is_known for name, _, is_known in _all_inputs(origin)}
@@ -246,8 +246,8 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[Data]:
             of_hub = "commit" in (record.data or {}) or is_hub_name(source)
             one = source, _data(record.stage["data"], source in local or source in inputs or not of_hub)
             pairs = record.pairs if record.stage.get("cluster") is None else None
-            found[one] = max(found.get(one) or 0, pairs or 0) or None
-    return sorted((replace(one, pairs=pairs) for (_, one), pairs in found.items()), key=str)
+            pairs_of[one] = max(pairs_of.get(one) or 0, pairs or 0) or None
+    return sorted((replace(one, pairs=pairs) for (_, one), pairs in pairs_of.items()), key=str)
 
 
 def _data(settings: dict[str, Any], is_local: bool) -> Data:
@@ -259,13 +259,6 @@ def _data(settings: dict[str, Any], is_local: bool) -> Data:
     if is_url(source):
         return Data(source, "web", details)
     return Data(without_paths(source, [source]), "local", details) if is_local else Data(source, "hub", details)
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    recipe = read_yaml(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path} is damaged: it holds no recipe")
-    return recipe
 
 
 def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -291,12 +284,12 @@ def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path
 def _results(folder: Path, weights: str) -> dict[str, Path]:
     """Name -> file of the results in a run that are of these weights. Of two that differ in nothing but their scores,
     the later one counts."""
-    found = {}
+    latest = {}
     for path, result in _of_weights("*/*--*.json", folder, weights):
-        _require_scores(result, path)
-        found[result["task"], result["protocol"], result["dtype"]] = path
+        require_result(result, str(path))
+        latest[result["task"], result["protocol"], result["dtype"]] = path
     results: dict[str, Path] = {}
-    for path in sorted(found.values()):
+    for path in sorted(latest.values()):
         results[path.name if path.name not in results else f"{path.parent.name}--{path.name}"] = path
     return results
 
@@ -305,13 +298,3 @@ def _pictures(folders: set[Path]) -> dict[str, Path]:
     """Name -> file of the pictures in these folders of results and analyses."""
     pictures = [path / name for path in sorted(folders) for name in PICTURES]
     return {path.name: path for path in pictures if path.is_file() and not path.is_symlink()}  # a link may be anything
-
-
-def _require_scores(result: dict[str, Any], path: Path) -> None:
-    """Raises ValueError for what is no result that a card can tell."""
-    require_result(result, str(path))
-    if unknown := sorted(set(result["primary"]) - (set(result["metrics"]) & set(TASK_TYPES))):
-        raise ValueError(f"{path} is of a task that cards do not know: its score is {cut(unknown)}")
-    for name, value in result["metrics"].items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{path}: the score {name} is {value!r:.60}, no share from 0 to 1: measure it again")
