@@ -57,7 +57,7 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
 
 
 def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float] | None = None) -> None:
-    """Saves the mean of models and the processor of the first. Raises as `average` and `require_same`."""
+    """Saves the mean of models and the processor of the first."""
     require_same(sources)
     average(sources, weights).save_pretrained(folder)
     copy_processor(sources[0], folder)

@@ -25,13 +25,7 @@ MODELS = {"clip": CLIPModel, CLIPMoEConfig.model_type: CLIPMoEModel}
 
 
 def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
-    """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype.
-
-    Raises:
-        OSError: there is no model, or the hub cannot be reached.
-        ValueError: another kind of model, a damaged file, missing, left-over or wrongly shaped tensors, or tensors that
-            are not finite (named).
-    """
+    """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype."""
     config_of(model_class, source)
     return load_weights(model_class, source, **kwargs)
 

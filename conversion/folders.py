@@ -72,14 +72,7 @@ def has_file(source: str | Path, *names: str) -> bool:
 
 
 def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
-    """The configuration of a model in a folder or on the Hub, or in a folder within that.
-
-    Raises:
-        FileNotFoundError: `source` is neither a folder nor a hub name.
-        OSError: there is no model, or the hub cannot be reached.
-        ValueError: a damaged configuration, or one of an unknown model; or one that names kernels, which transformers
-            would run unasked.
-    """
+    """The configuration of a model in a folder or on the Hub, or in a folder within that."""
     require_source(source)
     with loading(source):
         named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])

@@ -35,9 +35,6 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
 
     Returns:
         (length, D), in the table's dtype.
-
-    Raises:
-        ValueError: r is not a whole number above 1, or fewer than two rows follow those that stay.
     """
     rows = len(table)
     stretched = rows - keep

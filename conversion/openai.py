@@ -311,7 +311,7 @@ def write_model(
     processor: str | None = None,
     trust_archive: bool = False,
 ) -> None:
-    """Write an archive as a new folder, and verify it. Raises as `read_state_dict` and `convert` do."""
+    """Write an archive as a new folder, and verify it."""
     with new_folder(output) as folder:
         state = read_state_dict(archive, trust_archive)
         if activation is None and not all(key in state for key in SETTINGS):

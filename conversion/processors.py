@@ -51,12 +51,7 @@ def load_tokenizer(source: str | Path, **kwargs) -> PreTrainedTokenizerBase:
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
-    """The processor of a folder or hub name, which fits the model that is there.
-
-    Raises:
-        FileNotFoundError: it has no tokenizer or no image processor, which transformers would make up.
-        OSError, ValueError: a file is not there or damaged; named. Or see `require_fit`.
-    """
+    """The processor of a folder or hub name, which fits the model that is there."""
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
         if not has_file(source, *names):
             raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
@@ -223,10 +218,6 @@ def copy_processor(
     Args:
         length: at which the copy cuts texts; None: where the source does.
         model: what the model in `folder` was made of, for errors; None: `source`.
-
-    Raises:
-        FileNotFoundError: `source` has neither half, and the processor is `required`.
-        ValueError: a file is damaged, or it does not fit the model that is in `folder` already, see `require_fit`.
     """
     copy, tokenizer, image_processor = load_halves(source)
     if copy is None:

@@ -49,11 +49,6 @@ def unify(
 
     Returns:
         The model in evaluation mode and the widest dtype of all: experts are trained in float32.
-
-    Raises:
-        ValueError: there is no expert, one is of another architecture or differs from the base in more than the FFNs of
-            the sparse layers (names the tensors), or see `unified_config`.
-        huggingface_hub.errors.StrictDataclassError: K is larger than the number of experts.
     """
     config = unified_config(base.config, len(experts), preset, towers, base_expert)
     base_state, parts = base.state_dict(), expert_parts(base.config, config)
@@ -77,12 +72,7 @@ def unified_config(
     towers: Sequence[str] = TOWERS,
     base_expert: bool = True,
 ) -> CLIPMoEConfig:
-    """The configuration of `unify` with `number` experts.
-
-    Raises:
-        ValueError: a sparse base has not one expert in each sparse layer, or fusion gates in one tower alone; of a
-            dense one see `sparse_config`.
-    """
+    """The configuration of `unify` with `number` experts."""
     if not is_sparse(base):
         experts = number + (base_expert and not preset.fusion_gate)
         return sparse_config(base, dataclasses.replace(preset, num_experts=experts), towers)

@@ -224,7 +224,7 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
 
 
 def convert(source: str | Path, folder: Path, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> None:
-    """Save a dense CLIP as a sparse one, with its processor, and verify it. Raises as `upcycle` does."""
+    """Save a dense CLIP as a sparse one, with its processor, and verify it."""
     upcycle(load_dense(source), preset, towers, seed).save_pretrained(folder)
     copy_processor(source, folder)
     verify(source, folder)

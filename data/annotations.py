@@ -78,10 +78,6 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
 
     Args:
         split: Karpathy's, or several with +; None: all. The other layouts have "train" alone.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON, in none of these layouts, or has no such split.
     """
     content = read_json(path)
     images = content.get("images") if isinstance(content, dict) else content

@@ -34,11 +34,6 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
     Returns:
         Rows of `image` (None where there is none) and `turns`: a question, its answer, the next question, and so on.
         Those with an image come first.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is another source, an entry is no conversation, or more than `max_unreadable` of the images
-            cannot be read; names the first.
     """
     if arguments.source in WORLDS:
         return _of_world(arguments)

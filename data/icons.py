@@ -74,9 +74,6 @@ def versions() -> dict[str, str]:
 def kind_set(name: str) -> Sequence[int]:
     """The numbers of the icons of a set: "all" names, the "brands" alone, "brands 1024" for the first so many of them,
     or "other artists": another artist's icon of a name that is among all.
-
-    Raises:
-        ValueError: it is none of these, or there are not so many brands; or the extra is not installed.
     """
     brands, names, others = map(len, _icons())
     sets = {"all": range(brands + names), "brands": range(brands)}
@@ -111,9 +108,6 @@ def load(
 
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.
-
-    Raises:
-        ValueError: the extra is not installed.
     """
     shown = shown_in_turns(kind_set("all") if kinds is None else kinds, split, seed)
 

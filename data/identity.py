@@ -140,7 +140,7 @@ def newest_file(arguments: DataArguments) -> str:
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
-    """The hashes of images, each a path or with `bytes` or a `path`; raises as `content_digests`."""
+    """The hashes of images, each a path or with `bytes` or a `path`."""
     images = [{"path": image} if isinstance(image, str) else image for image in images]
     in_files = iter(content_digests(image["path"] for image in images if not image.get("bytes")))
     return [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
@@ -152,9 +152,6 @@ def content_digests(paths: Iterable[str]) -> list[str]:
 
     A file above 16 MiB counts by 16 blocks of 1 MiB: it would take a change in place, of the same size and between
     them, to go unnoticed.
-
-    Raises:
-        OSError: a file is gone.
     """
     paths = [os.fspath(path) for path in paths]
     members = [MEMBER.fullmatch(path) for path in paths]

@@ -72,9 +72,6 @@ LARGEST_SHIFT, TINT, NOISE, MOST_WEAR = 0.25, 6, 8, 4  # pixels; of 255, twice; 
 def kind_set(name: str) -> Sequence[int]:
     """The numbers of the towns of a set: "4096" for so many, "4096 half 1" and "4096 half 2" for those of the first
     and the last four countries, "4096 country 3" for those of one of eight; "all" are 4,096.
-
-    Raises:
-        ValueError: it is none of these, or there cannot be so many towns, as many in each country.
     """
     number, _, part = name.partition(" ")
     number = "4096" if number == "all" else number

@@ -31,10 +31,6 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
 
     Args:
         images: whether they are used. If not, none is looked at, and all pairs with a caption are left.
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: a column is missing, or more than `max_unreadable` of the pairs cannot be read; names the first.
     """
     if arguments.source in WORLDS:
         return _draw(arguments, arguments.captions)
@@ -48,10 +44,6 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
     """The column `image` and these columns of any source.
 
     Built-in worlds have `caption` (detailed) and `raw_caption` (web).
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: a column is missing or holds no texts.
     """
     if arguments.source in WORLDS:
         detailed, web = (_draw(arguments, style) for style in ("detailed", "web"))
@@ -192,9 +184,6 @@ def readable_pairs(
 
     Args:
         images: see `load_pairs`. Every image is decoded, or none.
-
-    Raises:
-        ValueError: they are more than `max_unreadable` of all, or nothing is left.
     """
 
     def look(row: dict[str, Any], files: str) -> dict[str, Any]:

@@ -27,9 +27,6 @@ def open_shards(files: Sequence[str], image_column: str, text_column: str, stamp
 
     Returns:
         Columns `__key__`, the image column, of references that `read_member` reads, and the text column.
-
-    Raises:
-        ValueError: a shard is compressed or damaged, or a column is nowhere.
     """
     features = {"__key__": datasets.Value("string")}
     features |= {column: datasets.Value("string") for column in (image_column, text_column)}

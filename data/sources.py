@@ -115,12 +115,7 @@ class DataArguments:
 
 
 def open_rows(arguments: DataArguments) -> Rows:
-    """The rows of any source but the built-in worlds, with all their columns.
-
-    Raises:
-        FileNotFoundError: a local source is not there.
-        ValueError: it has no such split or cannot be read; names the source.
-    """
+    """The rows of any source but the built-in worlds, with all their columns."""
     with reading(arguments):
         columns = arguments.image_column, arguments.caption_column  # which name those of a .json or of indexed shards
         key = arguments.source, arguments.split, arguments.streaming, arguments.indexed

@@ -23,7 +23,6 @@ def common_rows(arguments: DataArguments, other_split: str) -> int:
     """How many rows are in the split of the arguments and in another one, of each as many as the arguments ask for.
 
     A file or a pattern is all that it names, whatever the split is called, and so is a dataset that was saved alone.
-    Raises as `open_rows`.
     """
     source, splits = Path(arguments.source), (arguments.split, other_split)
     if (source / "state.json").is_file():

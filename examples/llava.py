@@ -436,7 +436,7 @@ def build(
         config, tokenizer = load_config(language_model), load_tokenizer(language_model)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{language_model} is no language model: it is of type {config.model_type!r}")
-        model = load_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], language_model, config)
+        model = load_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], language_model)
         add_tokens(tokenizer)
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=TOKENS_MULTIPLE)
     llava = join(tower, model, tokenizer.convert_tokens_to_ids(IMAGE))

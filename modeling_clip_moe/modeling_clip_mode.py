@@ -211,9 +211,6 @@ class CLIPMoDEModel(PreTrainedModel):
             expert_of_center: (m,), the expert that each belongs to.
             metadata_encoder: what the centers were made with.
             config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
-
-        Raises:
-            ValueError: if they do not fit together, or a center has no expert.
         """
         config = {"projection_dim": experts[0].config.projection_dim, "routing": DEFAULT_ROUTING, **config}
         model = cls(CLIPMoDEConfig(**config))
@@ -240,10 +237,6 @@ class CLIPMoDEModel(PreTrainedModel):
         Args:
             max_loaded_experts: how many experts are in memory at a time; each is loaded when it is used, and the one
                 that was not used for longest given up. What was changed in it is lost. None: all are loaded now.
-
-        Raises:
-            OSError: if the repository or a file of it is not there.
-            ValueError: if the experts do not fit together.
         """
         source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
@@ -338,10 +331,6 @@ class CLIPMoDEModel(PreTrainedModel):
     def expert(self, number: int) -> CLIPModel | CLIPMoEModel:
         """
         A data expert by its number, loaded if it is not yet.
-
-        Raises:
-            ValueError: if it does not fit the others.
-            OSError: if its files are not there.
         """
         name, limit = self.config.experts[number], self.max_loaded_experts
         if name in self.experts and limit is None:
@@ -369,10 +358,6 @@ class CLIPMoDEModel(PreTrainedModel):
 
         Returns:
             The number of the expert.
-
-        Raises:
-            ValueError: if its embeddings have another size than the others', there is one of this name, or it has no
-                centers where the others have.
         """
         number = self.num_experts
         name = name or f"expert_{number}"
@@ -400,9 +385,6 @@ class CLIPMoDEModel(PreTrainedModel):
     def replace_expert(self, number: int, expert: CLIPModel | CLIPMoEModel) -> None:
         """
         Puts another model in the place of a data expert, with the same centers: one that was trained longer.
-
-        Raises:
-            ValueError: if its embeddings have another size than the others'.
         """
         name = self.config.experts[number]
         self._require_fit(expert, name)
@@ -417,9 +399,6 @@ class CLIPMoDEModel(PreTrainedModel):
             centers: (m, d), the fine-grained cluster centers.
             expert_of_center: (m,), the expert that each belongs to.
             metadata_encoder: what they were made with.
-
-        Raises:
-            ValueError: if an expert has no center or a center no expert.
         """
         idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
         if idle:
@@ -441,9 +420,6 @@ class CLIPMoDEModel(PreTrainedModel):
 
         Returns:
             (n,) or (tasks, n).
-
-        Raises:
-            ValueError: if another encoder made them, the task has no metadata, or the model has no centers.
         """
         if self.centers is None:
             raise ValueError("The model has no centers to compare metadata with: call set_equal_weights().")
@@ -517,10 +493,6 @@ class CLIPMoDEModel(PreTrainedModel):
             routing_weights: (n,); (texts, n) where each text is a task of its own, as in image retrieval; or
                 (images, 1, n) where each image is. None: those of the task that was set; in a model without centers,
                 equal ones.
-
-        Raises:
-            ValueError: if no task was set and no weights are given, or they are of another number of experts, texts or
-                images.
         """
         weights = self.task_weights if routing_weights is None else routing_weights
         if weights is None and self.centers is None:

@@ -205,9 +205,6 @@ def expert_capacity_mask(
 
     Returns:
         `torch.Tensor`: (B, S, K) of bool, False for a choice that is dropped and for padding.
-
-    Raises:
-        ValueError: if `group_size` does not divide B.
     """
     batch_size, _, top_k = top_k_index.shape
     num_groups = _count_groups(batch_size, group_size or batch_size)
@@ -737,9 +734,6 @@ class CLIPMoEPreTrainedModel(CLIPPreTrainedModel):
             expert: its number, from 0.
             scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each
                 token the sum of the K weights that the router gives, which is 1 with `norm_topk_prob`.
-
-        Raises:
-            ValueError: if there is no sparse layer, or one without such an expert.
         """
         routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
         num_experts = min((router.config.num_experts for router in routers), default=0)

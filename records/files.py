@@ -72,9 +72,6 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
 
     So a full disk, a kill or a failed check leaves no half-written `output`.
-
-    Raises:
-        ValueError: `output` exists and is not an empty folder, or another process writes it.
     """
     output = Path(os.path.realpath(output))
     with locked(output):
@@ -130,11 +127,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def output_folder(path: Path) -> Iterator[None]:
-    """Makes a folder, which is gone again where the block ends with an error before any file is in it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes a folder, which is gone again where the block ends with an error before any file is in it."""
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -155,11 +148,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:
-    """A dictionary with values of these types, of which numbers are counts, or a list, that a stage wrote as JSON.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """A dictionary with values of these types, of which numbers are counts, or a list, that a stage wrote as JSON."""
     try:
         record = read_json(path)
         if not isinstance(record, kind):

@@ -152,9 +152,6 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
 
     Args:
         patterns: of the files that count.
-
-    Raises:
-        FileNotFoundError: it is neither.
     """
     path = Path(model)
     if not path.is_dir():
@@ -178,11 +175,7 @@ def weights_fingerprint(model: str) -> str:
 
 
 def input_fingerprint(model: str) -> str:
-    """What a stage reads: the digest of the record in the folder of a stage, else see `model_fingerprint`.
-
-    Raises:
-        ValueError: the record is damaged, or the model beside it was changed after the stage had finished.
-    """
+    """What a stage reads: the digest of the record in the folder of a stage, else see `model_fingerprint`."""
     folder = Path(model)
     if not (folder / MANIFEST).is_file():
         return model_fingerprint(model)

@@ -11,9 +11,6 @@ def read_yaml(text: str, name: str) -> Any:
 
     Args:
         name: of the file, for errors.
-
-    Raises:
-        ValueError: it is no YAML, has tags, gives a key twice, or is endless.
     """
     try:
         loader = yaml.SafeLoader(text)

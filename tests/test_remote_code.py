@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoETextModelWithProjection
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel
 
 pytestmark = pytest.mark.slow
 
@@ -121,34 +121,3 @@ save_file(outputs, "outputs.safetensors")
         }
     # With the package, the same folder gives the package's classes
     assert type(AutoModel.from_pretrained(tmp_path / "again")) is CLIPMoEModel
-
-
-def test_towers_load_alone_and_out_of_the_whole(model, inputs, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    model.vision_model.save_pretrained(tmp_path / "vision")
-    CLIPMoETextModelWithProjection.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "text")
-    for folder in ("vision", "text"):
-        assert CODE <= {path.name for path in (tmp_path / folder).iterdir()}
-    run_without_package(
-        """
-config = AutoConfig.from_pretrained("model", trust_remote_code=True)
-vision = [
-    AutoModel.from_pretrained("vision", trust_remote_code=True),
-    AutoModel.from_pretrained("model", config=config.vision_config, trust_remote_code=True),
-]
-text = AutoModel.from_pretrained("text", trust_remote_code=True)
-assert type(text).__name__ == "CLIPMoETextModelWithProjection"
-with torch.no_grad():
-    outputs = {str(i): tower(inputs["pixel_values"]).last_hidden_state for i, tower in enumerate(vision)}
-    outputs["text"] = text(inputs["input_ids"], inputs["attention_mask"]).text_embeds
-save_file(outputs, "outputs.safetensors")
-""",
-        tmp_path,
-    )
-    outputs = load_file(tmp_path / "outputs.safetensors")
-    with torch.no_grad():
-        embeddings = model.encode_text(inputs["input_ids"], inputs["attention_mask"])
-        torch.testing.assert_close(outputs.pop("text"), embeddings, rtol=0, atol=0)
-        expected = model.vision_model(inputs["pixel_values"]).last_hidden_state
-    for actual in outputs.values():
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)

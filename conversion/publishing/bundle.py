@@ -59,11 +59,6 @@ def build(
         repository: its name on the Hub, which the card's examples load.
         license: of the weights, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
-
-    Raises:
-        FileNotFoundError: `source` is no folder, or has no processor.
-        ValueError: no such model, weights that do not fit, a damaged file of its run, or a copy that does not compute
-            what the source does.
     """
     if base_model is not None and not is_hub_name(base_model):
         raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")

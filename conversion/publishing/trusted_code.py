@@ -33,9 +33,6 @@ def trusted_copy(source: Path) -> Iterator[Path]:
     """Yields a temporary copy of a model's folder whose configurations name no code but ours, and warns of the rest.
 
     It holds no code, and links to the weights. Errors that name the copy are raised naming the source.
-
-    Raises:
-        ValueError: a configuration is no JSON, or names code without which the model is another one.
     """
     with tempfile.TemporaryDirectory() as parent:
         copy = Path(parent) / "copy"
