@@ -58,9 +58,6 @@ def label_scores(model: Model, image: str | Path | None, labels: str | None, tem
         image: its path.
         labels: one a line; each counts once.
         template: a text with a {} for a label.
-
-    Raises:
-        ValueError: there is no image that can be read, there are no labels, or the template has not one {}.
     """
     rows = Dataset.from_dict({"image": [require_image(image)]})
     names = list(dict.fromkeys(line.strip() for line in (labels or "").splitlines() if line.strip()))
@@ -96,7 +93,7 @@ def sparse_layers(model: Model) -> list[int]:
 
 
 def patch_map(model: Embedder, image: str | Path | None, layer: int) -> PIL.Image.Image:
-    """An image and the expert that the router likes best for each of its patches. Raises as `require_image`."""
+    """An image and the expert that the router likes best for each of its patches."""
     routed, picture = route_images(model, [decode_image(require_image(image))], layer), io.BytesIO()
     draw_patches(routed, picture)
     return PIL.Image.open(picture)
@@ -108,14 +105,9 @@ class ImageSearch:
     Args:
         models: name -> model, which embeds the texts.
         keepers: name -> the same model, which embeds all images once and may keep that; default: `models`.
-
-    Raises:
-        ValueError: there is no such folder, or no image in it that can be read.
     """
 
     def __init__(self, models: Mapping[str, Model], folder: str | Path, keepers: Mapping[str, Model] | None = None):
-        if not Path(folder).is_dir():
-            raise ValueError(f"there is no folder {folder}")
         paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
         self.paths = [path for path in paths if _is_readable(path)]
         if not self.paths:
@@ -130,8 +122,7 @@ class ImageSearch:
         }
 
     def find(self, name: str, text: str | None, number: int = NUM_FOUND) -> list[Path]:
-        """The images that the model of this name finds most similar to a text, the best one first. Raises a ValueError
-        if there is no text."""
+        """The images that the model of this name finds most similar to a text, the best one first."""
         if not (text or "").strip():
             raise ValueError("there is nothing to search for: type what the images should show")
         model = self.models[name]
@@ -245,15 +236,7 @@ def _shown(path: Path) -> tuple[PIL.Image.Image, str]:
 
 def write_space(output: Path, model: str, baseline: str | None, images: str | None) -> None:
     """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
-    are in folders here, without what else lies there.
-
-    Raises:
-        ValueError: gradio is not installed, the output is there already or lies in a folder that it gets, there is no
-            image to copy, or see `conversion.publishing.bundle.copy_model`.
-    """
-    for source in filter(None, [model, baseline, images]):
-        if Path(os.path.realpath(source)) in Path(os.path.realpath(output)).parents:
-            raise ValueError(f"{output} lies in {source}, which it gets: choose a folder outside of it")
+    are in folders here, without what else lies there."""
     with new_folder(output) as space:
         for room in ROOMS:
             _copy_code(Path(__file__).parents[1] / room, space / room)

@@ -37,7 +37,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from conversion.checkpoints import load_clip, load_model, load_weights
 from conversion.folders import load_config
@@ -78,16 +77,13 @@ SPECIAL_TOKENS = ("bos", "eos", "pad")
 # Rows of a language model's table of tokens come in multiples of it, as those of llava-hf/llava-1.5-7b-hf
 TOKENS_MULTIPLE = 64
 # LLaVA-1.5's prompt, that of Vicuna 1.1 (llava/conversation.py, `conv_vicuna_v1`). Tokenizers add the first token.
-CHAT_BEGIN = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
-)
 CHAT_TEMPLATE = (
     "{%- macro text(content) -%}{%- if content is string -%}{{ content }}{%- else -%}"
     "{%- for part in content if part['type'] == 'image' -%}<image>{{ '\\n' }}{%- endfor -%}"
     "{%- for part in content if part['type'] == 'text' -%}{{ part['text'] }}{%- endfor -%}"
     "{%- endif -%}{%- endmacro -%}"
-    f"{CHAT_BEGIN}"
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
     "{% for message in messages %}{% if message['role'] == 'user' %}USER: {{ text(message['content']) }} {% else %}"
     "ASSISTANT: {% generation %}{{ text(message['content']) }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
@@ -208,9 +204,6 @@ class TrainLlavaStage(StepsStage):
 
     @model_validator(mode="after")
     def _check_conversations(self):
-        unused = [name for name in ("in_memory", "captions_per_line") if getattr(self.data, name)]
-        if unused:
-            raise ValueError(f"data.{unused[0]} is not for conversations")
         if self.data.source not in WORLDS and not self.data.source.endswith(".json"):
             raise ValueError("data.source: conversations are in a .json of LLaVA's layout or a built-in world")
         return self
@@ -238,13 +231,11 @@ class TrainLlavaStage(StepsStage):
         with contextlib.suppress(Unknown):
             config = self.trained_config(inputs)
             positions, image = config.text_config.max_position_embeddings, config.image_seq_length
-            words = len(f"{CHAT_BEGIN} USER:".split()) if self.prompt == "chat" else 0  # each a token or more
-            if not image + words < self.max_length <= positions:
-                before = f" and the {words} words before it" if words else ""
+            if not image < self.max_length <= positions:
                 yield (
                     "max_length",
-                    f"{self.max_length} must be more than the {image} tokens of an image{before}, and at most the "
-                    f"{positions} that the language model reads",
+                    f"{self.max_length} must be more than the {image} tokens of an image, and at most the {positions} "
+                    "that the language model reads",
                 )
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
@@ -285,9 +276,6 @@ class ConversationLoader(torch.utils.data.Dataset):
         prompt: "plain", the image and the first answer; "chat", all turns by the processor's chat template.
         max_length: longer conversations are cut to so many tokens.
         accumulation: batches of a step, whose answers are counted together.
-
-    Raises:
-        ValueError: the data are fewer than a global batch, or the chat template does not mark answers.
     """
 
     def __init__(
@@ -346,8 +334,7 @@ class ConversationLoader(torch.utils.data.Dataset):
         tokens, is_answer = self.encode(row["turns"])
         image = row["image"]
         if image is not None:
-            image = decode_image(image, self.arguments.image_root)
-            image = self.prepare(image)
+            image = self.prepare(decode_image(image, self.arguments.image_root))
         return {"tokens": tokens, "is_answer": is_answer, "image": image}
 
     def encode(self, turns: Sequence[str]) -> tuple[list[int], list[bool]]:
@@ -388,11 +375,8 @@ class ConversationLoader(torch.utils.data.Dataset):
         image_token = self.processor.image_token_id
         seen = sum(int((of_one == image_token).sum()) for of_one in tokens)
         if seen != len(images) * self.image_tokens:
-            wholes = [row["tokens"] for row in rows if image_token in row["tokens"]]
-            least = max(len(whole) - whole[::-1].index(image_token) for whole in wholes)
             raise ValueError(
-                f"max_length {self.max_length} cuts an image, which takes {self.image_tokens} tokens: with the prompt "
-                f"before it, {least} are needed"
+                f"max_length {self.max_length} cuts an image, which takes {self.image_tokens} tokens after the prompt"
             )
         padding = self.processor.tokenizer.pad_token_id
         batch = {
@@ -420,9 +404,6 @@ def build(
         language_model: a folder or hub name of one whose table of tokens can grow, such as Vicuna; None: a Llama with
             random weights and the tokenizer of `tower_source`.
         text_config: of that one, fields of `LlamaConfig`.
-
-    Raises:
-        OSError, ValueError: see `load_model`; or no language model of transformers' usual build.
     """
     vision_config = load_config(tower_source)
     is_dense = type(vision_config) is CLIPConfig
@@ -450,8 +431,6 @@ def build(
 
 def join(tower: PreTrainedModel, language_model: PreTrainedModel, image_token: int) -> LlavaForConditionalGeneration:
     """A LLaVA of a vision tower, a language model and a random projector; the tower takes the model's dtype."""
-    if not (hasattr(language_model, "model") and hasattr(language_model, "lm_head")):
-        raise ValueError(f"a {type(language_model).__name__} is not made of `model` and `lm_head`, as LLaVA needs it")
     config = llava_config(tower.config, language_model.config, image_token)
     with torch.device("meta"):  # all of it is replaced
         llava = LlavaForConditionalGeneration(config)
@@ -476,28 +455,22 @@ def llava_config(vision_config: PreTrainedConfig, text_config: PreTrainedConfig,
 
 
 def random_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """That of a Llama for a tokenizer, with these fields; raises as `llama_config`."""
+    """The configuration of a Llama for a tokenizer, with these fields."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL_TOKENS}
     return llama_config({"vocab_size": len(tokenizer), "dtype": torch.float32} | ids | fields, len(tokenizer))
 
 
 def llama_config(fields: dict[str, Any], words: int) -> LlamaConfig:
-    """That of a Llama with these fields.
+    """The configuration of a Llama with these fields.
 
     Args:
         words: how many tokens its tokenizer has at least.
     """
     config = LlamaConfig(**fields)
-    rows, rope_type = config.vocab_size, config.rope_parameters["rope_type"]
-    if rows < words:
-        raise ValueError(f"text_config.vocab_size: {rows} is less than the {words} tokens of the tokenizer")
-    for name in SPECIAL_TOKENS:
-        ids = getattr(config, f"{name}_token_id")
-        if not all(0 <= number < rows for number in (ids if isinstance(ids, list) else [ids]) if number is not None):
-            raise ValueError(f"text_config.{name}_token_id: {ids} is none of the {rows} tokens, which count from 0")
-    if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
-        meant = what_is_meant(str(rope_type), ["default", *ROPE_INIT_FUNCTIONS])
-        raise ValueError(f"text_config.rope_parameters.rope_type: there is no {rope_type!r}: {meant}")
+    if config.vocab_size < words:
+        raise ValueError(
+            f"text_config.vocab_size: {config.vocab_size} is less than the {words} tokens of the tokenizer"
+        )
     return config
 
 

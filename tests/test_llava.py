@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -122,7 +121,6 @@ def test_llavas_layout(file):
     "entry, message",
     [
         ({"image": "0.png"}, "entry 1 needs turns of human and gpt"),
-        ({"conversations": [*turns("a", "b"), *turns("c", "d")[::-1]]}, "entry 1 needs turns of human and gpt"),
         ({"image": "broken.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*broken.png"),
         ({"image": "0.png", "conversations": turns("a", " ")}, "1 of 2 pairs .* cannot be used.*caption is empty"),
     ],
@@ -205,12 +203,8 @@ def test_long_conversations_are_cut_and_counted(loader, caplog):
     batch = next(made.batches(0))
     assert batch["input_ids"].shape[1] == whole[0] - 3 and batch["cut"].tolist() == [1, 0, 1]
     assert learned(made, batch, 2) == []
-    with pytest.raises(ValueError, match="max_length 20 cuts an image, which takes 4 tokens: with ") as cut:
+    with pytest.raises(ValueError, match="max_length 20 cuts an image, which takes 4 tokens after the prompt"):
         next(loader(entries, max_length=20).batches(0))
-    least = int(re.search(r"(\d+) are needed", str(cut.value))[1])
-    assert next(loader(entries, max_length=least).batches(0))["input_ids"].shape[1] == least
-    with pytest.raises(ValueError, match=f"max_length {least - 1} cuts an image"):
-        next(loader(entries, max_length=least - 1).batches(0))
 
 
 def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inference(loader, llava):
@@ -366,7 +360,6 @@ def test_what_cannot_train_is_refused_before_it_begins(tmp_path):
     stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava"}]
     for key, value, message in (
         ("trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
-        ("max_length", 28, "max_length: 28 must be more than the 4 tokens of an image and the 24 words before it"),
         ("max_length", 4096, "at most the 512 that the language model reads"),
         ("model", "sparse", "tuned.model: a LLaVA is needed"),
         ("data.source", str(tmp_path), "conversations are in a .json"),
@@ -377,8 +370,6 @@ def test_what_cannot_train_is_refused_before_it_begins(tmp_path):
         ("language_model", "a/b", "exactly one of language_model and text_config"),
         ("text_config", {"hidden": 4}, "LlamaConfig has no field 'hidden'"),
         ("text_config.vocab_size", 100, "llava: text_config.vocab_size: .*tokens"),
-        ("text_config.eos_token_id", [2, -1], "llava: text_config.eos_token_id: .*tokens"),
-        ("text_config.rope_parameters", {"rope_type": "nope"}, "rope_type: there is no 'nope': did you mean "),
     ):
         with pytest.raises(ValueError, match=message):
             run_stages(tmp_path, stages, {f"llava.{setting}": value})
