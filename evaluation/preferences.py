@@ -17,8 +17,6 @@ from modeling_clip_moe import expert_capacity_mask
 NUM_IMAGES, NUM_TEXTS, NUM_SHOWN, NUM_CAPTIONS = 128, 2000, 10, 4
 # A word counts as preferred if it occurs as often, and its share is so many standard errors above chance
 LEAST_OCCURRENCES, LEAST_ERRORS = 5, 3.0
-# Characters of a caption that are shown
-CAPTION_LENGTH = 240
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,8 @@ def dropped_patches(
 
 
 def word_shares(routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase) -> WordShares:
-    """Raises a ValueError if the texts have no word."""
+    """How much of each word of the texts the experts compute."""
     is_word = routed.computed.any(axis=-1) & ~np.isin(routed.ids, tokenizer.all_special_ids)
-    if not is_word.any():
-        raise ValueError("no expert computed a word of these texts")
     ids, places, occurrences = np.unique(routed.ids[is_word], return_inverse=True, return_counts=True)
     computed = np.zeros((len(ids), routed.computed.shape[-1]))
     np.add.at(computed, places, routed.computed[is_word])
@@ -176,18 +172,16 @@ def top_captions(routed: RoutedTexts, words: WordShares, tokenizer: PreTrainedTo
                 computed = np.zeros(len(routed.texts[row]), bool)
                 for start, end in spans[row, routed.computed[row, :, expert]]:
                     computed[start:end] = True
-                captions[-1].append(_marked(routed.texts[row], computed, spans[row, place, 0]))
+                captions[-1].append(_marked(routed.texts[row], computed))
                 sure[row] = 0
     return captions
 
 
-def _marked(text: str, computed: np.ndarray, place: int) -> str:
-    """What is around a place of a text, with its computed characters between ⟦ and ⟧."""
-    start = int(np.clip(place - CAPTION_LENGTH // 2, 0, max(0, len(text) - CAPTION_LENGTH)))
-    shown = range(start, min(start + CAPTION_LENGTH, len(text)))
-    runs = ((is_computed, "".join(text[i] for i in run)) for is_computed, run in groupby(shown, computed.__getitem__))
-    middle = "".join(f"⟦{run}⟧" if is_computed else run for is_computed, run in runs).replace("⟧ ⟦", " ")
-    return f"{'…' * (shown.start > 0)}{middle}{'…' * (shown.stop < len(text))}"
+def _marked(text: str, computed: np.ndarray) -> str:
+    """A text with its computed characters between ⟦ and ⟧."""
+    runs = groupby(zip(text, computed, strict=True), lambda character: character[1])
+    parts = [(is_computed, "".join(character for character, _ in run)) for is_computed, run in runs]
+    return "".join(f"⟦{part}⟧" if is_computed else part for is_computed, part in parts).replace("⟧ ⟦", " ")
 
 
 def word_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

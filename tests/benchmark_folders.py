@@ -138,23 +138,20 @@ def hateful_memes(file):
 # ---- authors' layouts of captions
 
 
-def karpathy(tested_alone):
-    def make(folder):
-        images = []
-        for number in range(NUMBER):
-            write_image(folder / "flickr30k-images" / f"{number}.jpg", number)
-            sentences = [{"raw": caption, "tokens": caption.split()} for caption in captions_of(number)]
-            split = "test" if number else "train"
-            images.append({"filename": f"{number}.jpg", "split": split, "sentences": sentences, "imgid": number})
-        write(folder / "dataset_flickr30k.json", {"images": images, "dataset": "flickr30k"})
-        return [(number, captions_of(number)) for number in range(int(tested_alone), NUMBER)]
-
-    return make
+def karpathy(folder):
+    images = []
+    for number in range(NUMBER):
+        write_image(folder / "flickr30k-images" / f"{number}.jpg", number)
+        sentences = [{"raw": caption, "tokens": caption.split()} for caption in captions_of(number)]
+        split = "test" if number else "train"
+        images.append({"filename": f"{number}.jpg", "split": split, "sentences": sentences, "imgid": number})
+    write(folder / "dataset_flickr30k.json", {"images": images, "dataset": "flickr30k"})
+    return [(number, captions_of(number)) for number in range(1, NUMBER)]
 
 
 def flickr30k_token(folder):
     """Beside Karpathy's file, which lacks some of the images."""
-    karpathy(False)(folder)
+    karpathy(folder)
     write_image(folder / "flickr30k-images" / "36979.jpg", 14)
     write_lines(
         folder / "results_20130124.token",
@@ -208,36 +205,28 @@ def dci(folder):
     return expected
 
 
-def docci(apart):
-    def make(folder):
-        entries = []
-        for number in range(NUMBER):
-            name, split = f"test_{number:05}", "test" if number else "train"
-            write_image(folder / "images" / f"{name}.jpg", number)
-            entry = {"example_id": name, "split": split, "image_file": f"{name}.jpg"}
-            entries.append(entry | {"description": description_of(number)[0]})
-        write_lines(folder / "docci_descriptions.jsonlines", entries)
-        return [(n, description_of(n)[1] if apart else [description_of(n)[0]]) for n in range(1, NUMBER)]
-
-    return make
+def docci(folder):
+    entries = []
+    for number in range(NUMBER):
+        name, split = f"test_{number:05}", "test" if number else "train"
+        write_image(folder / "images" / f"{name}.jpg", number)
+        entry = {"example_id": name, "split": split, "image_file": f"{name}.jpg"}
+        entries.append(entry | {"description": description_of(number)[0]})
+    write_lines(folder / "docci_descriptions.jsonlines", entries)
+    return [(number, [description_of(number)[0]]) for number in range(1, NUMBER)]
 
 
-def iiw(apart):
+def iiw(folder):
     """Beside the other two sets that people described."""
-
-    def make(folder):
-        entries, expected = [], []
-        for number in range(NUMBER):
-            write_image(folder / "docci_aar" / f"aar_test_{number:05}.jpg", number)
-            text, pieces = description_of(number)
-            entries.append({"image/key": f"aar_test_{number:05}", "IIW": text, "IIW-P5B": "of a model"})
-            expected.append((number, pieces if apart else [". ".join(pieces)]))
-        write_lines(folder / "IIW-400" / "data.jsonl", entries)
-        write_lines(folder / "DOCCI_Test" / "data.jsonl", [{"image": "test_1", "IIW": "x"}])
-        write_lines(folder / "DCI_Test" / "data.jsonl", [{"image": "sa_1.jpg", "IIW": "x"}])
-        return expected
-
-    return make
+    entries, expected = [], []
+    for number in range(NUMBER):
+        write_image(folder / "docci_aar" / f"aar_test_{number:05}.jpg", number)
+        text, pieces = description_of(number)
+        entries.append({"image/key": f"aar_test_{number:05}", "IIW": text, "IIW-P5B": "of a model"})
+        expected.append((number, [". ".join(pieces)]))
+    write_lines(folder / "IIW-400" / "data.jsonl", entries)
+    write_lines(folder / "DOCCI_Test" / "data.jsonl", [{"image": "test_1", "IIW": "x"}])
+    return expected
 
 
 def mmvp(folder):
@@ -279,15 +268,15 @@ COPIES = {
         ("hateful_memes", hateful_memes("dev_seen.jsonl")),
         ("wds_hateful_memes", shards_of("dev", ["kind", "mean"])),
     ],
-    "flickr30k": [("wds_flickr30k", caption_shards), ("flickr30k", karpathy(True))],
-    "flickr30k_all": [("flickr30k", flickr30k_token), ("flickr30k", karpathy(False))],
+    "flickr30k": [("wds_flickr30k", caption_shards), ("flickr30k", karpathy)],
+    "flickr30k_all": [("flickr30k", flickr30k_token)],
     "mscoco_val2017": [("coco", coco)],
     "urban1k": [("Urban1k", flair("annotations/annotations.json", "images")), ("Urban1k", urban1k)],
     "dci": [("densely_captioned_images", dci)],
-    "docci_long": [("docci", docci(False))],
-    "docci": [("docci", flair("annotations/test_annotations.json", "images")), ("docci", docci(True))],
-    "iiw_long": [("imageinwords", iiw(False))],
-    "iiw": [("imageinwords", flair("finegrained_annotations.json", ".", "docci_aar/")), ("imageinwords", iiw(True))],
+    "docci_long": [("docci", docci)],
+    "docci": [("docci", flair("annotations/test_annotations.json", "images"))],
+    "iiw_long": [("imageinwords", iiw)],
+    "iiw": [("imageinwords", flair("finegrained_annotations.json", ".", "docci_aar/"))],
     "mmvp_vlm": [("MMVP_VLM", mmvp)],
 }
 

@@ -95,10 +95,9 @@ def test_devices_that_cannot_compute(device):
 
 
 SCRIPT = """
-import os, signal, sys
+import sys
 sys.path.insert(0, {root!r})
 from data import symbols
-from evaluation import feature_store
 from evaluation.commands import evaluate
 from records import processes
 from evaluation.built_in_tasks import symbol_tasks
@@ -107,47 +106,30 @@ from evaluation.tasks import TASKS
 if __name__ == "__main__":
     processes.launch_cpu_processes("few_symbols.py", sys.argv)
     TASKS.update(symbol_tasks(number=40, retrieval=40, pairs=12, train=40))
-    save = feature_store.save_arrays
-
-    def save_or_die(*arrays):
-        save(*arrays)
-        print("wrote", flush=True)
-        if os.environ["RANK"] == "1" and "KILL" in os.environ:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    feature_store.save_arrays = save_or_die
     evaluate.main(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_by_two_processes_goes_on_and_scores_as_one(dense, tmp_path):
-    """The second process is killed after its first shard. Then both go on, and embed what is left alone."""
+def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
     script = tmp_path / "few_symbols.py"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1])))
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
     command += [str(script), "--model", str(dense), "--tasks", "symbols_retrieval", "--batch-size", "2"]
     command += ["--output-dir", str(tmp_path / "two")]
-
-    def launch(**variables):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-    assert launch(KILL="1").returncode != 0 and not list((tmp_path / "two").glob("*.json"))
-    before = len(list((tmp_path / "two" / "embeddings").rglob("*.safetensors")))
-    resumed = launch()
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count("symbols_retrieval (40 samples") == 1
-    assert before > 0 and before + resumed.stdout.count("wrote") == 6  # three shards of images, and as many of texts
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("symbols_retrieval (40 samples") == 1
     small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
     (result,) = evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
     found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())
     assert found["metrics"] == result["metrics"] and 0 < found["metrics"]["image_to_text_recall@10"] < 1
-    embeds = [
+    one, two = (
         {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("0*")}
         for name in ("one", "two")
-    ]
-    assert embeds[0] == embeds[1]
+    )
+    assert one == two and len(one) == 6  # three shards of images, and as many of texts
 
 
 def test_workers_give_the_same(dense, tmp_path, monkeypatch):

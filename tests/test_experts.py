@@ -22,7 +22,6 @@ from evaluation.embedder import Embedder
 from evaluation.expert_summary import agreement, linear_cka, summarize
 from evaluation.experts import analyze_experts
 from evaluation.measures import measure
-from evaluation.preferences import dropped_patches, route_images, route_texts, word_shares, word_text
 from evaluation.routing import count_tokens
 from evaluation.tasks import Task
 
@@ -167,25 +166,15 @@ def test_other_numbers_of_experts(gated, analyses, tmp_path):
 
 
 @slow
-def test_the_page_shows_all_pictures_and_the_chosen_layers(sparse, analyses):
+def test_the_page_shows_all_pictures_and_the_chosen_layers(analyses):
     out, page, result = analyses["sparse"]
     pictures = {"routing", "agreement", "patches", "expert_patches", "dropped", "expert"}
     kinds = {f"experts.{kind}" for kind in ("md", "json", "html")}
     assert {path.name for path in out.iterdir()} == kinds | {f"{name}.png" for name in pictures}
     assert set(re.findall(r"\]\((\w+)\.png\)", page)) == pictures
     assert "layer 2 of the text tower" in page and "layer 1 of the vision tower" in page
-    embedder, rows = embedder_of(sparse[1], 16), [task.load()[0] for task in TASKS.values()]
-    captions = [*rows[0]["caption_0"], *rows[0]["caption_1"], *rows[1]["caption"]]
-    words = word_shares(route_texts(embedder, list(dict.fromkeys(captions)), 2), embedder.processor.tokenizer)
-    assert [of["chance"] for of in result["words"]] == pytest.approx(words.chance.tolist())
-    for expert, of in enumerate(result["words"]):
-        names = [word_text(embedder.processor.tokenizer, int(words.ids[row])) for row in words.preferred(expert)]
-        assert [name for name, *_ in of["words"]] == names
-    images = [image for column in ("image_0", "image_1") for image in rows[0][column]] + list(rows[1]["image"])
-    chosen = [images[index] for index in np.linspace(0, len(images) - 1, experts.NUM_IMAGES).astype(int)]
-    routed = route_images(embedder, chosen, 1)
-    dropped = {str(factor): dropped_patches(routed, 16, 2, factor).mean() for factor in (0.5, 4)}
-    assert result["dropped_patches"] == pytest.approx(dropped) and dropped["0.5"] > dropped["4"] == 0
+    assert all(0 < of["chance"] < 1 for of in result["words"]) and any(of["words"] for of in result["words"])
+    assert result["dropped_patches"]["0.5"] > result["dropped_patches"]["4"] == 0
 
 
 @slow
@@ -225,13 +214,9 @@ def test_another_page_is_not_overwritten(gated, analyses, tmp_path, monkeypatch)
     out = shutil.copytree(analyses["gated"][0], tmp_path / "out")
     before = {path: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(experts, "_measure_alone", lambda *_: pytest.fail("work"))
-    numbers = {"num_experts_per_tok": [1, 4]}
-    for options, message in (
-        ({}, "num_experts_per_tok is [1, 4] and not []"),
-        (numbers | {"layers": {"text": 5}}, "layers is {'text': 7} and not {'text': 5}"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"{out}/experts.json holds another result, whose {message}: ")):
-            analyze_experts(gated[1], RETRIEVAL, out, **options)
+    message = f"{out}/experts.json holds another result, whose layers is {{'text': 7}} and not {{'text': 5}}: "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        analyze_experts(gated[1], RETRIEVAL, out, num_experts_per_tok=[1, 4], layers={"text": 5})
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 

@@ -9,13 +9,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evaluation.commands import report
 from evaluation.figures import plot_text
 from evaluation.page import html_page
-from evaluation.report import arrange, best_of, write_report
+from evaluation.report import best_of, write_report
 from records.markdown import escape, item, markdown_table, one_line
 
 figures = small_evaluation.figures
@@ -162,35 +160,3 @@ def test_the_best_of_several_models_has_no_weights():
     results = [result("a", value=0.5, weights="1", fingerprint="2"), result("b", value=0.6, weights="3")]
     (best,) = best_of(results, "best", ["a", "b"])
     assert best["metrics"]["recall"] == 0.6 and not {"weights", "fingerprint"} & set(best)
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(st.dictionaries(st.sampled_from(sorted(result("a"))), anything, max_size=3), anything)
-def test_whatever_is_in_a_file_is_a_result_or_an_error(tmp_path_factory, change, other):
-    path = tmp_path_factory.getbasetemp() / "any.json"
-    for content in (result("a") | change, other):
-        path.write_text(json.dumps(content))
-        try:
-            table = arrange([path])
-        except ValueError:
-            continue
-        scores = table[content["model"]][content["task"]]["metrics"].values()
-        assert all(isinstance(value, int | float) for value in scores)
-
-
-@given(st.text(st.characters(), max_size=60) | st.text("_*#-+>=.)1 a\\|`<[]!&;~", max_size=12))
-def test_whatever_is_in_a_text_is_shown_as_it_is(text):
-    table = markdown_table(["model", text], [[text, "50.0%"]])
-    assert len(table.splitlines()) == len(table.split("\n")) == 3
-    assert all(re.sub(r"\\.", "", line).count("|") == 3 for line in table.split("\n"))
-    page = html_page(f"{table}\n\n{item(text)}\n{item('end')}", {}, text)
-    assert cells(page)[2] == (one_line(text), "")
-    assert [html.unescape(line) for line in re.findall(r"<li>(.*?)</li>", page)] == [one_line(text), "end"]
-    label = plot_text(text)
-    assert label.isprintable() and len(label.replace(r"\$", "$")) <= 41 and not re.search(r"(?<!\\)\$", label)

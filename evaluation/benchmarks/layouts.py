@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
@@ -38,12 +38,10 @@ class Layout(ABC):
     Args:
         files: patterns of the files that say what a split holds, with SPLIT for its name.
         images: the folder of the images.
-        note: what sets it apart from the protocol of its benchmark, in words.
     """
 
     files: Sequence[str] = ()
     images: str = ""
-    note: str = ""
     content: ClassVar[str] = ""  # of the files, in words
 
     @property
@@ -194,8 +192,7 @@ class Records(Layout):
         entries: key of the list within a file.
         split_key: whose value is the split; None: all is.
         suffix: of images, where their names have none.
-        pieces: what becomes of the pieces of an entry's texts, see `cut`. None: texts are not cut. "joined": they are
-            one caption, with ". " between them. "apart": each is a caption.
+        joined: whether an entry's texts are one caption, the pieces of all with ". " between them, see `cut`.
     """
 
     image: str = "image"
@@ -204,7 +201,7 @@ class Records(Layout):
     entries: str | None = None
     split_key: str | None = None
     suffix: str = ""
-    pieces: Literal["joined", "apart"] | None = None
+    joined: bool = False
 
     @property
     def content(self) -> str:
@@ -232,10 +229,7 @@ class Records(Layout):
 
     def _captions(self, entry: dict[str, Any]) -> list[str]:
         texts = [entry[key] for key in self.texts]
-        if self.pieces is None:
-            return texts
-        pieces = cut("\n".join(texts))
-        return pieces if self.pieces == "apart" else [". ".join(pieces)]
+        return [". ".join(cut("\n".join(texts)))] if self.joined else texts
 
 
 def cut(text: str) -> list[str]:

@@ -1,8 +1,6 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
 import csv
-import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +15,6 @@ from evaluation.benchmarks.specs import Benchmark
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
-from records.files import read_json
-
-IN_PACKAGE = {CLASSES: "en_classnames.json", TEMPLATES: "en_zeroshot_classification_templates.json"}
 
 
 class NotDownloaded(ValueError):
@@ -38,7 +33,7 @@ def benchmark_task(
     """
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
-    classes, templates, protocol = [], [], benchmark.protocol + layout.note
+    classes, templates, protocol = [], [], benchmark.protocol
     if benchmark.kind in ("zero_shot", "linear_probe"):
         classes = _class_names(benchmark, folder, layout)
         protocol += f"; {len(classes)} classes"
@@ -108,17 +103,15 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, comm
 
 
 def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
-    """By the number of the class: of a file beside the data, of the data themselves, or of an installed package."""
-    of_data = layout.class_names(folder, benchmark.split)
-    if (folder / CLASSES).is_file():
-        names = read_classes(folder / CLASSES)
-    else:
-        names = of_data or _installed(CLASSES, benchmark.classes_of)
-    if not names:
-        what = "the names of its classes (one a line in their order)"
-        raise ValueError(_missing(benchmark, folder / CLASSES, what, benchmark.classes_of))
+    """By the number of the class: of a file beside the data, or of the data themselves."""
+    file, of_data = folder / CLASSES, layout.class_names(folder, benchmark.split)
+    if not file.is_file():
+        if of_data:
+            return of_data
+        raise ValueError(f"{benchmark.name} lacks the names of its classes: write them into {file}, one a line")
+    names = read_classes(file)
     if of_data:
-        _require_order(names, of_data, folder / CLASSES)
+        _require_order(names, of_data, file)
     return names
 
 
@@ -136,38 +129,13 @@ def _require_order(names: Sequence[str], of_folders: Sequence[str], file: Path) 
 
 
 def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
-    """Of a file beside the data, or of an installed package."""
+    """Of a file beside the data."""
     file = folder / TEMPLATES
-    templates = [str(file)] if file.is_file() else _installed(TEMPLATES, benchmark.templates_of)
-    if not templates:
-        what = "templates with {c} for the name (one a line)"
-        raise ValueError(_missing(benchmark, file, what, benchmark.templates_of))
-    return read_templates(templates)
-
-
-def _missing(benchmark: Benchmark, file: Path, what: str, in_package: str | None) -> str:
-    """What to do about a file that is not there."""
-    package = "" if in_package is None else ", or install a package that has them: clip-benchmark"
-    package += ", open_clip_torch" if in_package == "imagenet1k" else ""
-    return f"{benchmark.name} lacks {what}: write them into {file}{package}"
-
-
-def _installed(file: str, name: str | None) -> list[str]:
-    """What CLIP_benchmark's package has of a data set, or open_clip of ImageNet, if it is installed."""
-    if name is None:
-        return []
-    package = importlib.util.find_spec("clip_benchmark")
-    for folder in package.submodule_search_locations if package else ():
-        of_all = Path(folder) / "datasets" / IN_PACKAGE[file]
-        found = read_json(of_all).get(name) if of_all.is_file() else None
-        if found:
-            return list(found)
-    if name != "imagenet1k" or importlib.util.find_spec("open_clip") is None:
-        return []
-    open_clip = importlib.import_module("open_clip")
-    if file == CLASSES:
-        return list(open_clip.IMAGENET_CLASSNAMES)
-    return [template("{c}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+    if not file.is_file():
+        raise ValueError(
+            f"{benchmark.name} lacks templates with {{c}} for the name: write them into {file}, one a line"
+        )
+    return read_templates([str(file)])
 
 
 def _load(

@@ -32,8 +32,6 @@ class Benchmark:
         split: what is measured.
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
-        classes_of, templates_of: under which name an installed clip-benchmark has its classes and templates; None: it
-            has none.
     """
 
     name: str
@@ -46,8 +44,6 @@ class Benchmark:
     split: str = "test"
     train_split: str = "train"
     metrics: Sequence[str] = ()
-    classes_of: str | None = None
-    templates_of: str | None = None
 
     @property
     def splits(self) -> list[str]:
@@ -66,17 +62,11 @@ PER_CLASS = ("accuracy", "mean_per_class_recall")
 TOP_5 = ("accuracy", "accuracy_top5")
 RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image"))
 RECALL_10 = (*RECALL_5, "image_to_text_recall@10", "text_to_image_recall@10")
-# Of these, besides ImageNet, clip-benchmark 1.6.2 has class names
-NAMED = frozenset(
-    "clevr_closest_object_distance clevr_count_all country211 diabetic_retinopathy dmlab eurosat fer2013 flowers gtsrb "
-    "kitti_closest_vehicle_distance mnist pcam pets svhn".split()
-)
 
 
 def _shards(dataset: str, title: str, **changes) -> Benchmark:
     """Classification in CLIP_benchmark's layout: `dataset` is its name there, without vtab/."""
     vtab, name = dataset.startswith("vtab-"), dataset.removeprefix("vtab-").replace("-", "_")
-    has_all_classes = name in ("imagenet1k", "imagenetv2", "imagenet_sketch")
     settings = {
         "name": name,
         "kind": "zero_shot",
@@ -84,8 +74,6 @@ def _shards(dataset: str, title: str, **changes) -> Benchmark:
         "protocol": f"{title}, CLIP_benchmark's test split{' (that of VTAB)' if vtab else ''}",
         "folders": (f"wds_{dataset}", f"wds_{name}", dataset),
         "hub": f"clip-benchmark/wds_{dataset}",
-        "classes_of": "imagenet1k" if has_all_classes else name if name in NAMED else None,
-        "templates_of": "imagenet1k" if name.startswith(("imagenet", "objectnet")) else name,
     }
     return Benchmark(title=title, **settings | changes)
 
@@ -93,8 +81,7 @@ def _shards(dataset: str, title: str, **changes) -> Benchmark:
 def _caption_shards(dataset: str, title: str, metrics: Sequence[str], *more: Layout) -> Benchmark:
     protocol = f"{title}, Karpathy's test split, images with all their captions"
     layouts = [Shards(captions=True), *more]
-    changes = {"protocol": protocol, "classes_of": None, "templates_of": None, "metrics": metrics}
-    return _shards(dataset, title, kind="retrieval", layouts=layouts, **changes)
+    return _shards(dataset, title, kind="retrieval", layouts=layouts, protocol=protocol, metrics=metrics)
 
 
 def _classes(name: str, title: str, layouts: Sequence[Layout], what: str, *folders: str, **changes) -> Benchmark:
@@ -107,28 +94,24 @@ def _captions(name: str, title: str, layouts: Sequence[Layout], protocol: str, *
     return Benchmark(name, title, "retrieval", layouts, protocol, folders, **changes)
 
 
-def _docci(**changes) -> Records:
-    keys = {"image": "image_file", "texts": ["description"], "split_key": "split"}
-    return Records(files=["docci_descriptions.jsonlines"], images="images", **keys, **changes)
-
-
-def _iiw(**changes) -> Records:
-    """The set of 400 images: the scores of CLIP-FMoE are multiples of 1/400."""
-    keys = {"image": "image/key", "texts": ["IIW"], "suffix": ".jpg"}
-    return Records(files=["IIW-400/data.jsonl"], images="docci_aar", **keys, **changes)
-
-
 def _flair(file: str, images: str) -> Records:
     """A file of captions as FLAIR publishes it (datasets/EVAL_DATASETS.md of ExplainableML/flair)."""
     return Records(files=[file], images=images, texts=["caption"], entries="annotations")
 
 
-def _flickr30k(**changes) -> Annotations:
-    return Annotations(files=["dataset_flickr30k.json"], images="flickr30k-images", **changes)
-
-
-DCI = Records(files=["annotations/*.json"], images="photos", texts=["short_caption", "extra_caption"], pieces="joined")
-NOT_FLAIRS = "; captions are the pieces of its descriptions between full stops, not those of FLAIR's file"
+DCI = Records(files=["annotations/*.json"], images="photos", texts=["short_caption", "extra_caption"], joined=True)
+DOCCI = Records(
+    files=["docci_descriptions.jsonlines"],
+    images="images",
+    image="image_file",
+    texts=["description"],
+    split_key="split",
+)
+# The set of 400 images: the scores of CLIP-FMoE are multiples of 1/400
+IIW = Records(
+    files=["IIW-400/data.jsonl"], images="docci_aar", image="image/key", texts=["IIW"], suffix=".jpg", joined=True
+)
+FLICKR30K = Annotations(files=["dataset_flickr30k.json"], images="flickr30k-images", split="test")
 URBAN = [_flair("annotations/annotations.json", "images"), CaptionFiles(files=["caption/*.txt"], images="image")]
 MEMES = [Records(files=[file], image="img", label="label") for file in ("dev.jsonl", "dev_seen.jsonl")]
 CUB = ClassFolders(images="images", files=["images.txt", "train_test_split.txt"])
@@ -141,7 +124,6 @@ _ROWS = (
         [ClassFolders(images="images", files=["meta/SPLIT.txt"])],
         "its authors' test split",
         "food-101",
-        templates_of="food101",
     ),
     _shards("vtab-cifar10", "CIFAR-10"),
     _shards("vtab-cifar100", "CIFAR-100"),
@@ -151,7 +133,7 @@ _ROWS = (
     _shards("fgvc_aircraft", "FGVC-Aircraft", metrics=PER_CLASS),
     _shards("vtab-dtd", "DTD"),
     _shards("vtab-pets", "Oxford-IIIT Pets", metrics=PER_CLASS),
-    _shards("vtab-caltech101", "Caltech-101", metrics=PER_CLASS, classes_of="caltech101_vtab"),
+    _shards("vtab-caltech101", "Caltech-101", metrics=PER_CLASS),
     _shards("vtab-flowers", "Flowers-102", metrics=PER_CLASS),
     _shards("mnist", "MNIST"),
     _shards("fer2013", "FER-2013"),
@@ -191,14 +173,11 @@ _ROWS = (
         metrics=RECALL_10,
     ),
     _caption_shards("flickr8k", "Flickr8k", RECALL_5),
-    _caption_shards("flickr30k", "Flickr30k", RECALL_10, _flickr30k(split="test")),
+    _caption_shards("flickr30k", "Flickr30k", RECALL_10, FLICKR30K),
     _captions(
         "flickr30k_all",
         "Flickr30k, all images",
-        [
-            CaptionLines(files=["results_20130124.token"], images="flickr30k-images"),
-            _flickr30k(note="; here the images of Karpathy's list alone"),
-        ],
+        [CaptionLines(files=["results_20130124.token"], images="flickr30k-images")],
         "Flickr30k, images of all splits with all their captions (Long-CLIP's protocol)",
         "flickr30k",
         metrics=RECALL_10,
@@ -211,17 +190,17 @@ _ROWS = (
         "DCI, all images; the short and the extra caption of each are one, joined as FLAIR does",
         "densely_captioned_images",
     ),
-    _captions("docci_long", "DOCCI, long", [_docci()], "DOCCI, test split, whole descriptions", "docci"),
+    _captions("docci_long", "DOCCI, long", [DOCCI], "DOCCI, test split, whole descriptions", "docci"),
     _captions(
         "docci",
         "DOCCI",
-        [_flair("annotations/test_annotations.json", "images"), _docci(pieces="apart", note=NOT_FLAIRS)],
+        [_flair("annotations/test_annotations.json", "images")],
         "DOCCI, test split, several short captions an image (FLAIR's protocol)",
     ),
     _captions(
         "iiw_long",
         "IIW, long",
-        [_iiw(pieces="joined")],
+        [IIW],
         "IIW-400, whole descriptions, joined as FLAIR does",
         "iiw",
         "imageinwords",
@@ -229,7 +208,7 @@ _ROWS = (
     _captions(
         "iiw",
         "IIW",
-        [_flair("finegrained_annotations.json", ""), _iiw(pieces="apart", note=NOT_FLAIRS)],
+        [_flair("finegrained_annotations.json", "")],
         "IIW-400, several short captions an image (FLAIR's protocol)",
         "imageinwords",
     ),
@@ -259,7 +238,7 @@ _ROWS = (
     _shards("vtab-dmlab", "DMLab"),
     _shards("vtab-dsprites_label_orientation", "dSprites orientation"),
     _shards("vtab-dsprites_label_x_position", "dSprites x position"),
-    _shards("vtab-dsprites_label_y_position", "dSprites y position", templates_of=None),
+    _shards("vtab-dsprites_label_y_position", "dSprites y position"),
     _shards("vtab-smallnorb_label_azimuth", "SmallNORB azimuth"),
     _shards("vtab-smallnorb_label_elevation", "SmallNORB elevation"),
     _shards("vtab-svhn", "SVHN"),
