@@ -56,8 +56,8 @@ def of_clusters(rounds: int) -> Iterator[Figure]:
 
 def of_steps(rounds: int) -> Iterator[Figure]:
     for name in ("dense, all weights", "CLIP-UP"):
-        found = cost(steps.recipe_step, name, "ViT-B/32", 8)
-        ratio = found["memory"] / found["result"]["plan"]
+        measured = cost(steps.recipe_step, name, "ViT-B/32", 8)
+        ratio = measured["memory"] / measured["result"]["plan"]
         yield f"memory of a step: {name}, B/32, 8 pairs, over --plan", ratio, 0.85, 1.15
 
 

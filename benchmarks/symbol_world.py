@@ -81,12 +81,12 @@ def read_caption(row: Mapping[str, str]) -> tuple[set[str], set[str], set[str]]:
     true = {*shown, *(TOPIC_OF[kind] for kind in shown), *(TOPICS[TOPIC_OF[kind]].short[kind] for kind in shown)}
     names = {*topic.kinds, *topic.short.values()}
     text = f" {re.sub('[,:]', '', row['caption'].removeprefix('a picture of ')).lower()} "
-    told = set()
+    named = set()
     for name in sorted(true | names, key=len, reverse=True):
         if f" {name} " in text:
-            told.add(name)
+            named.add(name)
             text = text.replace(f" {name} ", " ")
-    return told, told - true, COLORS.keys() & set(text.split()) - {row["color"], row["second_color"]}
+    return named, named - true, COLORS.keys() & set(text.split()) - {row["color"], row["second_color"]}
 
 
 def caption_shares(rows: Dataset) -> dict[str, float]:
@@ -100,7 +100,7 @@ def caption_shares(rows: Dataset) -> dict[str, float]:
             [bool(kinds or inks) for _, kinds, inks in read]
         ),
         "web captions with topics in place of kinds": np.mean([bool(t) and t <= TOPICS.keys() for t, _, _ in read]),
-        "web captions that name no symbol": np.mean([not told for told, _, _ in read]),
+        "web captions that name no symbol": np.mean([not named for named, _, _ in read]),
         "web captions with the topic or a word of it": np.mean(
             [any(word in row["caption"] for word in of_row) for row, of_row in zip(rows, words, strict=True)]
         ),
@@ -124,13 +124,13 @@ def describe_world(*, model: str, rows: int = 10_000, output: Output = None) -> 
         "TF-IDF": {"dim": 64},
         "TF-IDF, 16 dimensions, without words of more than 5 % of the captions": {"dim": 16, "max_df": 0.05},
     }
-    found = {
+    agreement = {
         "whole topics": whole_topics(pictures),
         "the model's image features": topics_found(embedder.images(pictures), topics),
         "the model's text features": topics_found(embedder.texts(captions), topics),
     }
     for name, settings in encoders.items():
-        found[name] = topics_found(TfidfEncoder.fit(captions, seed=0, **settings).encode(captions), topics)
+        agreement[name] = topics_found(TfidfEncoder.fit(captions, seed=0, **settings).encode(captions), topics)
     probe = TASKS["symbols_linear_probe"]
     (train, _), (test, _) = probe.load_train(), probe.load()
     retrieval = TASKS["symbols_retrieval"].load()[0]
@@ -148,7 +148,7 @@ def describe_world(*, model: str, rows: int = 10_000, output: Output = None) -> 
         "Topics found: adjusted mutual information of topics with clusters.",
         table(
             [f"{rows:,} training pictures", *columns],
-            [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in found.items()],
+            [[name, *("" if x is None else f"{x:.2f}" for x in numbers)] for name, numbers in agreement.items()],
         ),
         table(["", ""], [[name, f"{share:.1%}"] for name, share in shares.items()]),
         f"Style: {', '.join(STYLE)}; a linear probe on {len(train):,} training pictures of one symbol, tested on "

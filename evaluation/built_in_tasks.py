@@ -113,11 +113,11 @@ def _countries(number: int) -> Task:
 
 def _names(title: str, kinds: str, captions: str) -> Task:
     of_kinds = names.kind_set(kinds)
-    told = {"web": "name", "facts": "facts"}[captions]
+    caption = {"web": "name", "facts": "facts"}[captions]
     return Task(
         kind="retrieval",
         title=title,
-        protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {told}; all are "
+        protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {caption}; all are "
         "candidates",
         load=lambda seed=0: (names.load("test", captions, len(of_kinds), of_kinds, seed), 0),
         metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),

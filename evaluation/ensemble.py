@@ -59,7 +59,7 @@ class Ensemble:
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
         options = cache_dir, batch_size, device, dtype, folder
         self.experts = [Embedder(folder / name, *options, **reading) for name in self.router.config.experts]
-        self._known: dict[str, np.ndarray] = {}
+        self._embeds: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
         """What is computed with every expert, of which one is in memory at a time."""
@@ -78,8 +78,8 @@ class Ensemble:
         else:
             templates = templates if self.router.config.routing == "released" else ("{}",)
             prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
-            self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._known))
-            means = {text: _mean([self._known[p] for p in of_text]) for text, of_text in prompts.items()}
+            self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._embeds))
+            means = {text: _mean([self._embeds[p] for p in of_text]) for text, of_text in prompts.items()}
             embeds = np.stack([[means[text] for text in texts] for texts in metadata])
             unknown = int((~embeds.any(axis=-1)).sum())
             if unknown:
@@ -114,7 +114,7 @@ class Ensemble:
     def _embed(self, texts: Iterable[str]) -> None:
         texts = sorted(texts)
         if texts:
-            self._known |= dict(zip(texts, self.encoder.encode(texts), strict=True))
+            self._embeds |= dict(zip(texts, self.encoder.encode(texts), strict=True))
 
 
 def open_model(

@@ -95,7 +95,7 @@ def _depends_on_batch(model: str | Path) -> bool:
     """Whether experts have a capacity, so that what else is in a batch counts."""
     config = load_config(model)
     configs = [load_config(model, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
-    towers = [getattr(one, tower, None) for one in configs for tower in ("text_config", "vision_config")]
+    towers = [getattr(expert, tower, None) for expert in configs for tower in ("text_config", "vision_config")]
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)
 
 

@@ -62,12 +62,14 @@ def summarize(
     experts = [f"expert {number}" for number in range(num_experts)]
     # Of a dense tower, all experts make the same
     pairs = [
-        agreement[EMBEDDED[tower]][one][other] for tower in entropy for one, other in itertools.combinations(experts, 2)
+        agreement[EMBEDDED[tower]][first][other]
+        for tower in entropy
+        for first, other in itertools.combinations(experts, 2)
     ]
-    known = [value for value in pairs if value is not None]
+    values = [value for value in pairs if value is not None]
     return ExpertSummary(
         collapse=collapse,
         entropy=Spread.of(value for of_tower in entropy.values() for value in of_tower.values()),
         most_entropy=math.log2(num_experts),
-        agreement=Spread.of(known) if known else None,
+        agreement=Spread.of(values) if values else None,
     )

@@ -202,7 +202,7 @@ def analyze_experts(
         for tower, of_tower in counts.items()
     }
     agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
-    found, pictures = _drawn(embedder, layers, capacity_factors, expert)
+    preferences, pictures = _drawn(embedder, layers, capacity_factors, expert)
     entropy = {tower: {n: of["all"]["entropy"] for n, of in layers.items()} for tower, layers in routing.items()}
     result = {
         "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),
@@ -222,7 +222,7 @@ def analyze_experts(
             for tower, config in sparse.items()
             if config.capacity_factor is not None
         },
-        **found,
+        **preferences,
         **environment(),
     }
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
@@ -239,12 +239,12 @@ def _drawn(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What these layers do with some of the images and texts that were measured, for the JSON and as pictures."""
     images, texts = embedder.some_images(), embedder.some_texts()
-    config, found, pictures = embedder.model.config.vision_config, {}, {}
+    config, preferences, pictures = embedder.model.config.vision_config, {}, {}
     if "text" in layers and texts:
         tokenizer, routed = embedder.processor.tokenizer, route_texts(embedder, texts, layers["text"])
         words = word_shares(routed, tokenizer)
         names = [word_text(tokenizer, token) for token in words.ids.tolist()]
-        found["words"] = [
+        preferences["words"] = [
             {
                 "chance": chance,
                 "words": [
@@ -254,7 +254,7 @@ def _drawn(
             }
             for of, chance in enumerate(words.chance.tolist())
         ]
-        found["captions"] = top_captions(routed, words, tokenizer) if tokenizer.is_fast else []
+        preferences["captions"] = top_captions(routed, words, tokenizer) if tokenizer.is_fast else []
     if "vision" in layers and images:
         of_images = route_images(embedder, images, layers["vision"])
         pictures["patches.png"] = lambda file: draw_patches(of_images, file)
@@ -265,12 +265,12 @@ def _drawn(
         dropped = {
             factor: dropped_patches(of_images, group, config.num_experts_per_tok, factor) for factor in capacity_factors
         }
-        found["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
+        preferences["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
         if dropped:
             pictures["dropped.png"] = lambda file: draw_dropped(of_images, dropped, file)
         if expert is not None:
             pictures["expert.png"] = lambda file: draw_expert(expert, of_images, file)
-    return found, pictures
+    return preferences, pictures
 
 
 def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:

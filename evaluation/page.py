@@ -121,7 +121,7 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
 def _outcome(cell: str) -> str | None:
     """Whether a score is better or worse than the baseline's, by more than the interval of the difference. A difference
     without one is neither."""
-    found = DIFFERENCE.fullmatch(cell.strip())
-    if found is None or found["error"] is None or abs(float(found["mean"])) <= float(found["error"]):
+    match = DIFFERENCE.fullmatch(cell.strip())
+    if match is None or match["error"] is None or abs(float(match["mean"])) <= float(match["error"]):
         return None
-    return "better" if float(found["mean"]) > 0 else "worse"
+    return "better" if float(match["mean"]) > 0 else "worse"

@@ -38,7 +38,7 @@ def pair_metrics(
     other_image = similarity[:, [1, 0], [0, 1]]  # of each text
     text, image = (own > other_text + TIE).all(axis=1), (own > other_image + TIE).all(axis=1)
     scores = {"text": text, "image": image, "group": text & image}
-    metrics = {name: float(found.mean()) for name, found in scores.items()}
+    metrics = {name: float(right.mean()) for name, right in scores.items()}
     for attribute in sorted(set(() if attributes is None else attributes)):
         metrics[f"{score}/{attribute}"] = float(scores[score][np.array(attributes) == attribute].mean())
     return metrics

@@ -44,9 +44,9 @@ class Progress:
         now = time.monotonic()
         if self.in_lines and (now >= self.next_line or (self.step == self.total and summary)):
             left = (now - self.started) / (self.step - self.initial) * (self.total - self.step)
-            told = [f"{self.description}: {self.step} of {self.total}", self.summary]
-            told += [f"{tqdm.format_interval(left)} left"] if self.step < self.total else []
-            print(", ".join(filter(None, told)), file=sys.stderr, flush=True)
+            parts = [f"{self.description}: {self.step} of {self.total}", self.summary]
+            parts += [f"{tqdm.format_interval(left)} left"] if self.step < self.total else []
+            print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
             self.next_line = now + SECONDS
 
     def close(self) -> None:

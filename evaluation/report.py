@@ -119,10 +119,10 @@ def require_whole(table: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 def of_tasks(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """task -> the result of the first model that has one, for what all results of a task share."""
-    found: dict[str, dict[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
     for row in table.values():
-        found |= {task: result for task, result in row.items() if task not in found}
-    return found
+        first |= {task: result for task, result in row.items() if task not in first}
+    return first
 
 
 def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:

@@ -29,17 +29,17 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     path = result_file(result, output_dir)
     if not path.exists():
         return
-    before, found = read_result(path), ""
+    before, conflict = read_result(path), ""
     # Names that differ in their case alone have one file on some systems
     if (before["model"], before.get("weights")) != (result["model"], result.get("weights")):
-        found = f"the result of another model, {before['model']!r} from {before['source']}"
+        conflict = f"the result of another model, {before['model']!r} from {before['source']}"
     of_batch = ("batch_size",) if result.get("depends_on_batch") else ()
     for what in ("dtype", "protocol", "data", "changes", *of_batch):
         old, new = before.get(what), result.get(what)
-        if not found and old != new:
-            found = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
-    if found:
-        raise ValueError(f"{path} holds {found}: choose another name (--name) or another --output-dir, or delete it")
+        if not conflict and old != new:
+            conflict = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
+    if conflict:
+        raise ValueError(f"{path} holds {conflict}: choose another name (--name) or another --output-dir, or delete it")
 
 
 def result_file(result: dict[str, Any], output_dir: Path) -> Path:

@@ -64,8 +64,8 @@ def retrieval_metrics(
     }
     ranks = {way: _ranks(*asked, chunk_size) for way, asked in ways.items()}
     metrics = {f"{way}_recall@{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in ks}
-    told = {f"{way}_information": asked for way, asked in ways.items()}
-    return metrics | {name: information(*asked, chunk_size) for name, asked in told.items() if name in wanted}
+    by_metric = {f"{way}_information": asked for way, asked in ways.items()}
+    return metrics | {name: information(*asked, chunk_size) for name, asked in by_metric.items() if name in wanted}
 
 
 def information(

@@ -91,11 +91,11 @@ def draw_patches(routed: RoutedImages, path: Path) -> None:
 
 def draw_expert_patches(routed: RoutedImages, path: Path) -> None:
     """A line for each expert: the patches that it takes with the highest probabilities, framed, and what is around."""
-    found, (height, width) = top_patches(routed), routed.pixels.shape[1:3]
-    columns = max(1, *map(len, found))
+    best, (height, width) = top_patches(routed), routed.pixels.shape[1:3]
+    columns = max(1, *map(len, best))
     half = min(height, width, 7 * routed.patch_size) / 2  # of what is shown
-    figure, axes = grid(len(found) * columns, columns, 1.2, 1.35)
-    for expert, (line, patches) in enumerate(zip(axes, found, strict=True)):
+    figure, axes = grid(len(best) * columns, columns, 1.2, 1.35)
+    for expert, (line, patches) in enumerate(zip(axes, best, strict=True)):
         for axis in line:
             axis.set(xticks=[], yticks=[], frame_on=False)
         line[0].set_ylabel(f"expert {expert}" + ("" if patches else ": none"))

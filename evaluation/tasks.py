@@ -54,12 +54,12 @@ def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str
         own: names of tasks on own data that may occur, too.
     """
     own, problems = list(own), []
-    known = [*TASKS, *own, *GROUPS, *BENCHMARKS]
+    available = [*TASKS, *own, *GROUPS, *BENCHMARKS]
     for name in dict.fromkeys(names):
         if name in OWN_TASKS and name not in own:
             problems.append(f"the task {name} needs data: in a recipe, {{task: {name}, dataset: FOLDER OR HUB NAME}}")
-        elif name not in known:
-            similar = most_similar(name, known)
+        elif name not in available:
+            similar = most_similar(name, available)
             meant = (
                 f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted([*TASKS, *own]))}, {MORE}"
             )
@@ -98,15 +98,15 @@ def find_tasks(
     """
     require_tasks([name for name in wanted if isinstance(name, str)])
     tasks: dict[str, Task] = {}
-    for one in wanted:
-        if isinstance(one, OwnTask):
-            task = one.make()
-            name = task_name(one.task, task.data)
+    for entry in wanted:
+        if isinstance(entry, OwnTask):
+            task = entry.make()
+            name = task_name(entry.task, task.data)
             if name in tasks:
-                raise ValueError(f"the task {one.task} on {one.dataset} occurs twice")
+                raise ValueError(f"the task {entry.task} on {entry.dataset} occurs twice")
             tasks[name] = task
             continue
-        for name in GROUPS.get(one, [one]):  # groups may share benchmarks
+        for name in GROUPS.get(entry, [entry]):  # groups may share benchmarks
             if name not in tasks:
                 if name in TASKS:
                     tasks[name] = with_seed(TASKS[name], seed)
@@ -117,7 +117,7 @@ def find_tasks(
 
 def copied_benchmarks(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, Task]:
     """Name -> task of the benchmarks of which there is a whole copy in `data_root`."""
-    names = [name for one in wanted if isinstance(one, str) for name in GROUPS.get(one, [one])]
+    names = [name for entry in wanted if isinstance(entry, str) for name in GROUPS.get(entry, [entry])]
     tasks = {}
     for name in dict.fromkeys(names):
         if name in BENCHMARKS:
@@ -129,8 +129,8 @@ def copied_benchmarks(wanted: Sequence[Wanted], data_root: str | Path | None = N
 def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> list[str]:
     """What is wrong with the data of tasks whose names are known. The Hub is not asked, and no image is read."""
     problems = []
-    for one in wanted:
-        names = [one] if isinstance(one, OwnTask) else GROUPS.get(one, [one])
+    for entry in wanted:
+        names = [entry] if isinstance(entry, OwnTask) else GROUPS.get(entry, [entry])
         for name in names:
             try:
                 if isinstance(name, OwnTask):

@@ -109,11 +109,11 @@ class LlavaStage(Stage):
     def _check(self):
         if (self.language_model is None) == (self.text_config is None):
             raise ValueError("exactly one of language_model and text_config must be set")
-        known = LlamaConfig.__dataclass_fields__
-        unknown = sorted(set(self.text_config or {}) - set(known))
+        fields = LlamaConfig.__dataclass_fields__
+        unknown = sorted(set(self.text_config or {}) - set(fields))
         if unknown:
             raise ValueError(
-                f"LlamaConfig has no field {', '.join(map(repr, unknown))}: {what_is_meant(unknown[0], known)}"
+                f"LlamaConfig has no field {', '.join(map(repr, unknown))}: {what_is_meant(unknown[0], fields)}"
             )
         return self
 
@@ -128,8 +128,8 @@ class LlavaStage(Stage):
             text_config = inputs.language_model.known_configs[0]
         else:  # the tower's tokens, and that of an image
             words = getattr(tower, "text_config", CLIPConfig().text_config).vocab_size + 1
-            known = words if hasattr(tower, "text_config") else 0
-            text_config = llama_config({"vocab_size": words} | self.text_config, known)
+            least = words if hasattr(tower, "text_config") else 0
+            text_config = llama_config({"vocab_size": words} | self.text_config, least)
         return llava_config(getattr(tower, "vision_config", tower), text_config, image_token=0)
 
 
@@ -242,8 +242,8 @@ class TrainLlavaStage(StepsStage):
         cost = super().cost(inputs)
 
         def memory() -> int:
-            known = f"{cost['memory']() / 1e9:,.2f} GB, and activations"
-            raise Unknown(f"{known}, which depend on how long the conversations are")
+            states = f"{cost['memory']() / 1e9:,.2f} GB, and activations"
+            raise Unknown(f"{states}, which depend on how long the conversations are")
 
         return cost | {"memory": memory}
 
@@ -501,8 +501,8 @@ def llava_processor(config: LlavaConfig, tokenizer: PreTrainedTokenizerBase, ima
     Args:
         images: the tower's image processor.
     """
-    known = LlavaImageProcessorPil.valid_kwargs.__annotations__
-    settings = {name: value for name, value in images.to_dict().items() if name in known}
+    settings_of_llava = LlavaImageProcessorPil.valid_kwargs.__annotations__
+    settings = {name: value for name, value in images.to_dict().items() if name in settings_of_llava}
     return LlavaProcessor(
         image_processor=LlavaImageProcessorPil(**settings | {"do_pad": True}),
         tokenizer=tokenizer,

@@ -104,7 +104,9 @@ def write_claims(claims: Path, output: Folder) -> str:
             sections.append(_section(title, paper, judged, scores, claims.parent, output.parent))
         except ValueError as error:
             raise ValueError(f"{claims}: {title}: {error}") from error
-        counts.append([title, *(str(sum(one.verdict == verdict for one in judged)) for verdict in VERDICTS)])
+        counts.append(
+            [title, *(str(sum(judgement.verdict == verdict for judgement in judged)) for verdict in VERDICTS)]
+        )
         all_judged += judged
     summary = markdown_table(["paper", *VERDICTS], counts)
     page = [
@@ -115,7 +117,7 @@ def write_claims(claims: Path, output: Folder) -> str:
         summary,
         *sections,
     ]
-    headlines = [one for one in all_judged if one.claim.headline]
+    headlines = [judgement for judgement in all_judged if judgement.claim.headline]
     pictures = {}
     if headlines:
         name = output.with_suffix(".png").name
@@ -135,26 +137,26 @@ def _judge(
         return Judged(number, claim, (), NOT_MEASURED, None)
     measured = measure_claim(claim, scores, where)
     folder = origin[claim.better, deciding(measured).task]
-    return Judged(number, claim, measured, verdict_of_all(one.verdict for one in measured), folder)
+    return Judged(number, claim, measured, verdict_of_all(judgement.verdict for judgement in measured), folder)
 
 
 def _headline_table(headlines: Sequence[Judged], output_folder: Path) -> str:
     rows = []
-    for one in headlines:
+    for judgement in headlines:
         difference, link = "", ""
-        if one.measured:
-            decides = deciding(one.measured)
+        if judgement.measured:
+            decides = deciding(judgement.measured)
             difference = escape(f"{decides.task} {decides.metric}: {_difference(decides)}")
-            link = f"[{escape(one.folder.name)}]({_link(one.folder / 'seeds.md', output_folder)})"
-        elif one.claim.missing:
-            difference = f"missing: {escape(one.claim.missing)}"
-        claim, budget = escape(one.claim.claim), escape(one.claim.headline.budget or "")
-        rows.append([f"{one.number}", claim, budget, difference, one.verdict, link])
+            link = f"[{escape(judgement.folder.name)}]({_link(judgement.folder / 'seeds.md', output_folder)})"
+        elif judgement.claim.missing:
+            difference = f"missing: {escape(judgement.claim.missing)}"
+        claim, budget = escape(judgement.claim.claim), escape(judgement.claim.headline.budget or "")
+        rows.append([f"{judgement.number}", claim, budget, difference, judgement.verdict, link])
     return _table(["", "claim", "trained with", "difference", "verdict", "all scores"], rows)
 
 
 def _alt_text(headlines: Sequence[Judged]) -> str:
-    counts = Counter(one.verdict for one in headlines)
+    counts = Counter(judgement.verdict for judgement in headlines)
     verdicts = ", ".join(f"{verdict}: {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
     return f"The differences of the headlines in the table above, with their intervals and a line at 0. {verdicts}."
 
@@ -165,16 +167,16 @@ def draw_headlines(headlines: Sequence[Judged], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8.5, 1.3 + 0.33 * len(headlines)), layout="constrained")
     axis.axvline(0, color="black", linewidth=1)
     axis.set_xscale("symlog", linthresh=1)
-    for row, one in enumerate(headlines):
-        if not one.measured:
-            axis.text(0, row, f" {one.verdict} ", fontsize=9, va="center", ha="center", backgroundcolor="white")
+    for row, judgement in enumerate(headlines):
+        if not judgement.measured:
+            axis.text(0, row, f" {judgement.verdict} ", fontsize=9, va="center", ha="center", backgroundcolor="white")
             continue
-        decides, (color, marker) = deciding(one.measured), MARKS[one.verdict]
+        decides, (color, marker) = deciding(judgement.measured), MARKS[judgement.verdict]
         axis.plot(decides.interval, [row, row], color=color, linewidth=2)
         axis.plot(decides.difference, row, color=color, marker=marker, markersize=8)
-        if one.claim.by:
-            axis.plot([one.claim.by] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1, linestyle=":")
-    labels = [f"{plot_text(one.claim.headline.short, 60)}  {one.number}" for one in headlines]
+        if judgement.claim.by:
+            axis.plot([judgement.claim.by] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1, linestyle=":")
+    labels = [f"{plot_text(judgement.claim.headline.short, 60)}  {judgement.number}" for judgement in headlines]
     axis.set_yticks(range(len(headlines)), labels, fontsize=9)
     axis.set_ylim(len(headlines) - 0.5, -0.5)
     ticks = [-50, -10, -5, -2, -1, 0, 1, 2, 5, 10, 50]
@@ -201,12 +203,14 @@ def _section(
 ) -> str:
     """The part of the page on one paper."""
     rows, notes = [], []
-    for one in judged:
-        claim, figures = one.claim, "<br>".join(escape(_figures(measured)) for measured in one.measured)
+    for judgement in judged:
+        claim, figures = judgement.claim, "<br>".join(escape(_figures(measured)) for measured in judgement.measured)
         compared = _compared(claim, base, output_folder)
-        rows.append([f"{one.number}", escape(claim.claim), escape(claim.place), compared, figures, one.verdict])
-        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (one.verdict == DOES_NOT_HOLD)
-        notes += [f"- {one.number}: {note}"] * bool(note)
+        rows.append(
+            [f"{judgement.number}", escape(claim.claim), escape(claim.place), compared, figures, judgement.verdict]
+        )
+        note = one_line(claim.note) or "nothing was tried yet to find the cause" * (judgement.verdict == DOES_NOT_HOLD)
+        notes += [f"- {judgement.number}: {note}"] * bool(note)
     made = "There are no results yet."
     if scores:
         num_seeds = len(next(of_seeds for row in scores.values() for of_seeds in row.values()))

@@ -91,25 +91,25 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     for key, results in runs.items():
         shares = [statistics.mean(result["metrics"][metric] for metric in INFORMATION) for result in results]
         knowledge.append(Knowledge(*key, statistics.mean(shares), len(shares)))
-    return sorted(knowledge, key=lambda one: (one.names, one.task, one.parameters, one.model))
+    return sorted(knowledge, key=lambda entry: (entry.names, entry.task, entry.parameters, entry.model))
 
 
 def best_dense(knowledge: Sequence[Knowledge], task: str) -> list[tuple[int, float]]:
     """Parameters and bits of the dense models that remember more of a task than every smaller one, by size."""
     best: list[tuple[int, float]] = []
-    for one in sorted(knowledge, key=lambda one: (one.parameters, -one.bits)):
-        if one.task == task and not one.experts and one.bits > max((bits for _, bits in best), default=0):
-            best.append((one.parameters, one.bits))
+    for entry in sorted(knowledge, key=lambda entry: (entry.parameters, -entry.bits)):
+        if entry.task == task and not entry.experts and entry.bits > max((bits for _, bits in best), default=0):
+            best.append((entry.parameters, entry.bits))
     return best
 
 
-def equal_dense(one: Knowledge, others: Sequence[Knowledge]) -> float | None:
+def equal_dense(entry: Knowledge, others: Sequence[Knowledge]) -> float | None:
     """Parameters of a dense model that would remember as much, between dense models of the same task that remember less
     and more, on a line of the logarithms. None: there are no such two."""
-    curve = best_dense(others, one.task)
+    curve = best_dense(others, entry.task)
     for (fewer, less), (more, most) in zip(curve, curve[1:], strict=False):
-        if less <= one.bits <= most:
-            return float(np.exp(np.interp(np.log(one.bits), np.log([less, most]), np.log([fewer, more]))))
+        if less <= entry.bits <= most:
+            return float(np.exp(np.interp(np.log(entry.bits), np.log([less, most]), np.log([fewer, more]))))
     return None
 
 
@@ -122,15 +122,15 @@ def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
     """
     knowledge = read_knowledge(folders)
     rows = []
-    for one in knowledge:
-        equal = equal_dense(one, knowledge) if one.experts else None
-        row = {"model": one.model, "task": one.task, "experts": str(one.experts or "dense")}
-        row["parameters"] = f"{one.parameters:,}"
-        row["bits a parameter to remember"] = f"{one.to_remember / one.parameters:.2f}"
-        row["remembered"] = f"{100 * one.bits / one.to_remember:.1f} %"
-        row["bits a parameter remembered"] = f"{one.bits / one.parameters:.2f}"
-        of_dense = "" if equal is None else f"{equal:,.0f} ({one.parameters / equal:.1f} x)"
-        rows.append(row | {"dense model that remembers as much": of_dense, "runs": str(one.runs)})
+    for entry in knowledge:
+        equal = equal_dense(entry, knowledge) if entry.experts else None
+        row = {"model": entry.model, "task": entry.task, "experts": str(entry.experts or "dense")}
+        row["parameters"] = f"{entry.parameters:,}"
+        row["bits a parameter to remember"] = f"{entry.to_remember / entry.parameters:.2f}"
+        row["remembered"] = f"{100 * entry.bits / entry.to_remember:.1f} %"
+        row["bits a parameter remembered"] = f"{entry.bits / entry.parameters:.2f}"
+        of_dense = "" if equal is None else f"{equal:,.0f} ({entry.parameters / equal:.1f} x)"
+        rows.append(row | {"dense model that remembers as much": of_dense, "runs": str(entry.runs)})
     table = markdown_table(list(rows[0]), [list(row.values()) for row in rows])
     text = (
         "Parameters are those of the towers' layers. A dense model that remembers as much is one between those of the "
@@ -139,7 +139,7 @@ def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
     )
     page = f"{table}\n\n{text}\n\n![bits by parameters](knowledge.png)"
     pictures = {"knowledge.png": lambda path: _draw(knowledge, path)}
-    write_page(output_dir / "knowledge", page, pictures, [asdict(one) for one in knowledge])
+    write_page(output_dir / "knowledge", page, pictures, [asdict(entry) for entry in knowledge])
     return table
 
 
@@ -155,18 +155,18 @@ def _sizes(source: str) -> tuple[int, int, int]:
 def _draw(knowledge: Sequence[Knowledge], path: Path) -> None:
     """Bits by parameters: a line through dense models for each number of names, and a mark for each sparse model."""
     figure, axis = plt.subplots(figsize=(8, 5))
-    experts = sorted({one.experts for one in knowledge})
-    for color, task in enumerate(dict.fromkeys(one.task for one in knowledge)):
-        of_task = [one for one in knowledge if one.task == task]
+    experts = sorted({entry.experts for entry in knowledge})
+    for color, task in enumerate(dict.fromkeys(entry.task for entry in knowledge)):
+        of_task = [entry for entry in knowledge if entry.task == task]
         style = {"color": f"C{color % 10}"}
         axis.axhline(of_task[0].to_remember, linestyle=":", linewidth=1, **style)
         place = (1.01, of_task[0].to_remember)
         axis.annotate(plot_text(task), place, xycoords=("axes fraction", "data"), va="center", **style)
         if dense := best_dense(knowledge, task):
             axis.plot(*zip(*dense, strict=True), **style)
-        for one in of_task:
-            marker = MARKERS[experts.index(one.experts) % len(MARKERS)]
-            axis.plot(one.parameters, one.bits, marker, markersize=7, **style)
+        for entry in of_task:
+            marker = MARKERS[experts.index(entry.experts) % len(MARKERS)]
+            axis.plot(entry.parameters, entry.bits, marker, markersize=7, **style)
     for number, marker in zip(experts, MARKERS, strict=False):
         axis.plot([], [], marker, color="black", label=f"{number} experts" if number else "dense")
     axis.set_xscale("log")

@@ -143,7 +143,7 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
     for model in tables[0]:
         weights = [str(next(iter(table[model].values())).get("weights")) for table in tables]
         if 1 < len(set(weights)) < len(weights):
-            same = [str(folder) for folder, one in zip(folders, weights, strict=True) if weights.count(one) > 1]
+            same = [str(folder) for folder, digest in zip(folders, weights, strict=True) if weights.count(digest) > 1]
             raise ValueError(
                 f"{model!r} has the same weights in {' and '.join(same)}, but not in all: are there copies?"
             )

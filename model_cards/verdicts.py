@@ -130,14 +130,14 @@ def verdict_of(interval: tuple[float, float]) -> str:
 def verdict_of_all(verdicts: Iterable[str]) -> str:
     """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
     told."""
-    found = set(verdicts)
-    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in found)
+    distinct = set(verdicts)
+    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in distinct)
 
 
 def deciding(measured: Sequence[Measured]) -> Measured:
     """Of a claim's scores the one that decides: of those with the verdict of all, the one with the least difference."""
-    verdict = verdict_of_all(one.verdict for one in measured)
-    return min((one for one in measured if one.verdict == verdict), key=lambda one: one.difference)
+    verdict = verdict_of_all(score.verdict for score in measured)
+    return min((score for score in measured if score.verdict == verdict), key=lambda score: score.difference)
 
 
 def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
@@ -155,9 +155,9 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
             # Rounded: scores that differ by exactly `by` are equal
             verdict = verdict_of((round(low - claim.by, 9), round(high - claim.by, 9)))
             of_rivals.append(Measured(task, metric, better, rival, percentages[rival], (low, high), verdict))
-        worst = verdict_of_all(one.verdict for one in of_rivals)
-        hardest = (one for one in of_rivals if one.verdict == worst)
-        measured.append(max(hardest, key=lambda one: statistics.mean(one.than)))
+        worst = verdict_of_all(score.verdict for score in of_rivals)
+        hardest = (score for score in of_rivals if score.verdict == worst)
+        measured.append(max(hardest, key=lambda score: statistics.mean(score.than)))
     return measured
 
 
@@ -189,8 +189,8 @@ def read_scores(folder: Path) -> Scores | None:
     scores = _validated(Scores, path)
     numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
     if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
-        found = ", ".join(map(str, sorted(numbers))) or "none"
-        raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {found}")
+        counts = ", ".join(map(str, sorted(numbers))) or "none"
+        raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {counts}")
     experts = _read_experts(folder, numbers.pop())
     twice = sorted(set(scores) & set(experts))
     if twice:
