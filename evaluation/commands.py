@@ -192,7 +192,7 @@ def experts(
 
 
 @command
-def report(*results: Path, output_dir: Folder, baseline: str | None = None) -> str:
+def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None = None) -> str:
     """Results side by side: tables as markdown and as one HTML page, and a chart.
 
         clip-moe report scores/*.json --output-dir scores

@@ -101,9 +101,6 @@ class Embedder:
         return self._embeddings("texts", TextBatches(texts, self.processor.tokenizer, self.batch_size), embed)
 
     def _embeddings(self, what: str, batches: Batches, embed: Embed) -> np.ndarray:
-        if len(batches) == 0:
-            raise ValueError(f"there are no {what} to embed")
-
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
             numbers = [range(rows.start // self.batch_size, -(-rows.stop // self.batch_size)) for rows in shards]
             processes = 1 if self.state is None else self.state.num_processes

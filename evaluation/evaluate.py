@@ -58,11 +58,11 @@ def evaluate_model(
         One result a task: the metrics and all it takes to know what they mean.
 
     Raises:
-        ValueError: an empty name, or a result of other weights, another dtype, another protocol or other changes under
+        ValueError: there is a result of other weights, another dtype, another protocol or other changes under
             the same name, or of another batch size where scores depend on it.
     """
     set_seed(0)
-    name, output_dir, device = _model_name(model, name), Path(output_dir), usable_device(device)
+    name, output_dir, device = name or _model_name(model), Path(output_dir), usable_device(device)
     reading = {"num_workers": num_workers, "state": state}
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
     of_model = {
@@ -99,9 +99,6 @@ def _depends_on_batch(model: str | Path) -> bool:
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)
 
 
-def _model_name(model: str | Path, name: str | None) -> str:
-    if name is None:
-        name = (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
-    if not name.strip():
-        raise ValueError(f"a model needs a name, not {name!r}")
-    return name
+def _model_name(model: str | Path) -> str:
+    """The name of a folder or repository."""
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name

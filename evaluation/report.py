@@ -75,8 +75,6 @@ def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
 def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     """model -> task -> result, of the tasks that a model was measured on. Raises as `write_report`."""
     results = [_read(result) for result in results]
-    if not results:
-        raise ValueError("there are no results to report")
     table: dict[str, dict[str, dict[str, Any]]] = {}
     first: dict[str, dict[str, Any]] = {}
     for result in results:

@@ -8,7 +8,7 @@ Hub.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import PIL.Image
@@ -220,10 +220,6 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")
-        if not (kind in get_args(Modality) and isinstance(source, str) and isinstance(name, str)):
-            raise ValueError(f"{SETTINGS_FILE} has a kind, source or name that is none: {kind!r}, {source!r}, {name!r}")
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"{SETTINGS_FILE} has a pooling that is none: {pooling!r}")
     return open_encoder(source, pooling, name, device, kind)
 
 

@@ -48,7 +48,7 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str]:
-    """A line for each name that is unknown, with a known name like it, and for each that occurs twice.
+    """A line for each name that is unknown, with a known name like it.
 
     Args:
         own: names of tasks on own data that may occur, too.
@@ -64,8 +64,6 @@ def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str
                 f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted([*TASKS, *own]))}, {MORE}"
             )
             problems.append(f"unknown task {name or repr(name)}: {meant}")
-        if names.count(name) > 1:
-            problems.append(f"the task {name or repr(name)} occurs twice")
     return problems
 
 
@@ -101,10 +99,7 @@ def find_tasks(
     for entry in wanted:
         if isinstance(entry, OwnTask):
             task = entry.make()
-            name = task_name(entry.task, task.data)
-            if name in tasks:
-                raise ValueError(f"the task {entry.task} on {entry.dataset} occurs twice")
-            tasks[name] = task
+            tasks[task_name(entry.task, task.data)] = task
             continue
         for name in GROUPS.get(entry, [entry]):  # groups may share benchmarks
             if name not in tasks:
@@ -135,8 +130,8 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
             try:
                 if isinstance(name, OwnTask):
                     if missing := missing_data(name.dataset):
-                        raise FileNotFoundError(f"{name.task}: {missing}")
-                    if name.dataset in WORLDS or is_here(name.dataset):
+                        problems.append(f"{name.task}: {missing}")
+                    elif name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
                 elif name in icon_tasks():

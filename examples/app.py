@@ -104,10 +104,9 @@ class ImageSearch:
 
     Args:
         models: name -> model, which embeds the texts.
-        keepers: name -> the same model, which embeds all images once and may keep that; default: `models`.
     """
 
-    def __init__(self, models: Mapping[str, Model], folder: str | Path, keepers: Mapping[str, Model] | None = None):
+    def __init__(self, models: Mapping[str, Model], folder: str | Path):
         paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
         self.paths = [path for path in paths if _is_readable(path)]
         if not self.paths:
@@ -118,7 +117,7 @@ class ImageSearch:
         self.models = models
         self.images = {
             name: concatenate(model.map(lambda e: e.images(rows)), model.image_weights(rows))
-            for name, model in (keepers or models).items()
+            for name, model in models.items()
         }
 
     def find(self, name: str, text: str | None, number: int = NUM_FOUND) -> list[Path]:
@@ -334,14 +333,12 @@ def app(
         return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"
     import_gradio()  # before the work
     sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
-
-    def opened(cache_dir: Path | None) -> dict[str, Model]:
-        named = zip(_names(sources), sources, strict=True)
-        return {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
-
-    models = opened(None)  # what visitors send is not kept
-    keepers = opened(cache_dir) if cache_dir else None
-    search = ImageSearch(models, images, keepers) if images else None
+    named = zip(_names(sources), sources, strict=True)
+    models = {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
+    search = ImageSearch(models, images) if images else None
+    for model in models.values():  # what visitors send is not kept
+        for embedder in model.experts if isinstance(model, Ensemble) else [model]:
+            embedder.cache_dir = None
     build_page(models, search).launch(server_port=port, ssr_mode=False)
     return None
 

@@ -6,7 +6,6 @@ Two stages of a recipe: `stage: examples.llava:LlavaStage` puts a LLaVA together
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import datasets
-import numpy as np
 import torch
 from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
@@ -45,7 +43,7 @@ from conversion.processors import load_image_processor, load_processor, load_tok
 from data.conversations import IMAGE, load_conversations
 from data.images import decode_image
 from data.preparation import Preparation
-from data.sources import DataArguments, reading
+from data.sources import DataArguments
 from data.workers import errors_of_workers, worker_options
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
@@ -60,8 +58,6 @@ from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
 from training.stages.train import StepsStage
 
-logger = logging.getLogger(__name__)
-
 Prompt = Literal["plain", "chat"]
 # The image and its caption, as in LLaVA's first stage (llava/train/train.py, `preprocess_plain`)
 PLAIN = (
@@ -70,8 +66,6 @@ PLAIN = (
 )
 # What the loss leaves out
 IGNORED = -100
-# Conversations that are looked at to tell how many are too long
-LOOKED_AT = 10_000
 TOWER = "vision_tower"
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 # Rows of a language model's table of tokens come in multiples of it, as those of llava-hf/llava-1.5-7b-hf
@@ -195,7 +189,7 @@ class TrainLlavaStage(StepsStage):
     prompt: Prompt = "chat"
     # Parts of a step that are computed one after the other: more of them lower memory, and the loss stays the same.
     gradient_accumulation_steps: int = Field(default=1, gt=0)
-    # Longer conversations are cut to so many tokens.
+    # Longer conversations are cut to so many tokens; `cut_conversations` in the log is their share.
     max_length: int = Field(default=2048, gt=0)
     # AdamW's decay of the squared gradient's mean.
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -221,9 +215,6 @@ class TrainLlavaStage(StepsStage):
             rows = load_conversations(inputs.data)
         settings = self.data, share, self.prompt, self.max_length, self.gradient_accumulation_steps
         loader = ConversationLoader(rows, processor, model.config, *settings)
-        if accelerator.is_main_process:
-            with reading(self.data):
-                loader.report_cut()
         self.train_model(model, processor, loader, accelerator, context, directory)
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
@@ -351,20 +342,6 @@ class ConversationLoader(torch.utils.data.Dataset):
         )
         marks = [False] * len(self.begin) + list(map(bool, encoded["assistant_masks"]))
         return self.begin + encoded["input_ids"], marks
-
-    def report_cut(self) -> None:
-        """Warns of conversations that are longer than `max_length`, with their share, and of those whose answers are
-        cut off whole: of all, or of as many as `LOOKED_AT` tell."""
-        chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:LOOKED_AT]
-        marks = [self.encode(turns)[1] for turns in self.rows.select_columns("turns").select(np.sort(chosen))["turns"]]
-        cut = [of_one for of_one in marks if len(of_one) > self.max_length]
-        if cut:
-            unanswered = sum(not any(of_one[: self.max_length]) for of_one in cut)
-            logger.warning(
-                "%.1f%% of the conversations of %s (%d looked at) are longer than max_length, %d tokens, and are cut; "
-                "of %d of them no answer is left",
-                100 * len(cut) / len(marks), self.arguments.source, len(marks), self.max_length, unanswered,
-            )  # fmt: skip
 
     def _collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         lengths = [min(len(row["tokens"]), self.max_length) for row in rows]

@@ -161,7 +161,6 @@ trained.model: empty => empty is the folder of neither a model nor a stage: *con
 
 # Tasks, presets and what they change
 scores.tasks: [symbol_pairs] => unknown task symbol_pairs: did you mean 'symbols_pairs'?
-looked.tasks: [symbols_pairs, symbols_pairs] => the task symbols_pairs occurs twice
 sparse.preset: clip_upp => Input should be *: did you mean 'clip_up'? (got 'clip_upp')
 sparse.changes.num_expert: 2 -> sparse.changes: * no num_expert (did you mean 'num_experts'?)
 sparse.changes.num_experts_per_tok: 5 -> sparse.changes: *num_experts_per_tok*5
