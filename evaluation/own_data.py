@@ -3,27 +3,17 @@
 import dataclasses
 import logging
 import os
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
 
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, List, Value
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
-from data.pairs import (
-    judge,
-    load_pairs,
-    one_row_an_image,
-    read_pair,
-    readable_pairs,
-    rename_columns,
-    select_columns,
-    with_image_root,
-)
+from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_image_root
 from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
@@ -248,27 +238,17 @@ def _with_named_attributes(rows: Dataset) -> Dataset:
 
 def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
     """The pairs whose images and captions can all be read, with whole paths, and how many others there were."""
-    problems = []
-    for row in rows:
-        sides = ((row[f"image_{side}"], row[f"caption_{side}"]) for side in range(2))
-        problems.append(next(filter(None, (_problem_of_side(*side, arguments) for side in sides)), ""))
-    bad = [number for number, problem in enumerate(problems) if problem]
-    if bad:
-        judge(len(bad), len(rows), f"pair {bad[0]}: {problems[bad[0]]}", arguments)
-        rows = rows.select([number for number, problem in enumerate(problems) if not problem])
-    if len(rows) == 0:
-        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+    skipped = 0
     for side in range(2):
-        one_side = with_image_root(rows.rename_column(f"image_{side}", "image"), arguments)
-        rows = one_side.rename_column("image", f"image_{side}")
-    return rows, len(bad)
-
-
-def _problem_of_side(image: Any, caption: Any, arguments: DataArguments) -> str:
-    """What keeps a pair with this side from being used, or nothing."""
-    if isinstance(caption, list):  # a tokenizer would take two texts for one text and its continuation
-        return f"its caption is no text but {textwrap.shorten(repr(caption), 60)}"
-    return read_pair({"image": image, "caption": caption}, arguments)[0]
+        if isinstance(
+            rows.features[f"caption_{side}"], List
+        ):  # a tokenizer would take two for one and its continuation
+            raise ValueError(f"{arguments.source}: an image of a pair has one caption, not a list")
+        columns = {f"image_{side}": "image", f"caption_{side}": "caption"}
+        rows, number = readable_pairs(rows.rename_columns(columns), arguments)
+        rows = with_image_root(rows, arguments).rename_columns({new: old for old, new in columns.items()})
+        skipped += number
+    return rows, skipped
 
 
 def read_classes(path: Path, what: str = "class") -> list[str]:

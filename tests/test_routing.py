@@ -25,13 +25,7 @@ from evaluation.preferences import (
     word_shares,
 )
 from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
-from evaluation.routing_pictures import (
-    draw_agreement,
-    draw_expert,
-    draw_expert_patches,
-    draw_patches,
-    draw_shares,
-)
+from evaluation.routing_pictures import draw_agreement, draw_expert, draw_expert_patches, draw_patches, draw_shares
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 figures = small_evaluation.figures
