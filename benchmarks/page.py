@@ -30,7 +30,7 @@ def median_of(results: Iterable[Mapping[str, float]], key: str) -> float:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of the processor on a CPU, where other programs would disturb the clock, and by the clock elsewhere."""
+    """Seconds of the processor on a CPU, where other programs would disturb the clock, and by the clock elsewhere."""
     if device.type == "cpu":
         start = time.process_time()
         call()

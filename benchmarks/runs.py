@@ -44,7 +44,7 @@ TIMED = {
         "router": ["clip_fmoe_unified", "clip_fmoe"],
     },
 }
-# Of each system a recipe, the stages of it that stay, and what makes them short
+# System -> its recipe, the stages of it that stay, and what makes them short
 TRAINED = {"defaults.train.data.num_samples": 2048, "defaults.train.max_steps": 8, "defaults.train.save_steps": 3}
 SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "CLIP-UP": ("clip_up_symbols", "dense upcycled clip_up experts", TRAINED),
@@ -91,7 +91,7 @@ PEAK = (
 
 
 def stage_seconds(folder: Path, with_states: bool) -> dict[str, float]:
-    """Of every stage, in a new folder; `with_states`: hidden states are kept on disk."""
+    """Seconds of every stage, in a new folder; `with_states`: hidden states are kept on disk."""
     overrides = {"output_dir": str(folder)} | ({} if with_states else {"defaults.train.hidden_states": None})
     recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", overrides)
     wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}

@@ -40,7 +40,7 @@ class TextBatches(Dataset):
         return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
     def digest(self) -> str:
-        """Of all contents."""
+        """The digest of all contents."""
         return value_digest(["texts", *self.items])
 
     def num_workers(self, num_processes: int) -> int:

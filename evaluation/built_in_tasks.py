@@ -71,7 +71,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
     }
 
 
-# Of how many towns there is a task
+# Numbers of towns that there is a task of
 TOWNS = (256, 1024, 2048, 4096, 16384)
 
 

@@ -98,7 +98,7 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
         idle_of_tower[tower] = idle
         if not (shared and tower == "vision"):  # counted already
             counts["expert"] += experts // config.num_experts if experts else 0
-    # Of a shared encoder, what the tokens of neither tower meet
+    # Experts of a shared encoder are idle where the tokens of neither tower meet them
     counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
     counts["layers"] = of(r"\.layers\.")
@@ -147,7 +147,7 @@ def count_largest_layer(model: PreTrainedModel, text_tokens: int) -> int:
 
 
 def _kept_by_tower(model: PreTrainedModel, text_tokens: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Of each tower of a CLIP the tokens of one image or its texts, the width, and what each layer keeps of a token."""
+    """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
     vision = model.config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2 + 1
     for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):

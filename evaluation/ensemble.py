@@ -165,7 +165,7 @@ def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None)
 
 
 def _mean(embeds: Sequence[np.ndarray]) -> np.ndarray:
-    """Of length 1; of one embedding or of zeros, the same."""
+    """The mean direction, of length 1; a single embedding and zeros stay as they are."""
     if len(embeds) == 1:
         return embeds[0]
     return sum(embeds) / (np.linalg.norm(sum(embeds)) or 1)

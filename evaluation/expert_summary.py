@@ -60,7 +60,7 @@ def summarize(
         error = None if number is None else sampling_error(*scores, number)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
     experts = [f"expert {number}" for number in range(num_experts)]
-    # Of a dense tower, all experts make the same
+    # A dense tower makes the same for all experts
     pairs = [
         agreement[EMBEDDED[tower]][first][other]
         for tower in entropy

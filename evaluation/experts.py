@@ -52,7 +52,7 @@ EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
     "layer, the sum of the weights that the router gives, which is 1 where they are normalized."
 )
-# Of the images and of the texts, by which the agreement of experts is computed
+# Images, and texts, by which the agreement of experts is computed
 MOST_EMBEDDINGS = 10_000
 
 
@@ -86,7 +86,7 @@ class _Witness(Embedder):
         return embeds
 
     def embeds(self) -> dict[str, np.ndarray]:
-        """Of images and of texts, if there are some (rows, D), from all parts of what was seen."""
+        """Embeddings (rows, D) of images and of texts, if there are some, from all parts of what was seen."""
         whole = {what: np.concatenate(parts) for what, parts in self._embeds.items() if parts}
         return {what: embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for what, embeds in whole.items()}
 

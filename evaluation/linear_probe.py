@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 INVERSE_PENALTIES = tuple(10.0**power for power in range(-1, 5))
 # With more numbers in the training features, scikit-learn's solver takes too long
 MOST_NUMBERS_FOR_SCIKIT = 2**28
-# Of the probe that is trained in batches: OpenCLIP's optimizer and schedule
+# The probe that is trained in batches has OpenCLIP's optimizer and schedule
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 1024, 20, 1e-2
 
 

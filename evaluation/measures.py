@@ -79,7 +79,7 @@ def _zero_shot_embeds(
 
 
 def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
-    """Of a mixture, as its experts' tokenizer reads them, which is one."""
+    """What the tokenizer makes of texts; all experts of a mixture share one."""
     embedder = model.experts[0] if isinstance(model, Ensemble) else model
     return read_texts(embedder.processor.tokenizer, texts)
 

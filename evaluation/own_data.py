@@ -48,16 +48,16 @@ class OwnTask:
     image_column: str = "image"
     # What relative paths of images start from.
     image_root: str | None = None
-    # Of retrieval: texts, or lists of texts. Pairs have two of these columns, as `caption_0` and `caption_1`.
+    # Texts or lists of texts, for retrieval. Pairs have two of these columns, as `caption_0` and `caption_1`.
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
-    # Of zero_shot and linear_probe: the classes. Of pairs: what differs in each; there may be no such column.
+    # The classes, for zero_shot and linear_probe. For pairs: what differs in each; there may be no such column.
     label_column: str = "label"
-    # Of zero_shot and linear_probe: a file with the names of the classes, one a line. Of zero_shot where the data call
-    # them by numbers or WordNet ids: the names in the order of these.
+    # A file with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call classes by
+    # numbers or WordNet ids: the names in the order of these.
     classes: str | None = Field(default=None, min_length=1)
-    # Of zero_shot: texts with a {} for the name of the class; or one file of such, one a line.
+    # For zero_shot: texts with a {} for the name of the class; or one file of such, one a line.
     templates: list[str] = Field(default_factory=lambda: ["a photo of a {}."])
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class OwnTask:
         return self
 
     def arguments(self) -> DataArguments:
-        """Of the rows that are measured. Raises a ValueError for settings that contradict each other."""
+        """Settings of the rows that are measured."""
         of_captions = self.task in ("retrieval", "pairs")
         try:
             return DataArguments(

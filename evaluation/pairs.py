@@ -21,7 +21,7 @@ def pair_metrics(
 
     Args:
         image_embeds, text_embeds: (pairs, 2, D), normalized.
-        attributes: (pairs,), what differs in each; None: it is not known.
+        attributes: (pairs,), what differs in each, if that is said.
         score: that is also told for each attribute.
 
     Returns:

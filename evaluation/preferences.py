@@ -123,7 +123,7 @@ def _route(
 
 
 def top_patches(routed: RoutedImages, number: int = NUM_SHOWN) -> list[list[tuple[int, int]]]:
-    """Of each expert, the patches (image, patch) that it computes with the highest probabilities, one an image."""
+    """For each expert, the patches (image, patch) that it computes with the highest probabilities, one an image."""
     patches = np.where(routed.computed, routed.probabilities, -np.inf)[:, 1:]  # without the class token
     best, places = patches.max(axis=1), patches.argmax(axis=1)  # (n, E)
     return [
@@ -157,9 +157,9 @@ def word_shares(routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase) -> Word
 
 
 def top_captions(routed: RoutedTexts, words: WordShares, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Of each expert and each of its preferred words, the text in which the router is surest to give it this word, with
-    ⟦ ⟧ around all that the expert computes of it (CLIP-UP Figure 11). No text twice for an expert. The tokenizer is a
-    fast one."""
+    """For each expert and each of its preferred words, the text in which the router is surest to give it this word,
+    with ⟦ ⟧ around all that the expert computes of it (CLIP-UP Figure 11). An expert has no text twice. The tokenizer
+    is a fast one."""
     options = {"padding": True, "truncation": True, "return_offsets_mapping": True, "return_tensors": "np"}
     spans = tokenizer(list(routed.texts), **options)["offset_mapping"]  # (n, S, 2)
     captions: list[list[str]] = []

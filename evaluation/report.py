@@ -188,7 +188,7 @@ def _brackets(baseline: str) -> str:
 
 
 def number_of_means(result: dict[str, Any], metric: str) -> int | None:
-    """Of how many samples a metric is the mean; None: it is the mean of other means, or no mean."""
+    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean."""
     if metric in NO_MEANS or any(name.startswith(f"{metric}/") for name in result["metrics"]):
         return None
     return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]

@@ -149,7 +149,7 @@ def _similarities(
 
 
 def _ranks_of_chunk(similarity: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Of the queries of `_similarities`, see `_ranks`."""
+    """The ranks of the queries of `_similarities`, see `_ranks`."""
     right = similarity[rows, columns]
     threshold = np.maximum.reduceat(right, starts) - TIE
     as_similar = np.count_nonzero(similarity >= threshold[:, None], axis=1)

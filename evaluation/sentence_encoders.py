@@ -28,8 +28,8 @@ from records.files import save, writing
 from records.provenance import weights_fingerprint
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
-# Of the last hidden states: the mean over the tokens; the first one (unsupervised SimCSE); or the model's own pooler, a
-# layer on the first one (supervised SimCSE)
+# How the last hidden states become one: their mean over the tokens; the first of them (unsupervised SimCSE); or the
+# model's own pooler, a layer on the first one (supervised SimCSE)
 Pooling = Literal["mean", "cls", "pooler"]
 Modality = Literal["text", "image"]
 TOKENS = "token_embeddings"

@@ -16,7 +16,7 @@ PRIMARY_METRICS = {
     "pairs": {"group": "group score"},
     "linear_probe": {"accuracy": "accuracy"},
 }
-# Of retrieval, how much a model knows: `evaluation.retrieval.information`
+# How much a model knows in retrieval: `evaluation.retrieval.information`
 INFORMATION = ("image_to_text_information", "text_to_image_information")
 # Metrics that stand for benchmarks whose protocols ask for them -> the titles of their columns
 METRIC_TITLES = {

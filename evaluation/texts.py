@@ -37,7 +37,7 @@ def count_texts(
         number=len(texts),
         max_length=read.max_length,
         cut=sum(read.is_cut),
-        # Of the places of these tokens, those of another text and another owner
+        # Places of the same tokens that have another text and another owner
         alike=sum(
             with_tokens[own] - with_text[text] - with_both[own, owner] + 1 > 0
             for own, text, owner in zip(tokens, texts, owners, strict=True)

@@ -43,7 +43,7 @@ TEMPLATE = "a photo of a {}."
 SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 NUM_FOUND, MAX_SHOWN_SIDE = 8, 512  # images that a text finds, and their pixels
 SECONDS_KEPT = 3600  # what visitors upload
-# Of a Space: the folders of this repository that the page runs on, and the packages
+# What a Space needs: folders of this repository that the page runs on, and packages
 ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation", "examples")
 REQUIREMENTS = """
 accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
@@ -88,7 +88,7 @@ def require_image(image: str | Path | None) -> str:
 
 
 def sparse_layers(model: Model) -> list[int]:
-    """Of the vision tower, from 0."""
+    """The sparse layers of the vision tower, from 0."""
     return [] if isinstance(model, Ensemble) else sorted(getattr(model.model.config.vision_config, "moe_layers", ()))
 
 

@@ -109,7 +109,7 @@ class Measured:
 
     @property
     def difference(self) -> float:
-        """Of the means, in percent points."""
+        """The difference of the means, in percent points."""
         return statistics.mean(self.better) - statistics.mean(self.than)
 
 
@@ -127,7 +127,7 @@ def verdict_of_all(verdicts: Iterable[str]) -> str:
 
 
 def deciding(measured: Sequence[Measured]) -> Measured:
-    """Of a claim's scores the one that decides: of those with the verdict of all, the one with the least difference."""
+    """The score that decides a claim: among those with the verdict of all, the one with the least difference."""
     verdict = verdict_of_all(score.verdict for score in measured)
     return min((score for score in measured if score.verdict == verdict), key=lambda score: score.difference)
 

@@ -129,7 +129,7 @@ def _require_order(names: Sequence[str], of_folders: Sequence[str], file: Path) 
 
 
 def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
-    """Of a file beside the data."""
+    """The templates in a file beside the data."""
     file = folder / TEMPLATES
     if not file.is_file():
         raise ValueError(
