@@ -183,7 +183,7 @@ def damage(path, change):
         ("cars", "test/1.tar", b"x", "1.tar is no tar, or is cut"),
         ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*classnames.txt"),
-        ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c}: write them into .*_templates.txt"),
+        ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} for the name: write them into .*_templates.txt"),
         ("food101", "meta/test.txt", ("a/b\n",), "1 images of the split test are not in .*; one is a/b"),
         ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
         ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
