@@ -1,12 +1,11 @@
-"""What can be found in the symbol world: topics by clustering, kinds by style, twins, and what web captions say.
+"""What can be found in the symbol world: topics by clustering, kinds by style, and twins.
 
 python -m benchmarks.symbol_world --model training/symbol_clip [--rows 10000]
 """
 
-import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from sklearn.metrics import adjusted_mutual_info_score
 
 from benchmarks.page import Output, described, page, table
 from data import symbols
-from data.drawing import COLORS, OPPOSITE
-from data.symbol_kinds import TOPIC_OF, TOPICS
+from data.drawing import OPPOSITE
+from data.symbol_kinds import TOPICS
 from evaluation.embedder import Embedder, usable_device
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.sentence_encoders import TfidfEncoder
@@ -74,42 +73,9 @@ def best_recall(rows: Dataset) -> tuple[float, float]:
     return answered / len(rows), len(twins) / len(rows)
 
 
-def read_caption(row: Mapping[str, str]) -> tuple[set[str], set[str], set[str]]:
-    """What a web caption calls the symbols, what of this names none of them, and the inks that are not there."""
-    shown = [kind for kind in (row["kind"], row["second_kind"]) if kind]
-    topic = TOPICS[row["topic"]]
-    true = {*shown, *(TOPIC_OF[kind] for kind in shown), *(TOPICS[TOPIC_OF[kind]].short[kind] for kind in shown)}
-    names = {*topic.kinds, *topic.short.values()}
-    text = f" {re.sub('[,:]', '', row['caption'].removeprefix('a picture of ')).lower()} "
-    named = set()
-    for name in sorted(true | names, key=len, reverse=True):
-        if f" {name} " in text:
-            named.add(name)
-            text = text.replace(f" {name} ", " ")
-    return named, named - true, COLORS.keys() & set(text.split()) - {row["color"], row["second_color"]}
-
-
-def caption_shares(rows: Dataset) -> dict[str, float]:
-    """Shares of web captions, and of pictures."""
-    rows = rows.remove_columns("image").to_list()
-    read = [read_caption(row) for row in rows]
-    words = [{row["topic"], *TOPICS[row["topic"]].words} for row in rows]
-    return {
-        "two symbols": np.mean([bool(row["second_kind"]) for row in rows]),
-        "web captions with a kind or an ink that is not there": np.mean(
-            [bool(kinds or inks) for _, kinds, inks in read]
-        ),
-        "web captions with topics in place of kinds": np.mean([bool(t) and t <= TOPICS.keys() for t, _, _ in read]),
-        "web captions that name no symbol": np.mean([not named for named, _, _ in read]),
-        "web captions with the topic or a word of it": np.mean(
-            [any(word in row["caption"] for word in of_row) for row, of_row in zip(rows, words, strict=True)]
-        ),
-    }
-
-
 @command
 def describe_world(*, model: str, rows: int = 10_000, output: Output = None) -> str:
-    """What can be found in the symbol world: topics by clustering, kinds by style, twins, and what web captions say.
+    """What can be found in the symbol world: topics by clustering, kinds by style, and twins.
 
     Args:
         model: folder or hub name of a dense or sparse CLIP, whose features of the training pictures are clustered
@@ -140,7 +106,6 @@ def describe_world(*, model: str, rows: int = 10_000, output: Output = None) -> 
         "topic told by style alone": style_probe(train, test, "topic"),
         f"best R@1 image→text of {len(retrieval):,} test pictures": best_recall(retrieval)[0],
         f"best R@1 text→image of {len(retrieval):,} test pictures": best_recall(retrieval)[1],
-        **caption_shares(pictures),
     }
     return page(
         output,

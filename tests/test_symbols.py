@@ -62,7 +62,7 @@ HALF = symbols.KIND_SETS["half 1"]
 )
 def test_rows_are_those_that_models_were_trained_on(load, expected):
     """`training/recipes/symbol_base.yaml` and every recipe after it. Other digests mean other scores. So the shares of
-    habits, of vague and of wrong captions are those that the page tells, as benchmarks/symbol_world.py counts them."""
+    vague and of wrong captions stay those of benchmarks/results/symbol_world_cpu.md."""
     assert digest(load()) == expected
 
 
