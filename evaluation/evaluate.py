@@ -62,7 +62,8 @@ def evaluate_model(
             the same name, or of another batch size where scores depend on it.
     """
     set_seed(0)
-    name, output_dir, device = name or _model_name(model), Path(output_dir), usable_device(device)
+    name = name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
+    output_dir, device = Path(output_dir), usable_device(device)
     reading = {"num_workers": num_workers, "state": state}
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
     of_model = {
@@ -97,8 +98,3 @@ def _depends_on_batch(model: str | Path) -> bool:
     configs = [load_config(model, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
     towers = [getattr(expert, tower, None) for expert in configs for tower in ("text_config", "vision_config")]
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)
-
-
-def _model_name(model: str | Path) -> str:
-    """The name of a folder or repository."""
-    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name

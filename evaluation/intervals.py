@@ -8,9 +8,7 @@ from scipy import stats
 LEVEL = 0.95
 
 
-def paired_interval(
-    better: Sequence[float], worse: Sequence[float], comparisons: int = 1, level: float = LEVEL
-) -> tuple[float, float]:
+def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
     """An interval for the mean difference of two models' scores, which belong together seed by seed (Student's t).
 
     It covers what a seed changes: first weights, the pictures that a world draws, the order of batches. It does not
@@ -25,12 +23,12 @@ def paired_interval(
     """
     differences = np.subtract(better, worse, dtype=float)
     error = differences.std(ddof=1) / np.sqrt(len(differences))
-    reach = stats.t.ppf(1 - (1 - level) / 2 / comparisons, df=len(differences) - 1) * error
+    reach = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, df=len(differences) - 1) * error
     mean = differences.mean()
     return float(mean - reach), float(mean + reach)
 
 
-def sampling_error(one: float, other: float, number: int, level: float = LEVEL) -> float:
+def sampling_error(share: float, other: float, number: int) -> float:
     """Half the interval of the difference between two models' shares of the same test samples, from one run each.
 
     It covers which samples were chosen as the test, and nothing that a seed changes. Both models see the same samples
@@ -38,8 +36,8 @@ def sampling_error(one: float, other: float, number: int, level: float = LEVEL) 
     wider than it need be.
 
     Args:
-        one, other: the shares, from 0 to 1, each a mean over the samples.
+        share, other: from 0 to 1, each a mean over the samples.
         number: of samples.
     """
-    variance = (one * (1 - one) + other * (1 - other)) / number
-    return float(stats.norm.ppf((1 + level) / 2) * np.sqrt(variance))
+    variance = (share * (1 - share) + other * (1 - other)) / number
+    return float(stats.norm.ppf((1 + LEVEL) / 2) * np.sqrt(variance))
