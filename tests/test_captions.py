@@ -1,7 +1,5 @@
 """Captions of several policies: what they say, how long they are, and that no sentence is torn."""
 
-import json
-
 import datasets
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ from transformers import CLIPModel
 
 from data import symbols
 from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
-from data.images import decode_image
-from data.pairs import caption_columns, load_pairs
+from data.pairs import caption_columns
 from data.sources import DataArguments
 from data.worlds import build_processor
 from training.contrastive_task import ContrastiveTask
@@ -89,28 +86,6 @@ def test_policies(built):
     again = build_captions(rows, policies, tokenizer, seed=0)
     other = build_captions(rows, policies, tokenizer, seed=1)
     assert list(again["caption"]) == list(captions["caption"]) != list(other["caption"])
-
-
-def test_captions_of_files_below_a_folder(tmp_path):
-    """What is built is read without the folder that its images were named in."""
-    (tmp_path / "images").mkdir()
-    entries, symbol_rows = [], symbols.load("train", "detailed", 6)
-    for number, row in enumerate(symbol_rows):
-        row["image"].save(tmp_path / "images" / f"{number}.png")
-        turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": row["caption"]}]
-        entries.append({"image": f"{number}.png", "conversations": turns})
-    (tmp_path / "pairs.json").write_text(json.dumps(entries))
-    source = DataArguments(source=str(tmp_path / "pairs.json"), image_root=str(tmp_path / "images"))
-    rows = caption_columns(source, ["caption"])
-    policies = [
-        CaptionPolicy(policy="full", column="caption"),
-        CaptionPolicy(policy="first_sentence", column="caption"),
-    ]
-    build_captions(rows, policies, None, seed=0).save_to_disk(tmp_path / "captions")
-    loaded = load_pairs(DataArguments(source=str(tmp_path / "captions")))
-    for row, expected in zip(loaded, symbol_rows, strict=True):
-        assert row["caption"] == [expected["caption"], split_sentences(expected["caption"])[0]]
-        assert np.array_equal(decode_image(row["image"]), expected["image"])
 
 
 def test_policies_leave_missing_captions_out():

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +14,8 @@ import torch
 from converters import COMMANDS, run, sources
 from filelock import FileLock
 from safetensors.torch import save_file
-from tiny_clip import processor, tiny_clip
+from tiny_clip import tiny_clip
 
-from conversion.processors import copy_processor
-from conversion.publishing.bundle import write_processor
-from evaluation.sentence_encoders import ClipEncoder
 from records.command_line import INTERRUPTED, one_line_errors
 from records.files import locked, new_file, new_folder, respect_umask, write_text
 
@@ -207,31 +203,6 @@ def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, full_dis
     assert "File too large" in error
     assert str(tmp_path) in error or size < 30_000
     assert not list(tmp_path.iterdir())
-
-
-WRITERS = {
-    "copy": copy_processor,
-    "publish": write_processor,
-    "encoder": lambda source, folder: ClipEncoder(str(source)).save(folder),
-}
-
-
-@pytest.mark.parametrize("size", [0, 1000, 300_000], ids=["nothing", "no tokenizer's state", "no long tokenizer"])
-@pytest.mark.parametrize("writer", WRITERS)
-def test_on_a_full_disk_processors_end_in_one_line(sources, tmp_path, full_disk, capsys, writer, size):
-    source = Path(shutil.copytree(sources / "dense", tmp_path / "source"))
-    if size == 300_000:  # larger than the weights, which the encoder saves before
-        tokenizer = processor().tokenizer
-        tokenizer.chat_template = "long" * 100_000
-        tokenizer.save_pretrained(source)
-    with pytest.raises(SystemExit, match="error: cannot write .*out.*too large"), one_line_errors():
-        with new_folder(tmp_path / "out") as folder:
-            try:
-                full_disk(size)  # from here on, since the lock is a file as well
-                WRITERS[writer](source, folder)
-            finally:
-                full_disk(resource.RLIM_INFINITY)
-    assert list(tmp_path.iterdir()) == [source]
 
 
 def modes(folder):

@@ -101,30 +101,11 @@ def test_transparency_is_laid_on_white(mode):
     assert decode_image(PIL.Image.new("RGBA", (4, 4), (0, 0, 0, 128))).getpixel((0, 0)) == (127, 127, 127)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"])
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
 def test_colors_stay(mode):
-    if mode == "LAB":
-        from PIL import ImageCms
-
-        profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
-        image = ImageCms.profileToProfile(half_red(), *profiles, outputMode="LAB")
-    else:
-        image = half_red().convert(mode)
+    image = half_red().convert(mode)
     expected = np.asarray(half_red().convert(mode if mode in ("1", "L") else "RGB").convert("RGB")).astype(int)
-    assert np.abs(np.asarray(decode_image(image)) - expected).max() < 16  # LAB rounds
-
-
-def test_the_orientation_that_a_caller_sets_counts_and_its_image_stays():
-    image = PIL.Image.open(io.BytesIO(encoded(half_red(), "png")["bytes"]))
-    image.getexif()[0x0112] = 6
-    assert decode_image(image).size == decode_image(image).size == (20, 40)
-    assert image.size == (40, 20)
-
-
-@pytest.mark.parametrize("format", ["jpeg", "tiff"])
-def test_cmyk_files(format):
-    image = decode_image(encoded(half_red().convert("CMYK"), format))
-    assert np.abs(np.asarray(image).astype(int) - np.asarray(half_red())).max() < 12
+    assert np.abs(np.asarray(decode_image(image)) - expected).max() < 16
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,6 @@ def test_all_layouts_give_the_same_batches(layout, sources, processor, expected)
     assert samples(sum(shares, [])) == epoch
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "saved"])
-def test_streams_in_the_order_of_their_files_are_alike(layout, sources, processor, monkeypatch):
-    """Without shuffling, to the bit. (Saved to disk, the order is that of parquet.)"""
-    monkeypatch.setattr("datasets.IterableDataset.shuffle", lambda rows, **_: rows)
-    require_equal(*(read(sources[name], processor, 4, 10, streaming=True) for name in (layout, "saved")))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_resume_where_they_stopped(layout, num_workers, sources, processor):
@@ -213,12 +206,6 @@ def test_links_to_folders_are_not_lost_without_a_word(tmp_path, sources):
     with pytest.raises(ValueError, match=r"link to a folder, .*more, which is not followed: name files by a pattern"):
         load_pairs(DataArguments(source=str(tmp_path)))
     assert len(load_pairs(DataArguments(source=str(tmp_path / "**" / "*.parquet")))) == 1 + NUMBER
-
-
-def test_a_file_is_no_pattern(tmp_path):
-    rows_of([0]).to_parquet(tmp_path / "x[1].parquet")
-    rows_of([1]).to_parquet(tmp_path / "x1.parquet")
-    assert load_pairs(DataArguments(source=str(tmp_path / "x[1].parquet")))["caption"] == CAPTIONS[:1]
 
 
 def test_a_saved_dataset_knows_its_split(tmp_path, sources):

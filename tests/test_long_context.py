@@ -41,13 +41,6 @@ def test_stretch_by_hand(rows, keep, ratio, dtype):
     assert torch.equal(stretched[keep::ratio], table[keep:])  # old rows stay, further apart
 
 
-def test_77_become_248():
-    table = torch.arange(77.0)[:, None].expand(77, 3)
-    stretched = stretch_positions(table, 248)
-    torch.testing.assert_close(stretched[20:28, 0], torch.tensor([20, 20.25, 20.5, 20.75, 21, 21.25, 21.5, 21.75]))
-    torch.testing.assert_close(stretched[-4:, 0], torch.tensor([76, 76.25, 76.5, 76.75]))  # extrapolated
-
-
 @pytest.mark.parametrize(
     ("rows", "length", "keep", "message"),
     [

@@ -6,8 +6,6 @@ import numpy as np
 from PIL import Image
 
 from data import names
-from data.pairs import load_pairs
-from data.sources import DataArguments
 
 
 def pixels(rows):
@@ -69,8 +67,3 @@ def test_captions():
     tokenizer = names.build_tokenizer(20)
     assert len(tokenizer(names.name_of(town))["input_ids"]) == 5  # a token a word
     assert names.load("train", "web", 1, [town], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
-
-
-def test_a_recipe_names_how_many():
-    rows = load_pairs(DataArguments(source="names", num_samples=16, kinds="16", captions="facts"))
-    assert sorted(rows["caption"]) == sorted(map(names.facts_of, range(16)))

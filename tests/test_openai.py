@@ -2,8 +2,6 @@
 
 import hashlib
 import math
-import os
-import pickle
 
 import pytest
 import torch
@@ -113,26 +111,6 @@ def test_processor_is_copied_on_request(tmp_path):
     (tmp_path / "empty").mkdir()
     arguments = tmp_path / "archive.pt", tmp_path / "new", "--processor", tmp_path / "empty"
     assert "neither a tokenizer nor" in error_of(openai_command.main, *arguments)
-
-
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle", "beside tensors"])
-def test_no_pickle_is_executed(kind, tmp_path):
-    archive, trace = tmp_path / "archive.pt", tmp_path / "executed"
-    if kind == "plain pickle":
-        archive.write_bytes(pickle.dumps(Malicious(trace)))
-    else:
-        content = STATE | {"extra": Malicious(trace)} if kind == "beside tensors" else Malicious(trace)
-        torch.save(content, archive, _use_new_zipfile_serialization=kind != "legacy")
-    assert "holds more than tensors" in error_of(openai_command.main, archive, tmp_path / "out")
-    assert not trace.exists() and not (tmp_path / "out").exists()
 
 
 def test_files_that_cannot_be_read(tmp_path):

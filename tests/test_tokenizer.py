@@ -10,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 from PIL import Image
 from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
 from tiny_sources import saved_pairs
@@ -18,8 +17,6 @@ from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProce
 
 from data.tokenizer import learn_tokenizer, pieces_per_word
 from records.provenance import input_fingerprint
-from training.recipe import load_recipe
-from training.runner import wanted_stages
 
 
 @pytest.fixture
@@ -105,30 +102,6 @@ def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, t
     vocabulary = learn_tokenizer(HARBOR_CAPTIONS, 600, 16).get_vocab()
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(output / "words").get_vocab() == vocabulary
     assert len(tokenizer("harbour " * 99, truncation=True)["input_ids"]) == 16
-
-
-def test_experts_bring_their_tokenizer(tmp_path):
-    """--experts runs the stages that an expert needs: of these, the tokenizer and the captions it is learned from."""
-    saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS)
-    data = {"source": "symbols", "num_samples": 8}
-    dense = {key: value for key, value in DENSE.items() if key != "processor"} | {"tokenizer": "words"}
-    texts = {"name": "texts", "stage": "captions", "model": "symbol_dense", "data": data}
-    texts |= {"captions": [{"policy": "full", "column": "caption"}]}
-    recipe = [
-        {**DENSE, "name": "symbol_dense"},
-        texts,
-        {**WORDS, "data": {"source": "texts"}},
-        dense,
-        {"name": "features", "stage": "embed", "model": "dense", "data": data},
-        {"name": "parts", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-        {**TUNED, "stage": "train_experts", "expert": 1, "clusters": "parts", "data": data},
-        {**DENSE, "name": "other"},
-    ]
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": recipe}))
-    loaded = load_recipe(path)
-    needed = {stage.name for stage in wanted_stages(loaded, None, [1])}
-    assert needed == {stage["name"] for stage in recipe} - {"other"}
 
 
 def test_pieces_per_word():
