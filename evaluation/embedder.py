@@ -160,9 +160,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     try:
-        number = torch.ones(1, device=device) + 1
-        number.item()  # a meta tensor has none
-        return number.device
+        return (torch.ones(1, device=device) + 1).device
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"cannot compute on the device {device}: {error}") from error
 

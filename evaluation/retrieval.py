@@ -1,4 +1,4 @@
-"""Retrieval in both directions, with any number of captions an image and of images a caption."""
+"""Retrieval in both directions, with any number of captions an image."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import starmap
@@ -19,7 +19,7 @@ FITTED, SCALES = 1024, (-3, 14)
 def retrieval_metrics(
     image_embeds: np.ndarray,
     text_embeds: np.ndarray,
-    image_of_text: Sequence[int] | Sequence[Sequence[int]],
+    image_of_text: Sequence[int],
     ks: tuple[int, ...] = (1, 5, 10),
     chunk_size: int | None = None,
     query_embeds: np.ndarray | None = None,
@@ -29,12 +29,12 @@ def retrieval_metrics(
 
     A wrong candidate as similar as the best right one, to 1e-6, counts as before it, so that equal embeddings score
     nothing: a query's rank is the number of such and better wrong candidates. An image's query is answered by any of
-    its captions; its other captions do not count as wrong. A caption's query is answered by any of its images.
+    its captions; its other captions do not count as wrong.
 
     Args:
         image_embeds: (images, D), normalized.
         text_embeds: (texts, D), normalized.
-        image_of_text: (texts,), the image that each text describes, or all of them where there are several.
+        image_of_text: (texts,), the image that each text describes.
         query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
             ensemble do whose weights depend on the query.
         chunk_size: queries whose similarities to all candidates are held at a time; default: at most 1024, and
@@ -48,11 +48,11 @@ def retrieval_metrics(
     Raises:
         ValueError: a text has no image, or an image no text; an embedding is not finite.
     """
-    num_images = len(image_embeds)
-    images, texts = _pairs(image_of_text)
-    if set(images.tolist()) != set(range(num_images)) or len(np.unique(texts)) < len(text_embeds):
+    images, texts = np.asarray(image_of_text), np.arange(len(text_embeds))
+    if len(images) != len(texts) or set(images.tolist()) != set(range(len(image_embeds))):
         raise ValueError(
-            f"image_of_text must name each of the {num_images} images, and no other, at least once, and one a text"
+            f"image_of_text must name an image for each of the {len(texts)} texts, and each of the {len(image_embeds)} "
+            "images at least once"
         )
     queries = text_embeds if query_embeds is None else query_embeds
     if not all(np.isfinite(embeds).all() for embeds in (image_embeds, text_embeds, queries)):
@@ -114,14 +114,6 @@ def require_unit_length(**embeddings: np.ndarray) -> None:
         others = lengths[np.abs(lengths - 1) > 1e-3]
         if others.size:
             raise ValueError(f"{name} has an embedding of length {others[0]:.4g}: divide each by its length")
-
-
-def _pairs(image_of_text) -> tuple[np.ndarray, np.ndarray]:
-    """(pairs,) images and (pairs,) texts that belong together, by text."""
-    if len(image_of_text) == 0 or np.isscalar(image_of_text[0]):
-        return np.asarray(image_of_text), np.arange(len(image_of_text))
-    images = [np.unique(of_text) for of_text in image_of_text]
-    return np.concatenate(images), np.repeat(np.arange(len(images)), [len(of_text) for of_text in images])
 
 
 def _ranks(queries, candidates, right_queries, right_candidates, chunk_size) -> np.ndarray:

@@ -16,7 +16,7 @@ candidate as similar as the best right one, to {TIE:g}, counts as before it, so 
 INPUTS = """
 Args:
     predictions: the texts' embeddings, of length 1.
-    references: the image of each text, as its number, or a list of several.
+    references: the image of each text, as its number.
     image_embeds: the images' embeddings, of length 1.
     ks: how many candidates count.
 
@@ -28,12 +28,11 @@ Returns:
 class RetrievalRecall(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         embedding = datasets.List(datasets.Value("float64"))
-        numbers = datasets.Value("int64"), datasets.List(datasets.Value("int64"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="",
             inputs_description=INPUTS,
-            features=[datasets.Features({"predictions": embedding, "references": number}) for number in numbers],
+            features=datasets.Features({"predictions": embedding, "references": datasets.Value("int64")}),
         )
 
     def _compute(self, predictions, references, image_embeds, ks=(1, 5, 10)) -> dict[str, float]:

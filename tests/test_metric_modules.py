@@ -40,9 +40,9 @@ def test_modules_compute_what_the_functions_do():
     rng = np.random.default_rng(0)
     images, texts = random_unit(rng, 3, 4), random_unit(rng, 5, 4)
     recall, score = load_both()
-    for image_of_text in ([0, 1, 2, 2, 1], [[0], [1, 2], [2], [2], [1, 0]]):
-        found = recall.compute(predictions=texts, references=image_of_text, image_embeds=images, ks=[1, 2])
-        assert found == retrieval_metrics(images, texts, image_of_text, ks=(1, 2))
+    image_of_text = [0, 1, 2, 2, 1]
+    found = recall.compute(predictions=texts, references=image_of_text, image_embeds=images, ks=[1, 2])
+    assert found == retrieval_metrics(images, texts, image_of_text, ks=(1, 2))
     pairs = unit([[0, 90], [0, 90]]), unit([[10, 80], [5, 44]])
     found = score.compute(predictions=pairs[0], references=pairs[1], attributes=["a", "b"], score="image")
     assert found == pair_metrics(*pairs, ["a", "b"], "image") and found["image/b"] == 0

@@ -85,16 +85,14 @@ def clip_benchmark_recall(scores, positive, k):
 
 @pytest.mark.parametrize("chunk_size", [1, 7, None])
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("images_a_text", [1, 2])
-def test_retrieval_is_the_obvious_loop(chunk_size, ties, images_a_text):
-    """Several captions an image, and several images a caption."""
+def test_retrieval_is_the_obvious_loop(chunk_size, ties):
+    """Several captions an image."""
     rng = np.random.default_rng(1)
     images, texts = random_unit(rng, 20, 3), random_unit(rng, 50, 3)
     if ties:
         images, texts = images.round(), texts.round()
-    first = np.concatenate([np.arange(20), rng.integers(0, 20, 30)])
-    of_text = first if images_a_text == 1 else [[a, b] for a, b in zip(first, rng.permutation(first), strict=True)]
-    right = np.array([[image in np.atleast_1d(of) for of in of_text] for image in range(20)])
+    of_text = np.concatenate([np.arange(20), rng.integers(0, 20, 30)])
+    right = np.arange(20)[:, None] == of_text
     metrics = retrieval_metrics(images, texts, of_text, chunk_size=chunk_size)
     for k in (1, 5, 10):
         assert metrics[f"image_to_text_recall@{k}"] == plain_recall(images @ texts.T, right, k)
@@ -211,7 +209,7 @@ PROBE = problem(40, 0)
     [
         *(
             (lambda entries=entries: retrieval_metrics(THREE[:2], THREE[:2], entries), "image_of_text")
-            for entries in ([0, 0], [0, 2], [[0], []])
+            for entries in ([0, 0], [0, 2], [0])
         ),
         (lambda: linear_probe_metrics(*PROBE, PROBE[0], np.full(40, 9)), r"no image of the classes \[9\]"),
     ],
