@@ -240,9 +240,8 @@ def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Datas
     """The pairs whose images and captions can all be read, with whole paths, and how many others there were."""
     skipped = 0
     for side in range(2):
-        if isinstance(
-            rows.features[f"caption_{side}"], List
-        ):  # a tokenizer would take two for one and its continuation
+        # A tokenizer would take two texts for one and its continuation
+        if isinstance(rows.features[f"caption_{side}"], List):
             raise ValueError(f"{arguments.source}: an image of a pair has one caption, not a list")
         columns = {f"image_{side}": "image", f"caption_{side}": "caption"}
         rows, number = readable_pairs(rows.rename_columns(columns), arguments)

@@ -122,14 +122,14 @@ def _route(
     return np.concatenate(probabilities), np.concatenate(computed)
 
 
-def top_patches(routed: RoutedImages, number: int = NUM_SHOWN) -> list[list[tuple[int, int]]]:
+def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
     """For each expert, the patches (image, patch) that it computes with the highest probabilities, one an image."""
     patches = np.where(routed.computed, routed.probabilities, -np.inf)[:, 1:]  # without the class token
     best, places = patches.max(axis=1), patches.argmax(axis=1)  # (n, E)
     return [
         [
             (image, places[image, expert])
-            for image in np.argsort(-of_expert, kind="stable")[:number]
+            for image in np.argsort(-of_expert, kind="stable")[:NUM_SHOWN]
             if of_expert[image] > 0
         ]
         for expert, of_expert in enumerate(best.T)

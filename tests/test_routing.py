@@ -211,7 +211,6 @@ def test_top_patches_by_hand():
     routed = RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
     assert routed.grid == (1, 2)
     assert top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
-    assert top_patches(routed, 1) == [[(1, 0)], [(0, 1)], []]
 
 
 def test_the_dropped_patches_are_those_that_the_model_drops(embedder, monkeypatch):
