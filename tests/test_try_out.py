@@ -1,6 +1,5 @@
 """What `examples.app` computes, against the models themselves; the page is tested in integration/test_app.py."""
 
-import os
 import shutil
 import sys
 
@@ -78,7 +77,6 @@ def test_search(dense, sparse, images, caplog, tmp_path):
     with pytest.raises(ValueError, match="there is nothing to search for"):
         search.find("dense", " ")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    os.mkfifo(tmp_path / "pipe.png")  # which nobody writes into
     for folder in (tmp_path, tmp_path / "nope"):
         with pytest.raises(ValueError, match="has no image that can be read"):
             ImageSearch({"dense": opened(dense)}, folder)
