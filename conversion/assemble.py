@@ -17,7 +17,7 @@ from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 
-# Where the repository keeps the encoder of the metadata
+# Folder of the repository for the encoder of the metadata
 ENCODER = "metadata_encoder"
 
 
@@ -30,8 +30,8 @@ def convert(
     encoder_folder: Path | None = None,
     **config,
 ) -> None:
-    """Saves experts (folders or hub names), of which one is in memory at a time, and the processor of the first, and
-    verifies the result.
+    """Saves experts (folders or hub names) and the processor of the first, and verifies the result. One expert is in
+    memory at a time.
 
     Args:
         centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.

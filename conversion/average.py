@@ -18,7 +18,7 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 
 def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
-    """What two configurations have in common whose parameters can be averaged, however they were stored."""
+    """The part of a configuration that must be equal for parameters to be averaged."""
     parts = (config, config.text_config, config.vision_config)
     towers = ("text_config", "vision_config")
     return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
@@ -35,7 +35,7 @@ def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> N
 
 @torch.no_grad()
 def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> CLIPModel | CLIPMoEModel:
-    """The mean, taken in float64, of the parameters of models, of which two are in memory at a time.
+    """The mean of the parameters of models, computed in float64. Two models are in memory at a time.
 
     Args:
         weights: one for each model, which sum to 1; None: all alike.

@@ -1,4 +1,4 @@
-"""What every converter needs: loading whole models, comparing two of them."""
+"""Tools of all converters: loading whole models, comparing two of them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -118,7 +118,7 @@ def require_loadable(folder: str | Path) -> None:
 
 
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:
-    """What a config, where not at its default, says about the model in the fields of another config class.
+    """The fields of a config that differ from their defaults and that another config class has.
 
     Leaves out how the model was stored, and the generation settings that old files carry.
     """

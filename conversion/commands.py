@@ -107,12 +107,8 @@ def unify(
         sparse_layers: as of upcycle; of dense models only (default: all)
         seed: of the routers
     """
-    from conversion.checkpoints import is_sparse
-    from conversion.folders import load_config
     from conversion.unify import convert
 
-    if sparse_layers is not None and is_sparse(load_config(base)):
-        raise ValueError(f"--sparse-layers: {base} is sparse already, which settles its sparse layers")
     layers = read_sparse_layers(sparse_layers or ["all"])
     preset = changed_preset("clip_moe", {"num_experts_per_tok": num_experts_per_tok, "sparse_layers": layers})
     with new_folder(output) as folder:

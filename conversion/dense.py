@@ -35,7 +35,7 @@ def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
     )
 
 
-# What the last layer of an expert is multiplied by: one number, or tower ("text", "vision") -> layer, from 0 -> number
+# Factors of the last layer of an expert: one number, or tower ("text", "vision") -> layer, from 0 -> number
 Scale = float | Mapping[str, Mapping[str, float]]
 SCALES = TypeAdapter(dict[str, dict[str, float]])
 
@@ -96,11 +96,8 @@ def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None)
 
 
 def require_expert(config: CLIPMoEConfig, expert: int | str) -> None:
-    """Raises a ValueError where a sparse tower has no such expert, or where none is sparse."""
-    ffns = sparse_ffns(config)
-    if not ffns:
-        raise ValueError("the model has no sparse layer")
-    for tower in ffns.values():
+    """Raises a ValueError where a sparse tower has no such expert."""
+    for tower in sparse_ffns(config).values():
         if expert == BASE and not tower.fusion_gate:
             raise ValueError(f"{tower.base_config_key}: there is no base FFN, since fusion_gate is False")
         if expert != BASE and not 0 <= expert < tower.num_experts:

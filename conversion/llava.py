@@ -66,7 +66,7 @@ def sample_llava_inputs(vision_config: CLIPMoEVisionConfig, text_config: PreTrai
 
 @torch.no_grad()
 def expected_outputs(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> dict[str, Tensor]:
-    """What a LLaVA with this tower has to compute: the tower's hidden states, projected, and text as before."""
+    """The outputs that a LLaVA with this tower must have: the tower's hidden states, projected, and text as before."""
     config, tower = llava.config, tower.to(llava.dtype)
     inputs = sample_llava_inputs(tower.config, config.text_config)
     hidden_states = tower(inputs["pixel_values"].to(llava.dtype), output_hidden_states=True).hidden_states

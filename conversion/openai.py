@@ -76,7 +76,7 @@ PACKED = {
 }
 POSITIONS = "text_model.embeddings.position_embedding.weight"
 
-# What a sparse model has alike; the two others differ
+# Rules that sparse models share; two rules differ
 SHARED_RULES = [
     *(renaming(theirs, ours) for theirs, ours in RENAMED.items()),
     *(renaming(theirs, ours, torch.t) for theirs, ours in TRANSPOSED.items()),
@@ -127,7 +127,7 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
 
 def is_torchscript(archive: Path) -> bool:
-    """Whether a file is a zip archive with TorchScript's constants; what is no whole zip archive is not."""
+    """Whether a file is a whole zip archive with TorchScript's constants."""
     try:
         with zipfile.ZipFile(archive) as file:
             return any(name.endswith("/constants.pkl") for name in file.namelist())

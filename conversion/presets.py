@@ -8,7 +8,7 @@ from typing import Any
 from records.messages import did_you_mean
 
 TOWERS = ("text", "vision")
-# Which layers of a tower are sparse, by name: a function of how many the tower has, counted from 0
+# Choices of sparse layers, by name: a function from the number of layers to those that are sparse, from 0
 LAYERS = {
     "all": lambda number: range(number),
     "every_second": lambda number: range(1, number, 2),
@@ -95,7 +95,7 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
 
 
 def read_sparse_layers(words: Sequence[str]) -> SparseLayers:
-    """What the words of a command line mean: `all`, `1,3`, or `text=1,3 vision=all`."""
+    """The choice of layers in words of a command line: `all`, `1,3`, or `text=1,3 vision=all`."""
     if len(words) == 1 and "=" not in words[0]:
         return _read_layers(words[0])
     if any("=" not in word for word in words):

@@ -24,13 +24,13 @@ from conversion.folders import has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
 from records.files import save
 
-# By which a folder or repository is known to have each half of a processor
+# Files that show that a folder or repository has a half of a processor
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Settings of a tokenizer that its last call leaves there
 LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 
-# By which two processors are compared: tokens of a text, and the side of an image
+# Two processors are compared on a text of so many tokens, and on an image of this side
 COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
@@ -157,7 +157,7 @@ def _short_and_long(tokenizer: PreTrainedTokenizerBase, longest: int) -> BatchEn
 
 
 def _pixels(image_processor: BaseImageProcessor, size: int) -> torch.Tensor:
-    """What becomes of an image of random colors that is about twice as wide and as high as `size`, and not square."""
+    """The pixel values of an image of random colors, about twice as wide and as high as `size`, and not square."""
     colors = np.random.default_rng(0).integers(0, 256, (size + 1, 2 * size + 1, 3), dtype=np.uint8)
     return torch.as_tensor(image_processor(Image.fromarray(colors), return_tensors="pt")["pixel_values"])
 
@@ -191,7 +191,7 @@ def model_configs(source: str | Path) -> list[PreTrainedConfig]:
 
 
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
-    """What a folder or hub name has of a processor, which can be saved, and its tokenizer and image processor.
+    """The processor of a folder or hub name, or the half that there is, then its tokenizer and its image processor.
 
     Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
     """

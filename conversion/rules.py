@@ -49,7 +49,7 @@ class Rule:
     reason: str = ""
 
 
-# What stands for a part of a name that a rule takes over
+# Placeholders for parts of a name that a rule copies
 PLACEHOLDERS = {"layer": r"\d+", "expert": r"\d+", "norm": "[12]", "kind": "weight|bias", "part": "[qkv]"}
 
 

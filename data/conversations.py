@@ -11,7 +11,7 @@ from data.worlds import WORLDS
 
 # How LLaVA's files mark the image in a question
 IMAGE = "<image>"
-# What a picture of a built-in world is asked for: by the column of the answer
+# Questions about a picture of a built-in world, by the column of the answer
 QUESTIONS = {
     "kind": "What is it?",
     "color": "Which color is it?",

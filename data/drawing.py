@@ -1,4 +1,4 @@
-"""What the built-in worlds draw with: inks, grounds, pen strokes, and how a drawing is placed."""
+"""Tools that the built-in worlds draw with: inks, grounds, pen strokes, and how a drawing is placed."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +133,7 @@ def png(image: np.ndarray) -> dict[str, bytes]:
 
 
 def shown_in_turns(kinds: Sequence[int], split: str, seed: int) -> Callable[[int], int]:
-    """Which kind a row shows, by its number: all are shown once, in an order of their own, then all once more."""
+    """A function from the number of a row to its kind: all are shown once, in a random order, then all once more."""
 
     @cache
     def order(turn: int) -> np.ndarray:

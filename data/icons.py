@@ -120,7 +120,7 @@ def load(
 
 
 def caption(kind: int, style: str) -> str:
-    """What a caption of one of `CAPTION_STYLES` says of an icon."""
+    """The caption of an icon in one of `CAPTION_STYLES`."""
     return icon(kind).name + {"web": "", "detailed": f", drawn by {icon(kind).artist}"}[style]
 
 

@@ -1,4 +1,4 @@
-"""What pairs are, by names and contents, so that labels, stages and checkpoints know their data on every machine.
+"""The identity of pairs, by names and contents: labels, stages and checkpoints know their data on every machine.
 
 Contents are read once: their digests are kept beside the cache of `datasets`, and a file is read again only when its
 size, times or inode have changed. Copies on another machine have other times, but the same digests.
@@ -28,7 +28,7 @@ from data.shards import MEMBER
 from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, read_entries, reading, split_files
 from data.worlds import WORLDS
 
-# What others say of a fingerprint that is not that of the pairs
+# Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def _captions_fingerprint(rows: datasets.Dataset) -> str:
 
 
 def identity(arguments: DataArguments) -> dict[str, Any] | None:
-    """What a source holds, without opening its images or shards as pairs: for the manifests of stages.
+    """The identity of a source, without opening its images or shards as pairs: for the manifests of stages.
 
     Returns:
         The number of files and the hash of their names and contents; of a Hub dataset, its commit; of icons, the
@@ -222,13 +222,14 @@ def _named_images(arguments: DataArguments) -> list[str]:
 
 
 def _names(rows: Rows, column: str) -> list[str]:
-    """The names of images in rows, none of which has a name alone where the first ones have bytes."""
+    """The names of images in rows, which have bytes instead if the first ones have."""
     if isinstance((rows.features or {}).get(column), datasets.Image):
         rows = rows.cast_column(column, datasets.Image(decode=False))
     names: list[str] = []
     for batch in rows.select_columns([column]).iter(AT_ONCE):
-        images = [{"path": image, "bytes": None} if isinstance(image, str) else image or {} for image in batch[column]]
-        names += [image["path"] for image in images if image.get("path") and image["bytes"] is None]
+        names += [image for image in batch[column] if image and isinstance(image, str)]
+        files = [image for image in batch[column] if isinstance(image, dict) and image["bytes"] is None]
+        names += [image["path"] for image in files if image["path"]]
         if not names:
             break
     return names

@@ -11,14 +11,14 @@ import PIL.ImageOps
 from data.shards import MEMBER, read_member
 
 PIL.Image.init()
-# What Pillow decodes itself and pictures are kept in. Of the others, EPS would start Ghostscript. TGA comes last: its
+# Formats of pictures that Pillow decodes itself; EPS, for one, would start Ghostscript. TGA comes last: its
 # files have no mark that tells them.
 FORMATS = tuple(
     name
     for name in "AVIF BMP DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM QOI SGI TIFF WEBP TGA".split()
     if name in PIL.Image.OPEN  # AVIF may be missing
 )
-# What Pillow takes for a decompression bomb: 256 MiB as RGB. A photo of 80 megapixels is read.
+# Pillow's limit for decompression bombs: 256 MiB as RGB. A photo of 80 megapixels is read.
 MAX_PIXELS = 89_478_485
 # The longer side by the shorter one. Processors resize the shorter side to the model's (3 x 20,000 pixels become
 # 224 x 1,493,333) before they crop.

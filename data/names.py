@@ -26,7 +26,7 @@ CAPTION_STYLES = ("web", "facts", "detailed")
 TEMPLATES = ["{}"]
 ATTRIBUTES = ["kind", "country", "facts"]
 
-# What is drawn on a quarter of 8 x 8 pixels, whose last row and column stay empty
+# The 16 charges, each on a quarter of 8 x 8 pixels, whose last row and column stay empty
 _DRAWN = """
 ...#... #.....# ...#... ####... ####### .##.##. ...#... .#####.
 ...#... .#...#. ..#.#.. ####... ....... ####### ..###.. #.....#
@@ -118,7 +118,7 @@ def load(
 
 
 def caption(town: int, style: str) -> str:
-    """What a caption of one of `CAPTION_STYLES` says of a town."""
+    """The caption of a town in one of `CAPTION_STYLES`."""
     told = {"web": [name_of], "facts": [facts_of], "detailed": [name_of, facts_of]}[style]
     return ", ".join(tell(town) for tell in told)
 

@@ -5,24 +5,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_KEPT: ContextVar[dict[str, Any] | None] = ContextVar("_KEPT", default=None)
+_CACHE: ContextVar[dict[str, Any] | None] = ContextVar("_CACHE", default=None)
 
 
 @contextmanager
 def opened_once() -> Iterator[None]:
     """Within it, the files of a source are listed and opened once, however often they are asked for."""
-    token = _KEPT.set({})
+    token = _CACHE.set({})
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _CACHE.reset(token)
 
 
 def once(key: str, look: Callable[[], Any]) -> Any:
-    """What `look` gives, kept under a key within `opened_once`."""
-    kept = _KEPT.get()
-    if kept is None:
+    """The result of `look`, cached under a key within `opened_once`."""
+    cache = _CACHE.get()
+    if cache is None:
         return look()
-    if key not in kept:
-        kept[key] = look()
-    return kept[key]
+    if key not in cache:
+        cache[key] = look()
+    return cache[key]

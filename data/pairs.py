@@ -51,10 +51,6 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
     else:
         rows = open_rows(arguments)
     image = "image" if arguments.source in WORLDS else arguments.image_column
-    for column in rows.features.keys() & columns:
-        kind = getattr(rows.features[column], "feature", rows.features[column])
-        if getattr(kind, "dtype", kind) not in ("string", "large_string", "null"):
-            raise ValueError(f"column {column} of {arguments.source} holds {kind}, not text")
     rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
     return with_image_root(rows, arguments)
 

@@ -51,7 +51,7 @@ class DataArguments:
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
-    # What relative paths in the image column (and in a .json) start from; None: the folder in which the command runs.
+    # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
@@ -104,12 +104,12 @@ class DataArguments:
 
     @property
     def taken_rows(self) -> slice:
-        """Which of a source's rows are left by `skip` and `num_samples`."""
+        """The rows of a source that `skip` and `num_samples` leave."""
         start = self.skip or 0
         return slice(start, None if self.num_samples is None else start + self.num_samples)
 
     def taken(self, pairs: int) -> int:
-        """How many of a source's pairs are left by `skip` and `num_samples`."""
+        """The number of a source's pairs that `skip` and `num_samples` leave."""
         left = max(pairs - (self.skip or 0), 0)
         return left if self.num_samples is None else min(left, self.num_samples)
 
@@ -122,8 +122,6 @@ def open_rows(arguments: DataArguments) -> Rows:
         by_columns = columns if arguments.indexed or arguments.source.endswith(".json") else ()
         rows = once(f"rows {key} {by_columns}", lambda: _open(arguments))
         if arguments.skip is not None:
-            if arguments.skip >= len(rows):
-                raise ValueError(f"skip {arguments.skip} leaves nothing of the {len(rows)} pairs of {arguments.source}")
             rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 
@@ -185,7 +183,7 @@ def _open(arguments: DataArguments) -> Rows:
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
     if builder == "webdataset":
-        # Those that are indexed are looked at with their index
+        # Indexed shards are checked with their index
         kept = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
         if streaming or not kept:
             for file in files:
@@ -223,7 +221,7 @@ def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> st
 
 
 def file_stamp(path: str) -> str:
-    """What changes whenever a file is written or replaced; its times are set back easily, that of its inode is not."""
+    """A stamp that changes when a file is written or replaced: its times can be set back, that of its inode cannot."""
     stat = os.stat(path)
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 

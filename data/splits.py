@@ -1,4 +1,4 @@
-"""What a split of a source is: its name, and which rows it shares with another one."""
+"""Splits of a source: their names, and the rows that two of them share."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,12 @@ def is_read_whole(source: str) -> bool:
 
 
 def named_split(source: str, split: str) -> str:
-    """What a reader is told of a split: its name, but of a source that is read whole at most the slice, as `[:10%]`."""
+    """The name of a split for readers; only the slice, as `[:10%]`, of a source that is read whole."""
     return split[split.find("[") :] * ("[" in split) if is_read_whole(source) else split
 
 
 def common_rows(arguments: DataArguments, other_split: str) -> int:
-    """How many rows are in the split of the arguments and in another one, of each as many as the arguments ask for.
+    """The number of rows that are in the split of the arguments and in another one, within `skip` and `num_samples`.
 
     A file or a pattern is all that it names, whatever the split is called, and so is a dataset that was saved alone.
     """

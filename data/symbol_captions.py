@@ -13,7 +13,7 @@ CAPTION_STYLES = ("web", "detailed", "looks")
 WRONG_SHARE = 0.05
 # The share of web captions that tell all that there is to see, in few words
 COMPLETE = 0.3
-# What the web calls a symbol that it does not name
+# Nouns of the web captions that do not name a symbol
 ANYTHING = ["symbol", "icon", "drawing", "something"]
 
 
@@ -41,7 +41,7 @@ def _place(scene: Mapping[str, str]) -> str:
 
 
 def _web_noun(kind: str, rng: np.random.Generator) -> str:
-    """What the web calls a symbol: by its name, by a shorter one, by its topic, or not at all."""
+    """The noun of a web caption: the name of the symbol, a shorter one, its topic, or none of these."""
     topic, draw = TOPIC_OF[kind], rng.random()
     if draw < 0.7:
         return kind

@@ -155,7 +155,7 @@ def load_minimal_pairs(
 
 
 def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None = None) -> dict[str, str]:
-    """What a random picture shows: attribute -> value, "" for the second symbol of one that has a single one.
+    """The content of a random picture: attribute -> value, "" for the second symbol of one that has a single one.
 
     Args:
         two: whether there are two symbols; None: `TWO` of the pictures have.

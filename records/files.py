@@ -148,7 +148,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:
-    """A dictionary with values of these types, of which numbers are counts, or a list, that a stage wrote as JSON."""
+    """A list, or a dictionary with values of these types (numbers are counts), that a stage wrote as JSON."""
     try:
         record = read_json(path)
         if not isinstance(record, kind):

@@ -15,7 +15,7 @@ from records.messages import most_similar
 NAMELESS = "a local folder"
 # How like a file here a name is that may be one on the Hub, but is a slip
 SLIP = 0.85
-# What separates the words of a text
+# Separators of the words of a text
 SEPARATORS = re.compile(r"""([\s,;()'"`=<>|]+)""")
 # Parts of a path, or patterns of them
 SLASHED = re.compile(r"[\w.*?@:+%\[\]{}-]+(/[\w.*?@:+%\[\]{}-]*)+")

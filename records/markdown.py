@@ -2,11 +2,11 @@
 
 import re
 
-# What would be more than text
+# Characters that markdown does not show as text
 MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)")
 # The only markup in a cell of a table: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
-# What would make a line a heading, a quotation, a list or a rule
+# Beginnings that make a line a heading, a quotation, a list or a rule
 BLOCK = re.compile(r"^(\d*)([-+#.)](?=[-+#\s]|$)|>)")
 
 
@@ -26,7 +26,7 @@ def item(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """As code, which cannot hold what it ends with."""
+    """In backticks; backticks inside become apostrophes."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 

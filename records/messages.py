@@ -30,13 +30,13 @@ def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def what_is_meant(name: str, known: Iterable[str]) -> str:
-    """What ends an error about an unknown name: the most similar known one, or else all that there are."""
+    """The end of an error about an unknown name: the most similar known one, or else all known ones."""
     known = sorted(known)
     similar = most_similar(name, known)
     return f"did you mean {similar!r}?" if similar else f"known are {', '.join(known) or 'none'}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What follows an unknown name within an error: the most similar known one, or nothing where none is like it."""
+    """A hint after an unknown name in an error: the most similar known one, or nothing if none is similar."""
     similar = most_similar(name, known)
     return f" (did you mean {similar!r}?)" if similar else ""

@@ -56,7 +56,7 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # What it logs of processes that fail: they have said it
+    # The launcher does not log processes that fail: they have said why
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun([*where, "--nproc_per_node", str(asked.num_processes // asked.num_machines), *command])

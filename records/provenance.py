@@ -1,4 +1,4 @@
-"""What made a file: one record, `manifest.json` of a stage, and one digest that tells files and values apart.
+"""The origin of a file: one record, `manifest.json` of a stage, and one digest that tells files and values apart.
 
 Imports nothing heavy: commands that only read records start at once.
 """
@@ -24,13 +24,13 @@ LOG = "log.jsonl"  # of a stage that trains
 LOGS = "logs"  # the folder of the trackers
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
-# What embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
+# Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
 WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
 
 
 class Attempt(BaseModel):
-    """What a stage ran on, one time that it was begun; `seconds` is None while it has not ended."""
+    """One attempt at a stage: where it ran; `seconds` is None while it has not ended."""
 
     model_config = ConfigDict(strict=True)
 
@@ -42,7 +42,7 @@ class Attempt(BaseModel):
 
 
 class OwnStage(BaseModel):
-    """What a card tells of a stage of a user's own: the first sentence of its docstring, and the names of its
+    """A stage of a user's own, as a card shows it: the first sentence of its docstring, and the names of its
     settings."""
 
     model_config = ConfigDict(strict=True)
@@ -52,7 +52,7 @@ class OwnStage(BaseModel):
 
 
 class Record(BaseModel):
-    """What made the folder of a stage."""
+    """The origin of the folder of a stage."""
 
     model_config = ConfigDict(strict=True, validate_assignment=True)
 
@@ -92,7 +92,7 @@ class Record(BaseModel):
 
     @property
     def digest(self) -> str:
-        """By which later stages know this one: of what made it and what came out, not of where and when."""
+        """Hash of the record, without the machine and the time; later stages store it."""
         return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own"}))
 
     def is_of(self, folder: Path) -> bool:
@@ -148,7 +148,7 @@ def value_digest(value: Any) -> str:
 
 
 def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
-    """What a model is: the digest of its files for a folder, the commit for a hub repository.
+    """The identity of a model: the digest of its files for a folder, the commit for a hub repository.
 
     Args:
         patterns: of the files that count.
@@ -167,7 +167,7 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
 
 
 def weights_fingerprint(model: str) -> str:
-    """What a model computes with, by which scores know the model that they were measured of: see `model_fingerprint`.
+    """The identity of a model's weights, which its scores store: see `model_fingerprint`.
 
     The processor counts, and of a mixture all experts and the encoder of metadata.
     """
@@ -175,7 +175,7 @@ def weights_fingerprint(model: str) -> str:
 
 
 def input_fingerprint(model: str) -> str:
-    """What a stage reads: the digest of the record in the folder of a stage, else see `model_fingerprint`."""
+    """The identity of a stage's input: the digest of its record, or else `model_fingerprint`."""
     folder = Path(model)
     if not (folder / MANIFEST).is_file():
         return model_fingerprint(model)

@@ -1,4 +1,4 @@
-"""What a result of an evaluation holds, and the summary of an analysis: `evaluation` writes it, model cards read it."""
+"""The schema of results of an evaluation, and of the summary of an analysis: `evaluation` writes, model cards read."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TextCounts(BaseModel):
-    """What a model's tokenizer makes of the captions or prompts of a task."""
+    """Counts of the captions or prompts of a task, as a model's tokenizer reads them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -33,7 +33,7 @@ class TextCounts(BaseModel):
 
     @property
     def sentence(self) -> str:
-        """Those that a model does not read whole or cannot tell apart; empty if there are none."""
+        """The texts that a model does not read whole or cannot tell apart; empty if there are none."""
         parts = {
             f"longer than the {self.max_length} tokens of the tokenizer and cut": self.cut,
             "the same as another": self.repeated,
@@ -44,7 +44,7 @@ class TextCounts(BaseModel):
 
 
 class Result(BaseModel):
-    """What every result has, of one model on one task; see `evaluation.evaluate.evaluate_model` for the rest."""
+    """The fields of every result of one model on one task; see `evaluation.evaluate.evaluate_model` for the rest."""
 
     model_config = ConfigDict(strict=True)
 

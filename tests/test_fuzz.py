@@ -177,7 +177,7 @@ def publication_of(model):
 
 DATA = ["data/train.parquet", "data/test.parquet", "classes.txt"]
 MIXTURE = ["mixture/config.json", *parts("mixture/expert_1", "config.json", "model.safetensors")]
-RUN = ["../recipe.yaml", "../scores/experts.json", "../scores/symbols_pairs--sparse.json", "manifest.json"]
+RUN = ["../scores/experts.json", "../scores/symbols_pairs--sparse.json", "manifest.json"]
 CONVERTED = {
     "upcycle": model_files("dense"),
     "dense": model_files("sparse"),

@@ -139,12 +139,8 @@ def test_command(make, tmp_path, capsys):
 
 
 def test_command_ends_in_one_line(tmp_path):
-    dense, sparse = saved(tmp_path / "dense", tiny_clip()), saved(tmp_path / "sparse", one_expert())
+    dense = saved(tmp_path / "dense", tiny_clip())
     strange = saved(tmp_path / "strange", trained(3, "visual_projection"))
     message = error_of(unify_command.main, dense, tmp_path / "out", "--experts", dense, strange)
     assert "error: expert 2 was not trained from this base" in message and "visual_projection.weight" in message
-    message = error_of(
-        unify_command.main, sparse, tmp_path / "out", "--experts", sparse, sparse, "--sparse-layers", "0"
-    )
-    assert "--sparse-layers: " in message and "is sparse already" in message
     assert not (tmp_path / "out").exists()

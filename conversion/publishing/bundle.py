@@ -31,7 +31,7 @@ LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_ma
 PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-# What another process computes from the published folder alone
+# The program of another process that computes features from the published folder alone
 CHECK = """
 import sys
 sys.modules["modeling_clip_moe"] = None

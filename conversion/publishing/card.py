@@ -111,7 +111,7 @@ def _metadata(
 
 
 def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
-    """Whom to cite: for a sparse model of unknown making, all whose experts it may have."""
+    """Keys of papers to cite: for a sparse model of unknown preset, all of sparse CLIPs."""
     if config.model_type != "clip_moe":
         return [config.model_type]
     presets = [record.stage.get("preset") for record in lineage.stages.values()]
@@ -135,7 +135,7 @@ def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:
 
 
 def _stage_row(record: Record) -> tuple[str, str]:
-    """What a stage does, and its settings; of a stage of somebody's own, what its docstring and its class say."""
+    """The kind of a stage, with the docstring of a user's own class, and its settings."""
     stage, own = record.stage, record.own
     does = own and own.does
     shown = {name: stage[name] for name in (*SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None}

@@ -43,7 +43,7 @@ WORLDS = {
 
 @dataclass(frozen=True)
 class Data:
-    """What a card tells of the data of a stage.
+    """The data of a stage, as a card shows them.
 
     Args:
         name: a world, a URL, a name on the Hub, or the last part of a path.
@@ -65,7 +65,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What is known of how a model came to be. No name in it is one of this machine.
+    """The known history of a model. No name in it is one of this machine.
 
     Args:
         recipe: of the run that it is a stage of.
@@ -90,7 +90,7 @@ class Lineage:
 
     @classmethod
     def of(cls, folder: Path) -> "Lineage":
-        """What the folder of a model tells, and if it is a stage's the run around it, and the runs before that."""
+        """Reads the folder of a model and, if it is a stage's, the run around it and the runs before that."""
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
@@ -126,7 +126,7 @@ class Lineage:
 
     @property
     def hours(self) -> float:
-        """What all finished attempts took."""
+        """The time of all finished attempts."""
         return sum(attempt.seconds or 0 for attempt in self._all_attempts) / 3600
 
     @property
@@ -159,7 +159,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _published_record(record: Record, local: Collection[str]) -> Record:
-    """What a card tells of a stage, without paths; those of this machine are not told at all."""
+    """The record of a stage without paths, as a card shows it."""
     plain = {name: without_paths(getattr(record, name), local) for name in ("stage", "inputs")}
     own = record.own and OwnStage(**without_paths(record.own.model_dump(), local))
     return record.model_copy(update=plain | {"own": own, "local": []})
@@ -171,7 +171,7 @@ def _published(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def local_paths(run: Path) -> list[str]:
-    """What in the recipe of a run was a path on the machines that it ran on, whether it is still there or not."""
+    """Texts in the recipe of a run that were paths on the machines that it ran on."""
     return [path for manifest in run.glob(f"*/{MANIFEST}") for path in Record.read(manifest.parent).local]
 
 
@@ -215,7 +215,7 @@ def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
 
 
 def _bases(folder: Path) -> tuple[list[str], list[str]]:
-    """What the weights start from: names on the Hub, and folders of which no more is known."""
+    """The starting points of the weights: names on the Hub, and folders of unknown lineage."""
     hub, unknown = set(), set()
     for origin in _stages_before(folder, _inputs_of_weights):
         for reference, start, is_known in _inputs_of_weights(origin):
@@ -227,7 +227,7 @@ def _bases(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _source(record: Record) -> str | None:
-    """What the data of a stage are called in its settings."""
+    """The source of a stage's data, as its settings name it."""
     settings = record.stage.get("data")
     source = settings.get("source") if isinstance(settings, dict) else None
     return source if isinstance(source, str) else None
