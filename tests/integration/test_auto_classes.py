@@ -10,7 +10,7 @@ import torch
 from backbones import both_backbones
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, CLIPImageProcessorPil, CLIPTokenizer, pipeline
+from transformers import AutoModel, CLIPImageProcessorPil, CLIPTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoEVisionModel
@@ -154,13 +154,6 @@ def test_a_tower_that_lacks_a_weight_is_refused(repository, vision, tmp_path):
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"Missing: {name}"):
             tower.from_pretrained(tmp_path)
-
-
-def test_image_features_need_the_vision_tower_alone(repository, image):
-    # As with CLIP's own model: the pipeline gives a whole model no text
-    extract = pipeline("image-feature-extraction", model=str(repository))
-    with pytest.raises(ValueError, match="input_ids"):
-        extract(str(image))
 
 
 def test_the_files_of_old_programs_are_enough(repository, processor, image, tmp_path):

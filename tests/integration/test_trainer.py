@@ -107,25 +107,6 @@ def test_checkpoints_are_models(uninterrupted, data, collate):
     assert_same_weights(CLIPMoEModel.from_pretrained(folder / "checkpoint-6"), trainer.model)
 
 
-def test_the_best_model_is_loaded_at_the_end(repository, data, collate, tmp_path):
-    # One good step, then larger and larger ones
-    settings = {"max_steps": 4, "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1, "warmup_steps": 50}
-    trainer = make_trainer(new_model(repository), tmp_path, data, collate, load_best_model_at_end=True, **settings)
-    trainer.train()
-    evaluations = logged(trainer, "eval_loss")
-    best = evaluations.index(min(evaluations)) + 1
-    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
-    assert best < 4
-    assert_same_weights(trainer.model, CLIPMoEModel.from_pretrained(tmp_path / f"checkpoint-{best}"))
-
-
-def test_gradient_checkpointing_changes_nothing(uninterrupted, repository, data, collate, tmp_path):
-    trainer = make_trainer(new_model(repository), tmp_path, data, collate, gradient_checkpointing=True)
-    trainer.train()
-    assert trainer.model.is_gradient_checkpointing
-    assert_same_weights(trainer.model, uninterrupted[0].model)
-
-
 def test_classification(repository, data, processor, tmp_path):
     kinds = sorted(set(data[0]["kind"]))
 
