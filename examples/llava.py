@@ -122,8 +122,7 @@ class LlavaStage(Stage):
             text_config = inputs.language_model.known_configs[0]
         else:  # the tower's tokens, and that of an image
             words = getattr(tower, "text_config", CLIPConfig().text_config).vocab_size + 1
-            least = words if hasattr(tower, "text_config") else 0
-            text_config = llama_config({"vocab_size": words} | self.text_config, least)
+            text_config = LlamaConfig(**{"vocab_size": words} | self.text_config)
         return llava_config(getattr(tower, "vision_config", tower), text_config, image_token=0)
 
 
@@ -434,21 +433,7 @@ def llava_config(vision_config: PreTrainedConfig, text_config: PreTrainedConfig,
 def random_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     """The configuration of a Llama for a tokenizer, with these fields."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL_TOKENS}
-    return llama_config({"vocab_size": len(tokenizer), "dtype": torch.float32} | ids | fields, len(tokenizer))
-
-
-def llama_config(fields: dict[str, Any], words: int) -> LlamaConfig:
-    """The configuration of a Llama with these fields.
-
-    Args:
-        words: how many tokens its tokenizer has at least.
-    """
-    config = LlamaConfig(**fields)
-    if config.vocab_size < words:
-        raise ValueError(
-            f"text_config.vocab_size: {config.vocab_size} is less than the {words} tokens of the tokenizer"
-        )
-    return config
+    return LlamaConfig(**{"vocab_size": len(tokenizer), "dtype": torch.float32} | ids | fields)
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
