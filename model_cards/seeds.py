@@ -121,24 +121,21 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
 
 
 def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path]) -> None:
-    """Copies of a run are one seed, and a model has one seed's weights in each of them, or, as a base, one weights in
-    all. Results without weights are the best of several models."""
-    seen: dict[frozenset[tuple[str, str]], Path] = {}
-    for table, folder in zip(tables, folders, strict=True):
-        results = [result for row in table.values() for result in row.values() if "weights" in result]
-        weights = frozenset((result["model"], str(result["weights"])) for result in results)
-        if weights and weights in seen:
-            raise ValueError(
-                f"{folder} and {seen[weights]} hold results of the same weights: a spread needs runs of different seeds"
-            )
-        seen[weights] = folder
+    """A model has other weights in each run, or, as a base, one weights in all. Results without weights are the best of
+    several models."""
+    numbers = set()
     for model in tables[0]:
         weights = [str(next(iter(table[model].values())).get("weights")) for table in tables]
+        numbers.add(len(set(weights)))
         if 1 < len(set(weights)) < len(weights):
             same = [str(folder) for folder, digest in zip(folders, weights, strict=True) if weights.count(digest) > 1]
             raise ValueError(
                 f"{model!r} has the same weights in {' and '.join(same)}, but not in all: are there copies?"
             )
+    if numbers == {1} and "weights" in next(iter(next(iter(tables[0].values())).values())):
+        raise ValueError(
+            f"all results are of the same weights: a spread needs runs of different seeds, not {folders[0]}"
+        )
 
 
 def _took(folder: Path) -> str | None:
