@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -21,77 +22,6 @@ from training.estimates import Expected, model_configs, read_otherwise
 from training.plan import plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
-
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT, VISION = {**SIZES, "max_position_embeddings": 24}, {**SIZES, "image_size": 32, "patch_size": 16}
-DATA = {"source": "symbols", "num_samples": 40}
-INITIAL = {"stage": "initialize", "projection_dim": 16, "text_config": TEXT, "vision_config": VISION}
-TRAIN = {"data": DATA, "global_batch_size": 8, "max_steps": 1, "learning_rate": 1e-3}
-POLICIES = [{"policy": "full", "column": column} for column in ("caption", "raw_caption")]
-WEIGHTS = {"caption_weights": [0.5, 0.5]}
-ONE = {"num_experts": 1, "num_experts_per_tok": 1}
-EXPERT = {"stage": "train_data_expert", "model": "dense", "clusters": "coarse"}
-STAGES = {
-    "words": {"stage": "tokenizer", "data": DATA, "vocab_size": 600},
-    "learned": {**INITIAL, "tokenizer": "words"},
-    "dense": {**INITIAL, "processor": "symbols"},
-    "several": {"stage": "captions", "model": "dense", "data": DATA, "captions": POLICIES},
-    "pre": {"stage": "train", "model": "dense"},
-    "features": {"stage": "embed", "model": "pre", "data": DATA},
-    "clusters": {"stage": "cluster", "features": "features", "num_image_clusters": 2},
-    "inner": {
-        "stage": "cluster",
-        "features": "features",
-        "previous": "clusters",
-        "within": True,
-        "num_image_clusters": 2,
-    },
-    "expert": {"stage": "train_experts", "expert": 1, "model": "pre", "clusters": "clusters"},
-    "unified": {"stage": "unify", "model": "pre", "experts": ["expert"]},
-    "fused": {"stage": "upcycle", "model": "dense", "preset": "clip_fmoe", "changes": ONE},
-    "narrow": {"stage": "train", "model": "fused", "trainable": r"\.mlp\.(experts|fusion_gate)"},
-    "stacked": {
-        "stage": "unify",
-        "model": "fused",
-        "experts": ["narrow"],
-        "preset": "clip_fmoe",
-        "changes": {"num_experts_per_tok": 1},
-    },
-    "kept": {"stage": "hidden_states", "model": "unified", "data": {"source": "several"}, **WEIGHTS},
-    "warmed": {"stage": "train_router", "model": "unified"},
-    "tuned": {
-        "stage": "train_router",
-        "model": "warmed",
-        "data": {"source": "several", "num_samples": None},
-        "hidden_states": "kept",
-        **WEIGHTS,
-    },
-    "sentences": {"stage": "embed_captions", "encoder": "tfidf", "data": DATA, "dim": 4},
-    "fine": {"stage": "cluster_fine", "captions": "sentences", "num_centers": 4},
-    "assigned": {"stage": "cluster_fine", "captions": "sentences", "centers": "fine"},
-    "coarse": {"stage": "cluster_coarse", "fine": "assigned", "num_experts": 2},
-    "chosen": {"stage": "select", "fine": "assigned", "captions": "sentences", "metadata": ["a red circle"]},
-    "first": {**EXPERT, "expert": 2, "cluster": 0, "global_batch_size": 4},
-    "second": {**EXPERT, "expert": 3, "cluster": 1, "global_batch_size": 4},
-    "mixture": {"stage": "assemble", "experts": ["first", "second"], "clusters": "coarse", "captions": "sentences"},
-    "mean": {"stage": "average", "models": ["first"]},
-    "sparse": {"stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 2}},
-    "taken": {"stage": "dense", "model": "sparse", "take": 0, "scale": 1.0},
-    "long": {
-        "stage": "train_long_clip",
-        "model": "dense",
-        "data": {"source": "several", "num_samples": None},
-        "global_batch_size": 16,
-        "num_components": 4,
-    },
-    "trained": {"stage": "train", "model": "sparse"},
-    "looked": {"stage": "analyze", "model": "trained", "tasks": ["symbols_pairs"]},
-    "scores": {
-        "stage": "evaluate",
-        "models": {"mixture": "mixture", "trained": "trained"},
-        "tasks": [{"task": "retrieval", "dataset": "symbols", "num_samples": 8}],
-    },
-}
 
 
 @pytest.fixture
@@ -114,10 +44,7 @@ def path(tmp_path, monkeypatch):
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
     (tmp_path / "other" / "processor_config.json").write_text(json.dumps(settings))
     SiglipConfig().save_pretrained(tmp_path / "siglip")
-    stages = [{"name": name, **stage} for name, stage in STAGES.items()]
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": "out", "defaults": {"train": TRAIN}, "stages": stages}))
-    return path
+    return Path(shutil.copy(ROOT / "tests" / "recipes" / "every_stage.yaml", tmp_path / "recipe.yaml"))
 
 
 def faults(path, overrides, only=None):
@@ -225,7 +152,7 @@ def test_a_fault_is_named_with_its_setting(path, fault):
 def test_the_recipe_without_a_fault_has_none(path):
     recipe = load_recipe(path)
     rows, found = plan(recipe, recipe.stages, 1)
-    assert not found and len(rows) == len(STAGES)
+    assert not found and len(rows) == len(recipe.stages)
     outlook = of_several(path)
     started = time.process_time()
     assert list(find_faults(outlook, set(outlook.stages))) == [] and time.process_time() - started < 1
@@ -302,18 +229,11 @@ def test_names_that_settings_know(tmp_path):
 
 
 def test_a_slip_in_the_name_of_a_folder_is_no_name_on_the_hub(tmp_path, monkeypatch):
-    """Copies of the Hub's models have names like those of other models there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my" / "images").mkdir(parents=True)
-    (tmp_path / "runs" / "sparse").mkdir(parents=True)
     words = {"name": "a", "stage": "tokenizer", "vocab_size": 600, "data": {"source": "my/imagess"}}
     with pytest.raises(RecipeError, match="a.data.source: there is no file or folder my/imagess: did you mean my/im"):
         run_recipe(recipe_of(tmp_path, words))
-    loaded = recipe_of(tmp_path, {"name": "a", "stage": "long_context", "model": "runs/sparsee", "length": 32})
-    assert not list(find_faults(Outlook(loaded.stages, "out"), {"a"}))
-    (tmp_path / "runs" / "sparse" / "manifest.json").write_text("{}")
-    with pytest.raises(RecipeError, match="a.model: there is no stage or folder 'runs/sparsee': did you mean 'runs/sp"):
-        run_recipe(loaded)
 
 
 def test_adapters_change_more_than_an_expert_may(path):
@@ -335,21 +255,26 @@ UNKNOWN = {
         "expert: none of the 2 clusters fills a global batch of 40 *",
         ["dense", "pre", "features", "clusters", "expert"],
     ),
-    "a cluster of fewer pairs than a batch": (
-        {"first.global_batch_size": 40, "first.cluster": 1},
-        "first: cluster 1 of coarse has * pairs, fewer than global_batch_size 40: lower it, or make fewer clusters",
+    # Only the stage compares its data with those of the labels
+    "labels of other data": (
+        {"features.data.seed": 1},
+        "expert: the labels in * belong to another dataset*",
+        ["dense", "pre", "features", "clusters", "expert"],
+    ),
+    "a cluster that is not there": (
+        {"first.cluster": 2},
+        "first: cluster 2 of coarse has 0 pairs, fewer than global_batch_size 4: *",
         ["dense", "sentences", "fine", "assigned", "coarse", "first"],
+    ),
+    "captions without weights": (
+        {"pre.caption_weights": [0.5, 0.5]},
+        "pre: caption_weights has 2 weights, but image 0 of symbols has one",
+        ["dense", "pre"],
     ),
     "captions that are all the same": (
         {"sentences.data.source": "rows", "sentences.data.num_samples": None},
         "sentences: 40 texts have 3 different words, fewer than dim 4: lower it",
         ["sentences"],
-    ),
-    # Only the Hub tells
-    "a folder that is not there and has the name of a repository": (
-        {"features.data": {"source": "my/images"}},
-        "features: there is no file or folder my/images: *",
-        ["dense", "pre", "features"],
     ),
 }
 

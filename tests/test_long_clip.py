@@ -1,15 +1,12 @@
-"""Long-CLIP's loss against PCA and numbers by hand, value and gradient, in one process and in two; and its stage."""
+"""Long-CLIP's loss against PCA and numbers by hand, value and gradient; and its stage."""
 
 import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from sklearn.decomposition import PCA
 from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, weights
 from torch.nn.functional import cross_entropy, normalize
-from torch.nn.parallel import DistributedDataParallel
 
 from training.stages.long_clip import TrainLongCLIPStage, primary_components
 
@@ -99,39 +96,6 @@ def test_the_loss_is_the_plain_one():
     for plain, ours in zip(*results, strict=True):
         assert plain.abs().max() > 1e-3
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
-
-
-def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    towers = DistributedDataParallel(Both())
-    loss = towers(slice(rank * PAIRS // 2, (rank + 1) * PAIRS // 2))
-    loss.backward()
-    torch.save((loss.detach(), gradients(towers.module)), f"{folder}/{rank}.pt")
-    del towers, loss  # before the group, see test_losses
-    dist.destroy_process_group()
-
-
-class Both(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.towers = two_towers()
-
-    def forward(self, share):
-        return loss_of(self.towers, share)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
-    (loss_0, gradients_0), (loss_1, gradients_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    towers = two_towers()
-    loss = loss_of(towers)
-    loss.backward()
-    torch.testing.assert_close((loss_0 + loss_1) / 2, loss.detach(), atol=1e-6, rtol=1e-6)
-    assert loss_0 != loss_1
-    for found, other, expected in zip(gradients_0, gradients_1, gradients(towers), strict=True):
-        assert torch.equal(found, other)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_the_stage(tmp_path):

@@ -1,6 +1,7 @@
 """Losses against obvious loops, value and gradient, in one process and in two."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 from training.losses import all_reduce_sum, contrastive_loss, entropy_losses, multi_positive_loss, router_losses
+from training.stages.long_clip import TrainLongCLIPStage
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
@@ -104,20 +106,30 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def long_clip(model, share):
+    """The loss of its stage, of a long and a short caption of each image."""
+    steps = {"max_steps": 1, "learning_rate": 1.0, "global_batch_size": BATCH}
+    stage = TrainLongCLIPStage(name="x", stage="x", model="x", data={"source": "x"}, num_components=2, **steps)
+    images, texts, *_ = data()
+    captions = torch.stack([texts, texts.roll(1, -1)], dim=1)
+    embeds = model.embeds(images[share], captions[share].flatten(0, 1))
+    return stage.contrastive_loss(*embeds, model.logit_scale.exp(), None)
+
+
+# Functions of a model and of a process's share of the batch
+LOSSES = {str(case): lambda model, share, case=case: losses(model, share, *case) for case in CASES}
+LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_positive, chunk_size=2)}
+LOSSES |= {"Long-CLIP": long_clip}
+
+
 def worker(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = []
-    share = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
-    for case in CASES:
-        model = DistributedDataParallel(Model())
-        loss = model(lambda m, case=case: losses(m, share, *case))
-        loss.backward()
-        results.append((loss.detach(), gradients(model.module)))
-    for chunk_size in (None, 2):
+    results, share = {}, slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    for name, function in LOSSES.items():
         model = DistributedDataParallel(Model(), find_unused_parameters=True)
-        loss = model(lambda m, chunk_size=chunk_size: multi_positive(m, share, chunk_size))
+        loss = model(partial(function, share=share))
         loss.backward()
-        results.append((loss.detach(), gradients(model.module)))
+        results[name] = loss.detach(), gradients(model.module)
     torch.save(results, f"{folder}/{rank}.pt")
     # A DDP module that outlives the group destroys it while it holds the GIL, for which the group's thread may wait.
     del model, loss
@@ -179,22 +191,18 @@ def test_multi_positive_loss_is_the_plain_one(chunk_size):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", range(len(CASES) + 2), ids=str)
-def test_two_processes_equal_one(two_processes, case):
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_processes_equal_one(two_processes, name):
     model = Model()
-    if case < len(CASES):
-        loss = losses(model, slice(None), *CASES[case])
-    else:
-        loss = multi_positive(model, slice(None))
+    loss = LOSSES[name](model, slice(None))
     loss.backward()
-    expected = gradients(model)
-    (loss_0, gradients_0), (loss_1, gradients_1) = (results[case] for results in two_processes)
+    (loss_0, gradients_0), (loss_1, gradients_1) = (results[name] for results in two_processes)
     torch.testing.assert_close((loss_0 + loss_1) / 2, loss.detach(), atol=1e-6, rtol=1e-6)
     assert loss_0 != loss_1  # each has its own part
-    for name, gradient in expected.items():
-        assert gradient.abs().max() > 1e-4, name
-        torch.testing.assert_close(gradients_0[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-        assert torch.equal(gradients_0[name], gradients_1[name])
+    for parameter, gradient in gradients(model).items():
+        assert gradient.abs().max() > 1e-4, parameter
+        torch.testing.assert_close(gradients_0[parameter], gradient, atol=1e-6, rtol=1e-4, msg=parameter)
+        assert torch.equal(gradients_0[parameter], gradients_1[parameter])
 
 
 def routed(text, vision, top_k=1, **changes):
@@ -210,13 +218,14 @@ def routed(text, vision, top_k=1, **changes):
 
 
 @pytest.mark.parametrize("balance_top_k", [None, 1])
-@pytest.mark.parametrize("balance_mean", ["tower", "layer", "token", "tower_token"])
+@pytest.mark.parametrize("balance_mean", ["tower", "layer", "token", "tower_token", "shared"])
 def test_router_losses_by_hand(balance_top_k, balance_mean):
-    """Three sparse text layers and one sparse vision layer, token by token."""
+    """Three sparse text layers and one sparse vision layer, or three of one encoder, token by token."""
     *_, mask = data()
     generator = torch.Generator().manual_seed(2)
     text = tuple(torch.randn(BATCH, 7, EXPERTS, generator=generator) for _ in range(3))
-    vision = (torch.randn(BATCH, 4, EXPERTS, generator=generator),)
+    layers = 3 if balance_mean == "shared" else 1
+    vision = tuple(torch.randn(BATCH, 4, EXPERTS, generator=generator) for _ in range(layers))
     coefficients = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25}
     config, outputs, _ = routed(text, vision, TOP_K, **coefficients)
 
@@ -232,10 +241,11 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
     of_text = [logits[mask.bool()] for logits in text]
     of_vision = [logits.flatten(0, 1) for logits in vision]
     expected = {
-        "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(*of_vision),
+        "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(of_vision[0]),
         "layer": sum(map(of_tokens, of_text + of_vision)) / 4,
         "token": of_tokens(torch.cat(of_text + of_vision)),
-        "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(*of_vision),
+        "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(torch.cat(of_vision)),
+        "shared": sum(of_tokens(torch.cat(both)) for both in zip(of_text, of_vision, strict=False)) / 3,
     }[balance_mean]
     loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
@@ -259,18 +269,6 @@ def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     loss, _ = entropy_losses(config, outputs, mask, {}, {"text": 3.0}, {"text": 4})
     torch.testing.assert_close(loss, torch.tensor(3 * (math.log(4) - math.log(2))))
     assert entropy_losses(config, outputs, mask, {}, {}, {}) == (0.0, {})
-
-
-def test_shared_balance_is_the_mean_of_layers():
-    text, vision = torch.randn(2, BATCH, 7, EXPERTS), torch.randn(2, BATCH, 4, EXPERTS)
-    config, outputs, mask = routed(tuple(text), tuple(vision))
-    mask[1, 3:] = 0
-    of_layers = []
-    for layer in range(2):
-        tokens = torch.cat([text[layer][mask.bool()], vision[layer].flatten(0, 1)])
-        of_layers.append(load_balancing_loss((tokens,), 1))
-    loss, _ = router_losses(config, outputs, mask, balance_mean="shared")
-    torch.testing.assert_close(loss, sum(of_layers) / 2)
 
 
 def test_balance_of_clip_fmoe_is_the_papers():

@@ -122,7 +122,6 @@ def test_pairs_without_an_image_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": [1]}, "1 weights for 2 sources"),
         ({"weights": [1, 0]}, "mixed.weights.1"),
         ({"sources": [{"source": "nowhere/"}, {"source": "gone.json"}]}, r"mixed\.sources\.1\.source: .*gone\.json"),
         ({"sources": [{"source": "symbols", "num_samples": 4}, {"source": "a.json", "streaming": True}]}, "sources.1"),

@@ -241,20 +241,6 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
     assert type(found) is type(samples) and (found == samples or fnmatch(str(found), str(samples)))
 
 
-def test_memory_counts_images_that_are_kept(plan_of, tmp_path):
-    tuned = {"name": "tuned", "stage": "train", "model": str(ROOT / "training/symbol_clip")}
-    settings = {"output_dir": "out", "defaults": {"train": TRAINED}, "stages": [tuned]}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    memory = [
-        plan_of(tmp_path / "recipe.yaml", changes)[0]["tuned"].numbers["memory"]
-        for changes in ({}, {"tuned.data.in_memory": True}, {"tuned.global_batch_size": 16})
-    ]
-    image = 3 * 32 * 32 * 4
-    assert memory[1] - memory[0] == 50 * image
-    pair = plan_of(tmp_path / "recipe.yaml", {})[0]["tuned"].numbers["memory a pair"]
-    assert 0 < memory[2] - memory[0] - 8 * (pair + image) < 0.02 * memory[0]  # similarities and embeddings
-
-
 def test_units():
     assert type(AtMost(3) - 1) is AtMost
     assert [cell("trainable", number) for number in (384, 3_072, 1_414_145)] == ["0.38 k", "3.07 k", "1.41 M"]

@@ -128,8 +128,6 @@ def test_pairs_that_are_held_out(tmp_path, source, num_samples):
     [
         ({"expert_dropout": 0.1}, "tuned.expert_dropout: .*goes with a sparse model, but dense is dense"),
         ({"text_router_weight": 0.5, "balance_mean": "token"}, "text_router_weight goes with a sum over the towers"),
-        ({"data": SYMBOLS | {"skip": 3}}, "skip goes neither with a built-in world nor with streaming"),
-        ({"data": {"source": "x.parquet", "skip": 3, "streaming": True}}, "skip goes neither with"),
     ],
 )
 def test_mistakes(tmp_path, changes, message):

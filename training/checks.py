@@ -15,7 +15,7 @@ from data.sources import DataArguments, is_here
 from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
-from records.local_names import is_hub_name, meant_here
+from records.local_names import is_hub_name
 from records.messages import Faults, most_similar, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
@@ -104,14 +104,14 @@ class Outlook:
     def _look_up(self, value: str | DataArguments, reads: Reads) -> Expected:
         """Each stage gets configurations of its own, as it may change them."""
         if isinstance(value, DataArguments):
-            found = self.data(value)
+            expected = self.data(value)
         elif value in reads.literals:
-            found = Expected()
+            expected = Expected()
         elif "model" not in reads.kinds:
-            found = self._stage(value) or Expected(folder=_folder(value))
+            expected = self._stage(value) or Expected(folder=_folder(value))
         else:
-            found = self._stage(value) or self._tried(value, lambda: self._model(value))
-        return replace(found, configs=copy.deepcopy(found.configs))
+            expected = self._stage(value) or self._tried(value, lambda: self._model(value))
+        return replace(expected, configs=copy.deepcopy(expected.configs))
 
     def data(self, arguments: DataArguments) -> Expected:
         """What is known of data, which a stage may make."""
@@ -236,10 +236,6 @@ def _problem_of_outside(reference: Reference) -> str:
     if "model" in wanted and (any((folder / name).is_file() for name in MODEL_FILES)):
         return ""
     if not folder.is_dir():
-        meant = meant_here(value)
-        # Models on the Hub have names like those of their copies here, which no stage made
-        if meant and (Path(meant) / MANIFEST).is_file():
-            return f"there is no stage or folder {value!r}: did you mean {meant!r}?"
         is_name = "model" in wanted and is_hub_name(value)
         return "" if is_name else f"there is no stage {value!r}, and no such folder"
     if not (folder / MANIFEST).is_file():

@@ -294,12 +294,12 @@ def accumulate(
         previous: of the stages before, of the same samples.
     """
     if previous is None:
-        found, accumulated = np.unique(labels, return_inverse=True)
-        tuples = found[:, None]
+        combinations, accumulated = np.unique(labels, return_inverse=True)
+        tuples = combinations[:, None]
     else:
         number = labels.max() + 1
-        found, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
-        tuples = np.concatenate([previous.tuples[found // number], found[:, None] % number], axis=1)
+        combinations, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
+        tuples = np.concatenate([previous.tuples[combinations // number], combinations[:, None] % number], axis=1)
     centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
     return FeatureClusters(accumulated, tuples, centers)
 

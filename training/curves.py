@@ -15,6 +15,7 @@ from pathlib import Path
 from evaluation.figures import grid, plot_text, plt, save
 from records.files import new_file, output_folder
 from records.markdown import markdown_table
+from records.messages import cut
 from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
@@ -54,11 +55,11 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
             name = log.parent.name if len(runs) == 1 else log.parent.relative_to(run.parent).as_posix()
             curves[name if name not in curves else str(log.parent)] = read_log(log)
     logged = quantities(curves.values())
-    if not logged:
-        raise ValueError(f"no step is logged yet in {', '.join(map(str, runs))}: try again later")
-    for name in only:
-        if name not in logged:
-            raise ValueError(f"{name} is not logged in {', '.join(map(str, runs))}, only {', '.join(logged)}")
+    missing = [name for name in only or ["loss"] if name not in logged]
+    if missing:
+        raise ValueError(
+            f"not logged yet in {', '.join(map(str, runs))}: {cut(missing)}; logged is {cut(logged) or None}"
+        )
     return {
         stage: {
             step: {name: value for name, value in values.items() if name in (only or logged)}
@@ -81,15 +82,15 @@ def read_log(log: Path) -> Curve:
             raise ValueError(f"line {number} of {log} is damaged: {error}") from error
         if "logit_scale" in values:
             values["temperature"] = 1 / values["logit_scale"]
-        known = {name: value for name, value in values.items() if name in TITLES or "/" in name}
-        curve.setdefault(values["step"], {}).update(known)
+        plotted = {name: value for name, value in values.items() if name in TITLES or "/" in name}
+        curve.setdefault(values["step"], {}).update(plotted)
     return curve
 
 
 def quantities(curves: Iterable[Curve]) -> list[str]:
     """All that curves have, in the order of `TITLES`; then scores, in the order of the logs."""
-    found = dict.fromkeys(name for curve in curves for values in curve.values() for name in values)
-    return [name for name in TITLES if name in found] + [name for name in found if name not in TITLES]
+    logged = dict.fromkeys(name for curve in curves for values in curve.values() for name in values)
+    return [name for name in TITLES if name in logged] + [name for name in logged if name not in TITLES]
 
 
 def write_table(curves: dict[str, Curve], path: Path) -> None:

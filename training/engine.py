@@ -340,9 +340,9 @@ class Log:
         if accelerator.is_main_process:
             # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if 0 < step and _step(line) <= step]
+            whole = [line for line in lines if 0 < step and _step(line) <= step]
             with new_file(path) as partial:
-                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+                partial.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float]) -> str:
         """Log the values of a step, and return a summary of them."""

@@ -120,11 +120,11 @@ def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tup
     """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
     mlp = layer.mlp
     dense = mlp.base if isinstance(mlp, CLIPMoESparseMoeBlock) else mlp
-    found = [] if dense is None else [tuple((linear.weight, linear.bias) for linear in (dense.fc1, dense.fc2))]
+    ffns = [] if dense is None else [tuple((linear.weight, linear.bias) for linear in (dense.fc1, dense.fc2))]
     if isinstance(mlp, CLIPMoESparseMoeBlock):
         experts = mlp.experts
-        found.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
-    return found
+        ffns.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
+    return ffns
 
 
 def clip_config(

@@ -16,7 +16,7 @@ from transformers import BaseImageProcessor, BatchEncoding, CLIPProcessor, PreTr
 
 from data.augmentation import Augmentation
 from data.images import decode_image
-from data.pairs import STREAM_TRIAL, StreamReport, first_caption, present_captions, read_pair
+from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
 from data.tokenizer import read_texts
@@ -64,6 +64,8 @@ class PairLoader:
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
                 f"{arguments.num_workers} workers share has no first pairs. Load it, or read it with one"
             )
+        if arguments.streaming and sampler is not None:
+            raise ValueError("a stream has no numbered pairs for a sampler")
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         self.hidden_states, self._in_order = hidden_states, None
@@ -256,7 +258,7 @@ class _Pairs(torch.utils.data.Dataset):
         all_captions: bool,
         with_images: bool,
     ):
-        self.arguments, self.unreadable, self.tried, self.failed = arguments, set(), 0, 0
+        self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
         self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
@@ -284,20 +286,15 @@ class _Pairs(torch.utils.data.Dataset):
         """The pair that takes the place of one whose image cannot be read, of shards that nobody looked through."""
         if not self.arguments.indexed:
             raise error
-        source, share = self.arguments.source, self.arguments.max_unreadable
         self.failed += 1
         is_new = index not in self.unreadable
         self.unreadable.add(index)
         image = self.rows[index]["image"]
         where = image.get("path") if isinstance(image, dict) else image
-        so_far = f"{len(self.unreadable)} of {len(self)} pairs of {source} cannot be read so far"
-        message = f"{so_far}, now {index} ({where}): {error}"
-        too_many = self.tried >= STREAM_TRIAL and self.failed > share * self.tried
-        if too_many or len(self.unreadable) > share * len(self):
-            tried = f"; {self.failed} of the {self.tried} that were tried" if too_many else ""
-            raise ValueError(f"{message}{tried}. More than max_unreadable = {share:.0%} is an error") from error
-        if is_new:
-            logger.warning("%s. The pair after it takes its place", message)
+        self.first = self.first or f"pair {index} ({where}): {error}"
+        if self.tried >= STREAM_TRIAL:
+            judge(self.failed, self.tried, self.first, self.arguments, quiet=True)
+        judge(len(self.unreadable), len(self), self.first, self.arguments, quiet=not is_new)
         return (index + 1) % len(self)
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class MeasuredTasks:
         """Name of a task -> its kind, which is also the name of a task on own data; None: there is no such task."""
         own = {task.task: task.task for task in self.tasks if isinstance(task, OwnTask)}
         names = [name for task in self.tasks if isinstance(task, str) for name in GROUPS.get(task, [task])]
-        known = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
-        return {name: known.get(name) for name in names} | own
+        by_name = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
+        return {name: by_name.get(name) for name in names} | own
 
     def wrong_tasks(self) -> Iterator[tuple[str, str]]:
         """See `Stage.problems`."""

@@ -25,13 +25,13 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     except re.error as error:
         raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
     names = {True: [], False: []}
-    found = {
+    matching = {
         parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
         if compiled.search(name)
     }
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter in found)
+        parameter.requires_grad_(parameter in matching)
         names[parameter.requires_grad].append(name)
     if not names[True]:
         examples = ", ".join(names[False][:3])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from evaluation.evaluate import evaluate_model
 from evaluation.measures import METRICS
-from evaluation.task import INFORMATION, Task
+from evaluation.task import Task
 from records.files import read_json, save, write_text
 from records.messages import cut
 from records.provenance import weights_fingerprint
@@ -24,8 +24,6 @@ from training.settings import STRICT
 from training.training_state import kept_random_states
 
 BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
-# Metrics that a task has only if they stand for it in a table
-ON_DEMAND = ("mean_of_top1_and_top5", "roc_auc", *INFORMATION)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -47,32 +45,14 @@ class Evaluation(MeasuredTasks):
 def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
     """The whole name of a score, TASK/METRIC, in which that of a task on own data may be cut to how it begins."""
     task, _, metric = keep_best.partition("/")
-    found = [task] if task in tasks else [name for name in tasks if name.startswith(f"{task}-")]
-    if len(found) != 1:
-        names = f"several of the tasks: {', '.join(found)}" if found else f"none of the tasks {', '.join(tasks)}"
+    matching = [task] if task in tasks else [name for name in tasks if name.startswith(f"{task}-")]
+    if len(matching) != 1:
+        names = f"several of the tasks: {', '.join(matching)}" if matching else f"none of the tasks {', '.join(tasks)}"
         raise ValueError(f"keep_best {keep_best!r} names {names}")
-    metrics = _metrics(tasks[found[0]], with_attributes="/" in metric)
-    if metric not in metrics:
-        raise ValueError(f"keep_best {keep_best!r}: the metrics of {found[0]} are {cut(metrics)}")
-    return f"{found[0]}/{metric}"
-
-
-def _metrics(task: Task, with_attributes: bool) -> list[str]:
-    """What a task is scored by.
-
-    Args:
-        with_attributes: also the scores for each attribute of pairs, which only their rows tell.
-    """
-    metrics = [metric for metric in METRICS[task.kind] if metric not in ON_DEMAND or metric in task.metrics]
-    if task.kind == "zero_shot" and len(task.classes) <= 5:
-        metrics.remove("accuracy_top5")
-    if task.kind == "zero_shot_groups":
-        metrics += [f"accuracy/{group}" for group in dict.fromkeys(task.group_of_class[name] for name in task.classes)]
-    if task.kind == "pairs" and with_attributes:
-        rows, _ = task.load()
-        attributes = set(rows["attribute"]) if "attribute" in rows.column_names else ()
-        metrics += [f"{next(iter(task.primary))}/{attribute}" for attribute in sorted(attributes)]
-    return metrics
+    metrics = METRICS[tasks[matching[0]].kind]
+    if metric.partition("/")[0] not in metrics:
+        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {cut(metrics)}")
+    return f"{matching[0]}/{metric}"
 
 
 class Scores:
@@ -136,13 +116,15 @@ class Scores:
         save(self.processor, measured)
         with tempfile.TemporaryDirectory() as results:
             options = {"batch_size": self.settings.batch_size, "device": self.accelerator.device}
-            found = evaluate_model(measured, self.tasks, results, name="model", **options)
+            measurements = evaluate_model(measured, self.tasks, results, name="model", **options)
         scores = {
             f"{name}/{metric}": score
-            for name, result in zip(self.tasks, found, strict=True)
+            for name, result in zip(self.tasks, measurements, strict=True)
             for metric, score in result["metrics"].items()
         }
         if self.settings.keep_best is not None:
+            if self.decisive not in scores:
+                raise ValueError(f"keep_best {self.decisive!r} was not measured, only {cut(scores)}")
             self._keep(step, scores[self.decisive], measured)
         shutil.rmtree(measured, ignore_errors=True)
         return scores

@@ -42,9 +42,10 @@ INTRODUCTION = """# Settings
 
 A recipe is a YAML file. [recipes.md](recipes.md) shows how to write one.
 
-Its key `stages` is a list of stages. Every stage has a `name`, which is also the name of its folder, a `stage`, which
-is one of the kinds in this table, and the settings of its kind. The key `defaults` maps a kind to settings for all
-stages of that kind. The other keys are those of [the recipe](#the-recipe). "None" means `null` in YAML."""
+Its key `stages` is a list of stages. Every stage has a `name` of letters, digits, spaces, `_` and `-`, which is also
+the name of its folder, a `stage`, which is one of the kinds in this table, and the settings of its kind. The key
+`defaults` maps a kind to settings for all stages of that kind. The other keys are those of
+[the recipe](#the-recipe). "None" means `null` in YAML."""
 
 
 def settings_page() -> str:

@@ -152,10 +152,10 @@ def load_checkpoint(
     if average is not None:
         files[AVERAGE] = average.averages
     for name, there in files.items():
-        kept = _read(checkpoint / name)
+        stored = _read(checkpoint / name)
         if state["sha256"][name] != file_digest(checkpoint / name):
             raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
-        _fill(there, kept, checkpoint / name)
+        _fill(there, stored, checkpoint / name)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     if state["num_processes"] == accelerator.num_processes:
@@ -168,14 +168,14 @@ def load_checkpoint(
         )
 
 
-def _fill(there: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], path: Path) -> None:
+def _fill(there: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], path: Path) -> None:
     """Put what a file of a checkpoint holds into the tensors of those names."""
-    unknown = sorted(kept.keys() ^ there.keys())
+    unknown = sorted(stored.keys() ^ there.keys())
     if unknown:
         raise _unfit(path.parent, f"{path.name} is of another model or optimizer: {', '.join(unknown[:3])}")
     with torch.no_grad():
         for name, tensor in there.items():
-            value = _like(kept[name], tensor)
+            value = _like(stored[name], tensor)
             if 0 in tensor.stride():  # of an expanded one, each number is once in memory
                 once = tuple(slice(None if stride else 1) for stride in tensor.stride())
                 tensor, value = tensor[once], value[once]

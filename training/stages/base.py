@@ -221,8 +221,8 @@ def expected_output(stage: Stage, inputs: SimpleNamespace) -> Expected:
 
 def kinds(stage: type[Stage]) -> list[str]:
     """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
-    found = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
-    return [kind for kind in found if kind] + (["model"] if stage.makes_model else [])
+    names = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
+    return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
 
 
 def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:

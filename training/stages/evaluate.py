@@ -65,8 +65,6 @@ class EvaluateStage(MeasuringStage):
             if title not in self.models:
                 raise ValueError(f"changes.{title} is none of the models {sorted(self.models)}")
             require_changes(changes)
-        if self.baseline is not None and self.baseline not in self.models:
-            raise ValueError(f"baseline {self.baseline!r} is none of the models {sorted(self.models)}")
         return self
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:

@@ -197,13 +197,13 @@ class HiddenStatesStage(Stage):
         cost = super().cost(inputs)
 
         def memory() -> int:
-            """Also what all layers make of a batch, and a part of what is kept, twice when it is put together."""
+            """Also what all layers make of a batch, and a part of what is stored, twice when it is put together."""
             pairs, config = inputs.data.known_pairs, inputs.model.clip
             at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
             layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
-            kept = layers * self._size(config, at_a_time, tokens)
-            kept += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_SHARD), tokens)
-            return cost["memory"]() + kept + _bytes_of_batch(self, inputs)
+            states = layers * self._size(config, at_a_time, tokens)
+            states += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_SHARD), tokens)
+            return cost["memory"]() + states + _bytes_of_batch(self, inputs)
 
         def disk() -> int:
             """Texts as long as they can be."""

@@ -1,7 +1,5 @@
 """Long-CLIP (arXiv:2403.15378), with which CLIP-MoE is compared: images have a long and a short caption."""
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Annotated, ClassVar
 
@@ -12,7 +10,6 @@ from pydantic.dataclasses import dataclass
 from data.pairs import present_captions
 from data.sources import Rows
 from training.context import Context
-from training.estimates import Unknown
 from training.losses import contrastive_loss, gather, gathered_rows
 from training.settings import STRICT
 from training.stages.train import TrainStage
@@ -80,13 +77,6 @@ class TrainLongCLIPStage(TrainStage):
         if self.num_components >= pairs - 1:
             raise ValueError(f"num_components {self.num_components} leave nothing out of a batch of {pairs}")
         return self
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs)
-        with contextlib.suppress(Unknown):
-            size = inputs.model.clip.projection_dim
-            if self.num_components >= size:
-                yield "num_components", f"{self.num_components} leave nothing out of embeddings of size {size}"
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
         """All, each of which must have both captions."""

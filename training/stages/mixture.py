@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
 
 import datasets
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
@@ -41,12 +41,6 @@ class MixtureStage(Stage):
     # each pair of one of them was there.
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
 
-    @model_validator(mode="after")
-    def _check(self):
-        if len(self.weights) != len(self.sources):
-            raise ValueError(f"weights: {len(self.weights)} weights for {len(self.sources)} sources")
-        return self
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         parts = [_pairs(arguments) for arguments in inputs.sources]
         if len({str(part.features["caption"]) for part in parts}) > 1:
@@ -61,8 +55,8 @@ class MixtureStage(Stage):
         print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        found = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
-        return {setting: value_digest(what) for setting, what in found.items() if what is not None}
+        identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
+        return {setting: value_digest(what) for setting, what in identities.items() if what is not None}
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         return super().cost(inputs) | {"disk": unknown("only mixing tells how many pairs there are")}

@@ -71,10 +71,10 @@ class InitializeStage(Stage):
     @classmethod
     def _check_fields(cls, settings, info):
         config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
-        known = {field.name for field in fields(config_class)} | ROUTING_FIELDS
-        unknown = sorted(set(settings) - known)
+        names = {field.name for field in fields(config_class)} | ROUTING_FIELDS
+        unknown = sorted(set(settings) - names)
         if unknown:
-            hint = what_is_meant(unknown[0], known)
+            hint = what_is_meant(unknown[0], names)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
@@ -148,9 +148,9 @@ class TokenizerStage(Stage):
         print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPTextConfig:
-        """A text tower with all tokens that it may learn, and the fewest positions."""
+        """A text tower with all tokens that it may learn."""
         special = {"bos_token_id": self.vocab_size - 2, "eos_token_id": self.vocab_size - 1}
-        return CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_length or 3, **special)
+        return CLIPTextConfig(vocab_size=self.vocab_size, **special)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -232,8 +232,6 @@ class UnifyStage(Stage):
     kind: ClassVar[str] = "unify"
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
-    # Fields of the preset that `experts` settles
-    FIXED: ClassVar[tuple[str, ...]] = ("num_experts",)
 
     # What the experts were trained from.
     model: Model
@@ -249,11 +247,11 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        preset = _preset(self, self.FIXED)
+        preset = _preset(self, fixed=["num_experts"])
         unify.convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
-        preset, base = _preset(self, self.FIXED), inputs.model.clip
+        preset, base = _preset(self, fixed=["num_experts"]), inputs.model.clip
         if is_sparse(base):
             self._require_fit(base)
         with named_errors(self, "changes" if self.changes else "preset"):
@@ -314,11 +312,7 @@ class AverageStage(Stage):
         average.convert(inputs.models, directory, self.weights)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
-        first, *others = (model.clip for model in inputs.models)
-        for name, other in zip(self.models[1:], others, strict=True):
-            if type(other) is not type(first) or average.shape(other) != average.shape(first):
-                raise ValueError(f"{self.name}.models: {name} has another configuration than {self.models[0]}")
-        return first
+        return inputs.models[0].clip
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "models", read_otherwise(inputs.models)

@@ -486,9 +486,7 @@ class TrainStage(RouterSettings, StepsStage):
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
             return {}
-        return {
-            f"evaluation.{setting}": fingerprint for setting, fingerprint in self.evaluation.data_fingerprints().items()
-        }
+        return {f"evaluation.{setting}": value for setting, value in self.evaluation.data_fingerprints().items()}
 
     def trained_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
         config = copy.deepcopy(inputs.model.clip)
@@ -551,39 +549,33 @@ class TrainExpertsStage(TrainStage):
         if self.num_epochs is None or inputs.clusters.folder is None:
             return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
         batch_size = self.global_batch_size // self.gradient_accumulation_steps
-        labels = self._choices(load_clusters(inputs.clusters.folder)[0], batch_size)[self.small_clusters]
+        labels = self.labels(load_clusters(inputs.clusters.folder)[0], batch_size)
         batches = (np.unique(labels[labels >= 0], return_counts=True)[1] // batch_size).sum()
         return self.num_epochs * int(batches // self.gradient_accumulation_steps)
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
         clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows, self.data))
-        labels = self.labels(clusters, share.batch_size * share.world_size, context.accelerator)
+        batch_size = share.batch_size * share.world_size
+        labels = self.labels(clusters, batch_size)
+        sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
+        unused = (sizes % batch_size).sum()
+        context.accelerator.on_main_process(print)(
+            f"{self.name}: {len(sizes)} clusters, {(sizes < batch_size).sum()} of them smaller than a batch "
+            f"(small_clusters: {self.small_clusters}); batches of one cluster leave {unused} of {sizes.sum()} samples "
+            "unused in an epoch"
+        )
         return ClusterBatchSampler(labels, *share, self.order)
 
-    def labels(self, clusters: FeatureClusters, batch_size: int, accelerator: Accelerator) -> np.ndarray:
-        """(samples,) the cluster of each sample whose batches train this expert, or -1. Reports what stays unused."""
-        choices = self._choices(clusters, batch_size)
-        for setting, choice in choices.items():
-            sizes = np.unique(choice[choice >= 0], return_counts=True)[1]
-            unused = (sizes % batch_size).sum()
-            accelerator.on_main_process(print)(
-                f"{self.name}: {len(sizes)} clusters with small_clusters: {setting}"
-                f"{' (chosen)' if setting == self.small_clusters else ''}, {(sizes < batch_size).sum()} of them "
-                f"smaller than a batch; batches of one cluster leave {unused} of {sizes.sum()} samples "
-                f"({unused / sizes.sum():.1%}) unused in an epoch"
-            )
-        return choices[self.small_clusters]
-
-    def _choices(self, clusters: FeatureClusters, batch_size: int) -> dict[str, np.ndarray]:
-        """For each `small_clusters`, the labels."""
+    def labels(self, clusters: FeatureClusters, batch_size: int) -> np.ndarray:
+        """(samples,) the cluster of each sample whose batches train this expert, or -1."""
         labels = clusters.labels.copy()
         if self.cluster is not None:
             labels[clusters.tuples[labels, 0] != self.cluster] = -1
-        ours = labels >= 0
-        merged = labels.copy()
-        merged[ours] = merge_small_clusters(labels[ours], clusters.centers, batch_size)
-        return {"drop": labels, "merge": merged}
+        if self.small_clusters == "merge":
+            ours = labels >= 0
+            labels[ours] = merge_small_clusters(labels[ours], clusters.centers, batch_size)
+        return labels
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -600,10 +592,10 @@ class TrainRouterStage(TrainStage):
 
 def _below_sparse_layers(config: CLIPMoEConfig, names: Sequence[str]) -> list[str]:
     """The names of parameters below the first sparse layer of a tower of a sparse model."""
-    found = []
+    below_first = []
     for tower in ("text", "vision"):
         first = min(getattr(config, f"{tower}_config").moe_layers, default=0)
         below = "|".join(map(str, range(first)))
         pattern = re.compile(rf"{tower}_model\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
-        found += [name for name in names if pattern.match(name)]
-    return found
+        below_first += [name for name in names if pattern.match(name)]
+    return below_first
