@@ -1,4 +1,4 @@
-"""A recipe checked whole before its first stage runs: all faults at once, each of which a run would meet later."""
+"""A recipe is checked whole before its first stage runs: all faults at once that the run would meet later."""
 
 import copy
 import json
@@ -86,7 +86,7 @@ class Outlook:
         return (self.output_dir / name / MANIFEST).is_file()
 
     def _output(self, stage: Stage) -> Expected:
-        """What is known of what a stage makes; of the model of a finished one, what it is."""
+        """The expected output of a stage; a finished stage has its model already."""
         inputs, folder = self.inputs[stage.name], self.output_dir / stage.name
         is_model = stage.makes_model and self.finished(stage.name)
         try:

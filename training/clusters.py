@@ -26,7 +26,7 @@ Library = Literal["scikit-learn", "faiss"]
 MANY = 100_000
 # Features that faiss learns centers from: of each cluster as many as faiss by itself takes, but more of few clusters
 SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
-# Features that faiss assigns together: more do not stay in the cache; and of which all distances to centers are held
+# Features that faiss assigns together: more do not stay in the cache. Features whose distances to all centers are held
 CHUNK, DISTANCES_CHUNK = 4096, 8192
 # Rows that balanced K-means chooses its first centers from, for each center
 ROWS_PER_CENTER = 20
@@ -39,7 +39,7 @@ class Method:
     """How K-means is computed.
 
     Args:
-        n_init: starts, of which the best counts.
+        n_init: starts; the best one counts.
         num_samples: of faiss, features that the centers are learned from; None: see `samples`.
     """
 
@@ -290,7 +290,7 @@ def accumulate(
 
     Args:
         labels: (samples,), of this stage.
-        features: each (samples, D), of which the centers are means, one beside the other.
+        features: each (samples, D); the centers are their means, one beside the other.
         previous: of the stages before, of the same samples.
     """
     if previous is None:
@@ -315,7 +315,7 @@ def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _means(features: np.ndarray | Rows, labels: np.ndarray, number: int) -> np.ndarray:
-    """(number, D) of the features (samples, D) of each label, of which a chunk is in memory at a time."""
+    """(number, D) means of the features (samples, D) of each label; one chunk is in memory at a time."""
     sums = np.zeros((number, features.shape[1]))
     for start in range(0, len(features), CHUNK):
         chunk = features[start : start + CHUNK]

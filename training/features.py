@@ -93,7 +93,7 @@ def encoder_features(
     image_root: str | None,
     dtype: str = "float32",
 ) -> Compute:
-    """`embeddings` (pairs, d) of captions, or of images, of which one batch is in memory at a time."""
+    """`embeddings` (pairs, d) of captions or of images; one batch of images is in memory at a time."""
 
     def embed(pairs: range) -> np.ndarray:
         if encoder.modality == "text":

@@ -101,7 +101,7 @@ def draw_as_openai(model: CLIPModel | CLIPMoEModel) -> None:
     text, width = model.text_model, model.text_model.config.hidden_size
     init.normal_(text.embeddings.token_embedding.weight, std=0.02)
     init.normal_(text.embeddings.position_embedding.weight, std=0.01)
-    added = width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5  # of what adds to the residual stream
+    added = width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5  # of projections that add to the residual stream
     for layer in text.encoder.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             init.normal_(projection.weight, std=width**-0.5)

@@ -146,7 +146,7 @@ class PairLoader:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Makes a batch of processed pairs; without images, of what stands for them."""
+    """Makes a batch of processed pairs, with hidden states in place of the images where these were not read."""
 
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
@@ -192,7 +192,7 @@ class _Images:
             self.draft = augmentation.draft(min(resized_size(processor, (1, 1))))
 
     def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
-        """As `pixel_values`, of what an image column holds."""
+        """The `pixel_values` of a value of an image column."""
         return self.pixel_values(decode_image(value, self.image_root, self.draft), rng)
 
     def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:

@@ -221,7 +221,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all processes (processes * B, D). The gradient of a row is the sum of what all processes have."""
+    """The rows of all processes (processes * B, D). The gradient of a row is the sum over all processes."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothin
 
 
 def _cross_entropy(rows, columns, scale, weights, targets, label_smoothing):
-    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right."""
+    """The sum over (R, D) rows, times their (R,) weights; (R,) targets are the right ones among the (N, D) columns."""
     logits = scale * rows @ columns.T
     return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
 

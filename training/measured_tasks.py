@@ -23,7 +23,7 @@ from training.settings import STRICT
 
 @dataclass(config=STRICT, kw_only=True)
 class MeasuredTasks:
-    """Settings of what measures."""
+    """The tasks of stages that measure."""
 
     # Names of built-in tasks, benchmarks and groups of benchmarks, which docs/evaluation.md lists; and
     # [tasks on own data](#tasks-on-own-data).

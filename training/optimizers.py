@@ -71,7 +71,7 @@ class OptimizerSettings(Protocol):
 
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of what trains in a task."""
+    """The optimizer of the trainable parameters of a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
     options = {
         "lr": settings.learning_rate,

@@ -106,7 +106,7 @@ def _state(stage: Stage, outlook: Outlook) -> str:
 
 
 def render(title: str, rows: list[Row], num_processes: int) -> str:
-    """Two tables: what the stages are, and what they take; with what is unknown, and why, below."""
+    """Two tables, of what the stages are and of what they take; the reasons for unknown numbers stand below."""
     reasons: list[str] = []
     first = [["stage", "kind", "state", "reads"]]
     first += [[row.name, row.kind, row.state, ", ".join(row.reads) or "-"] for row in rows]

@@ -158,7 +158,7 @@ class Runner:
             recipe.mixed_precision,
             trackers,
         )
-        # Name of what stages read -> its fingerprint: a model is read once
+        # Folder or hub name -> fingerprint: a model is read once
         self._fingerprints: dict[str, str] = {}
         self._local = paths_here(dump_recipe(recipe))
 
@@ -315,6 +315,6 @@ def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
     os.replace(partial, final)
     # Not before: a run that is killed now goes on from the last one.
     shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
-    if stage.makes_model:  # of what is left
+    if stage.makes_model:  # not before the checkpoints are gone
         record.weights = weights_fingerprint(str(final))
         record.write(final)

@@ -52,7 +52,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def kept_random_states(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn in the block, what is drawn after it is what would have been drawn without it."""
+    """Random numbers that are drawn in the block do not change those that are drawn after it."""
     states = random_states(device)
     try:
         yield
@@ -271,7 +271,7 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """With a hash of what it says: a damaged random state, say, would go on with other numbers, or kill the process."""
+    """Write a record with its hash: a damaged random state would go on with other numbers, or kill the process."""
     path.write_text(json.dumps(record | {"seal": value_digest(record)}), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What every stage is: settings, what it reads, and what it does with it."""
+"""A stage: its settings, its inputs, and its run."""
 
 import dataclasses
 import typing
@@ -61,7 +61,7 @@ class Stage:
         return {}
 
     def open_data(self, arguments: DataArguments) -> Rows:
-        """The columns that it needs of its data, of which no row is read."""
+        """The columns that it needs of its data. No row is read."""
         return select_columns(open_rows(arguments), arguments)
 
     # Three questions are asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those
@@ -116,7 +116,7 @@ def require_numbered(data: DataArguments) -> DataArguments:
     return data
 
 
-# Data with a length, whose samples have numbers by which labels or features belong to them
+# Data with a length: labels and features belong to the numbers of their samples
 NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 
@@ -136,7 +136,7 @@ class Reference:
 
 @contextmanager
 def named_errors(stage: Stage, setting: str) -> Iterator[None]:
-    """Errors of what a setting asks for name it."""
+    """Errors name the setting that causes them."""
     try:
         yield
     except (ValueError, TypeError, StrictDataclassError) as error:

@@ -142,7 +142,7 @@ class EmbedStage(Stage):
 class HiddenStatesStage(Stage):
     """What enters the first sparse layers of a model, for stages that train nothing below them.
 
-    Takes (images * patches * width + text tokens * width) numbers of disk, of which --plan tells the most.
+    Takes (images * patches * width + text tokens * width) numbers of disk; --plan tells the most.
     """
 
     kind: ClassVar[str] = "hidden_states"
@@ -197,7 +197,7 @@ class HiddenStatesStage(Stage):
         cost = super().cost(inputs)
 
         def memory() -> int:
-            """Also what all layers make of a batch, and a part of what is stored, twice when it is put together."""
+            """Also the states of all layers for a batch, and a shard, which is there twice when it is put together."""
             pairs, config = inputs.data.known_pairs, inputs.model.clip
             at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
             layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
@@ -244,7 +244,7 @@ class ClusterStage(Stage):
     # What computes K-means. faiss (pip install faiss-cpu) learns centers from num_samples features and assigns all in
     # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, faiss above.
     method: Library | None = None
-    # Starts of K-means, of which the best counts. None: 10 up to 100,000 features, 1 above.
+    # Starts of K-means; the best one counts. None: 10 up to 100,000 features, 1 above.
     n_init: int | None = Field(default=None, gt=0)
     # Features that faiss learns the centers of each K-means from, drawn at random. They are in memory at once. None:
     # 256 for each cluster, and at least 65,536.

@@ -39,7 +39,7 @@ class _Projection(torch.autograd.Function):
 
 
 def primary_components(features: torch.Tensor, number: int) -> torch.Tensor:
-    """Features of which only their mean and their largest principal components are left (Long-CLIP section 3.3).
+    """Features reduced to their mean and their largest principal components (Long-CLIP section 3.3).
 
     The gradient flows through all of it, mean and directions of the components included, as in the authors' code.
 
@@ -79,7 +79,7 @@ class TrainLongCLIPStage(TrainStage):
         return self
 
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
-        """All, each of which must have both captions."""
+        """All pairs. Each must have both captions."""
         for index, captions in enumerate(rows["caption"]):
             if isinstance(captions, str) or len(captions) != 2 or len(present_captions(captions)) != 2:
                 raise ValueError(

@@ -134,7 +134,7 @@ class TokenizerStage(Stage):
 
     # Whose captions it learns from.
     data: NumberedData
-    # Tokens, of which 514 are bytes and special tokens; fewer come of it where the captions have fewer words.
+    # Tokens, with 514 bytes and special tokens; there are fewer where the captions have fewer words.
     vocab_size: int = Field(default=49408, ge=SMALLEST)
     # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
     # for. None: as many as these.

@@ -178,7 +178,7 @@ class StepsStage(Stage):
         set_trainable(model, self.trainable)
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
-        """Without its weights, of which those that train require a gradient. Raises Unknown, ValueError."""
+        """The model without its weights; parameters that train require a gradient. Raises Unknown, ValueError."""
         model = described(self.trained_config(inputs))
         self.set_trainable(model)
         return model
