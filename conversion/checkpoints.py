@@ -126,12 +126,12 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
     return {name: value for name, value in config.to_diff_dict().items() if name in known}
 
 
-def sample_inputs(config, seed: int = 0, batch_size: int = 2) -> dict[str, Tensor]:
+def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
     """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at.
 
     For the config of a text tower, token ids alone.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     text, inputs = config.get_text_config(), {}
     if text is not config:
         vision = config.vision_config

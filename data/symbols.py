@@ -128,9 +128,7 @@ def load(
     return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
 
 
-def load_minimal_pairs(
-    split: str, num_pairs: int, kinds: Sequence[str] = tuple(KINDS), seed: int = 0, image_size: int = 32
-) -> Dataset:
+def load_minimal_pairs(split: str, num_pairs: int, seed: int = 0) -> Dataset:
     """Pairs of pictures that differ in exactly one thing, as MMVP-VLM's pairs of images do.
 
     Returns:
@@ -141,12 +139,12 @@ def load_minimal_pairs(
     for index in range(num_pairs):
         rng = np.random.default_rng([SPLITS[split] + len(SPLITS), seed, index])
         difference = DIFFERENCES[index % len(DIFFERENCES)]
-        first = draw_scene(rng, kinds, two=difference == "binding")
-        second = _differ(first, difference, kinds, rng)
+        first = draw_scene(rng, KINDS, two=difference == "binding")
+        second = _differ(first, difference, rng)
         wording = int(rng.integers(2**32))
         row = {"attribute": difference}
         for number, scene in enumerate((first, second)):
-            row[f"image_{number}"] = png(render(scene, split, rng, image_size))
+            row[f"image_{number}"] = png(render(scene, split, rng, image_size=32))
             row[f"caption_{number}"] = caption(scene, "detailed", np.random.default_rng(wording))
         rows.append(row)
     text = Value("string")
@@ -251,12 +249,12 @@ def _covered(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
     return mask
 
 
-def _differ(first: dict[str, str], difference: str, kinds: Sequence[str], rng: np.random.Generator) -> dict[str, str]:
+def _differ(first: dict[str, str], difference: str, rng: np.random.Generator) -> dict[str, str]:
     """The scene with another value, or with exchanged colors."""
     if difference == "binding":
         return {**first, "color": first["second_color"], "second_color": first["color"]}
     if difference == "kind":
-        kind = choose(rng, [name for name in kinds if name != first["kind"]])
+        kind = choose(rng, [name for name in KINDS if name != first["kind"]])
         return {**first, "kind": kind, "topic": TOPIC_OF[kind]}
     tables = {"color": COLORS, "size": SIZES, "position": POSITIONS, "background": BACKGROUNDS, "texture": TEXTURES}
     return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}

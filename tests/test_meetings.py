@@ -33,12 +33,12 @@ def set_in(file, *keys, value):
 LAST_WORD = "u</w>"
 
 
-def token_above_the_end(folder, **special):
+def token_above_the_end(folder):
     """The end token is not the highest one, at which 2 pools."""
     vocabulary = processor().tokenizer.get_vocab()
     *letters, last, start, end = sorted(vocabulary, key=vocabulary.get)
     vocabulary = {token: number for number, token in enumerate([*letters, start, end, last])}
-    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12, **special).save_pretrained(folder)
+    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12).save_pretrained(folder)
     set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
 
 
@@ -46,10 +46,6 @@ def token_above_the_end(folder, **special):
 FAULTS = {
     "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
     "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", "padding_side", value="left")),
-    "pad token above the end": (
-        "which pools a text at its highest token",
-        lambda folder: token_above_the_end(folder, pad_token=LAST_WORD),
-    ),
     "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
     "longer than the positions": (
         "model_max_length is 13 and max_position_embeddings is 12",
