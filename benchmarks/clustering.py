@@ -84,7 +84,7 @@ def inertia(rows: np.ndarray, labels: np.ndarray) -> float:
 
 
 def compare(names: Sequence[str], number: int, *features: int | bool, rounds: int = 1) -> dict[str, list[dict]]:
-    """What each method cost in each round, with its labels."""
+    """The cost of each method in each round, with its labels."""
     return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
 
 

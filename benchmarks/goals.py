@@ -68,7 +68,7 @@ def row(what: str, ratio: float, least: float, most: float) -> list[str]:
 
 @command
 def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
-    """What the project wants of its speed and memory, and what it has, in one table.
+    """Goals of speed and memory beside what is reached, in one table.
 
     Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most figures are of the
     processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have

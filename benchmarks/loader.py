@@ -97,7 +97,7 @@ def rate(loader: PairLoader, number: int) -> float:
 
 
 def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoader]]:
-    """What is measured, and the loader that does it."""
+    """Names of ways to read images, and their loaders."""
     images = {"source": str(folder / "images")}
     shards = {"source": str(folder / "shards"), "image_column": "jpg", "caption_column": "txt"}
     sources = [(f"loaded{name}", images, augmentation) for name, augmentation in AUGMENTATIONS.items()]
@@ -113,7 +113,7 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
 
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
-    """Images a second of the loop, which is `LOOP`, and of these ways, or of all and `TWO_LOOPS`."""
+    """Images a second of the loop (`LOOP`) and of the wanted ways; by default of all ways and `TWO_LOOPS`."""
     processor = build_processor("symbols", EDGE, 64)
     processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
     with tempfile.TemporaryDirectory() as folder:

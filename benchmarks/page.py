@@ -1,4 +1,4 @@
-"""What the benchmarks share: calls that take turns, processes of their own, and the page that is printed."""
+"""Shared parts of the benchmarks: costs in processes of their own, and the page that is printed."""
 
 import platform
 import statistics

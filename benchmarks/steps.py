@@ -182,7 +182,7 @@ def random_batch(model, pairs: int, tokens: int, captions: int) -> dict[str, tor
 
 
 def parts_ratios(prepare: Callable, pairs: int, part: int, rounds: int) -> tuple[list[dict], list[dict], float, float]:
-    """What a computation costs as a whole and in parts in each round, and the ratios of memory and of time."""
+    """Costs of a computation as a whole and in parts in each round, and the ratios of memory and of time."""
     calls = {"whole": partial(cost, prepare, pairs, None), "parts": partial(cost, prepare, pairs, part)}
     costs = in_turn(calls, rounds)
     whole, parts = costs["whole"], costs["parts"]
@@ -199,7 +199,7 @@ def recipe_step(
     dtype: Dtype = "float32",
     device: str = "cpu",
 ) -> Callable[[], dict[str, float]]:
-    """Takes two steps of a recipe, of which the second is timed."""
+    """Takes two steps of a recipe and times the second."""
     from training.contrastive_task import ContrastiveTask
     from training.engine import checkpoint_layers
     from training.gradient_cache import cached_gradient

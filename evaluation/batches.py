@@ -1,4 +1,4 @@
-"""What is embedded, in batches: read, told apart by its contents, and made a model's inputs."""
+"""Images and texts in batches: read, identified by a digest, and made a model's inputs."""
 
 import os
 from collections.abc import Iterator, Sequence

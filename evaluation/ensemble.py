@@ -62,7 +62,7 @@ class Ensemble:
         self._embeds: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
-        """What is computed with every expert, of which one is in memory at a time."""
+        """Results of a computation with every expert; one expert is in memory at a time."""
         return [compute(copy(expert)) for expert in self.experts]  # with the copy, the model that it loads goes
 
     def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ("{}",)) -> np.ndarray:
@@ -145,7 +145,7 @@ def is_mixture(model: str | Path) -> bool:
 
 
 def require_changes(changes: Mapping[str, Any]) -> None:
-    """What a mixture is measured with in place of its own configuration: fields of `CLIPMoDEConfig` in `CHANGES`."""
+    """Refuse changes of a mixture's configuration that are no valid fields of `CLIPMoDEConfig` in `CHANGES`."""
     unknown = sorted(set(changes) - set(CHANGES))
     if unknown:
         raise ValueError(f"a mixture can be measured with another {', '.join(CHANGES)}, not {', '.join(unknown)}")

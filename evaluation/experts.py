@@ -112,7 +112,7 @@ def faults(
     expert: int | None,
     capacity_factors: Sequence[float],
 ) -> Iterator[tuple[str, str]]:
-    """What of a model cannot be analyzed on tasks of these kinds: the setting, and why. See `analyze_experts`."""
+    """Faults of an analysis on tasks of these kinds: the setting, and why it cannot be. See `analyze_experts`."""
     if not is_sparse(config):
         yield "model", "a dense CLIP has no experts to analyze"
         return
@@ -237,7 +237,7 @@ def analyze_experts(
 def _drawn(
     embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequence[float], expert: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What these layers do with some of the images and texts that were measured, for the JSON and as pictures."""
+    """Words and patches that the experts of these layers take, for the JSON and as pictures."""
     images, texts = embedder.some_images(), embedder.some_texts()
     config, preferences, pictures = embedder.model.config.vision_config, {}, {}
     if "text" in layers and texts:
@@ -280,7 +280,7 @@ def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
 def _measure_alone(
     tasks: Mapping[str, Task], embedder: _Witness, num_experts: int
 ) -> tuple[ByColumn, dict[str, dict[str, np.ndarray]]]:
-    """What each expert scores, which gets all tokens, and its embeddings."""
+    """Scores and embeddings of each expert alone, which gets all tokens."""
     results, embeds = {}, {}
     for expert in range(num_experts):
         embedder.forget()

@@ -107,8 +107,8 @@ class FeatureStore:
 
 
 class Rows:
-    """An array (rows, ...) of a store, of which only what is asked for is in memory: a slice, or rows by their
-    numbers in ascending order."""
+    """An array (rows, ...) of a store that loads only what is asked for: a slice, or rows by their numbers in
+    ascending order."""
 
     def __init__(self, store: FeatureStore, name: str):
         self.store, self.name = store, name

@@ -120,7 +120,7 @@ class OwnTask:
 
 
 def in_one_line(error: ValidationError) -> str:
-    """What is wrong with the settings of a task."""
+    """The faults of a task's settings, in one line."""
     problems = (f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
     return "; ".join(problem.strip() for problem in problems)
 
@@ -260,7 +260,7 @@ def read_classes(path: Path, what: str = "class") -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """What a file says in UTF-8."""
+    """The text of a file in UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

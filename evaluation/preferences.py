@@ -21,7 +21,7 @@ LEAST_OCCURRENCES, LEAST_ERRORS = 5, 3.0
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What the router of a layer does with the tokens of some images or texts.
+    """The decisions of a layer's router on the tokens of some images or texts.
 
     Args:
         probabilities: (n, S, E), the router's distribution.

@@ -56,7 +56,7 @@ def task_name(task: str, data: dict[str, Any]) -> str:
 
 
 def without_seed(result: dict[str, Any]) -> dict[str, Any]:
-    """The result, with nothing said of which seed drew the pictures of its task."""
+    """The result without the seed that drew the pictures of its task."""
     data = result.get("data") or {}
     return result | {"data": {key: value for key, value in data.items() if key != "seed"}}
 

@@ -62,7 +62,7 @@ class LayerCounts:
             self.gate = (self.gate or 0.0) + (gate.double().mean(dim=-1) * mask).sum().item()
 
     def means(self) -> dict[str, Any]:
-        """What is true of a token in the mean.
+        """Means over tokens.
 
         Returns:
             `shares` (E,) of the tokens that each expert computed, which sum to K where nothing is dropped;

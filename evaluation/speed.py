@@ -60,7 +60,7 @@ def measure_speed(
 def _too_little_memory(
     models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
-    """What torch raises, as a ValueError that names the models."""
+    """Turn what torch raises into a ValueError that names the models."""
     try:
         yield
     except RuntimeError as error:  # of torch, or a process was ended
@@ -91,7 +91,7 @@ def measure_memory(model: str, batch_size: int, device: torch.device, dtype: tor
 
 
 def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """What a function returns in a new process, whose memory is its own."""
+    """Call a function in a new process, which has its own memory."""
     # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         others = set(active_children())
@@ -125,7 +125,7 @@ def peak_resident() -> int:
 
 
 def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:
-    """What embeds a batch of images, and one of texts."""
+    """Functions that embed a batch of images and a batch of texts."""
     model = load_clip(name, dtype=dtype).to(device)
     inputs = {key: tensor.to(device) for key, tensor in sample_inputs(model.config, batch_size=batch_size).items()}
     pixel_values = inputs["pixel_values"].to(dtype)

@@ -1,4 +1,4 @@
-"""What one measure on one dataset is."""
+"""A task: one measure on one dataset."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

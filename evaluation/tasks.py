@@ -1,4 +1,4 @@
-"""What models are measured on: built-in tasks, benchmarks, and tasks made of any dataset's columns."""
+"""Tasks by name: built-in tasks, benchmarks, and tasks made of any dataset's columns."""
 
 import contextlib
 import dataclasses
@@ -111,7 +111,7 @@ def find_tasks(
 
 
 def copied_benchmarks(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, Task]:
-    """Name -> task of the benchmarks of which there is a whole copy in `data_root`."""
+    """Name -> task, for benchmarks that have a whole copy in `data_root`."""
     names = [name for entry in wanted if isinstance(entry, str) for name in GROUPS.get(entry, [entry])]
     tasks = {}
     for name in dict.fromkeys(names):
@@ -122,7 +122,7 @@ def copied_benchmarks(wanted: Sequence[Wanted], data_root: str | Path | None = N
 
 
 def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> list[str]:
-    """What is wrong with the data of tasks whose names are known. The Hub is not asked, and no image is read."""
+    """Faults of the data of tasks whose names are known. The Hub is not asked, and no image is read."""
     problems = []
     for entry in wanted:
         names = [entry] if isinstance(entry, OwnTask) else GROUPS.get(entry, [entry])
@@ -157,7 +157,7 @@ def missing_data(source: str) -> str:
 
 
 def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
-    """The names, in which tasks on own data are replaced by their settings.
+    """The names, with settings in place of the names of tasks on own data.
 
     Args:
         own: fields of `OwnTask`, but for its task.

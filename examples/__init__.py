@@ -1,1 +1,1 @@
-"""What uses the core without being a part of it."""
+"""Programs that use the core without being a part of it."""

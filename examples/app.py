@@ -258,7 +258,7 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
 
 
 def _carried(source: str, parent: Path, copy: Callable[[Path, Path], Any]) -> str:
-    """The Hub name itself, or where a folder was copied to within a Space, which keeps its name."""
+    """The Hub name itself, or the place of a copied folder within a Space, under its own name."""
     if not Path(source).is_dir():
         return source
     target = parent / Path(source).resolve().name

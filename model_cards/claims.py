@@ -226,7 +226,7 @@ def _section(
 
 
 def _compared(claim: Claim, base: Path, output_folder: Path) -> str:
-    """What would show a claim, as a cell of a table."""
+    """The comparison that would show a claim, as a cell of a table."""
     if claim.missing is not None:
         return f"missing: {escape(claim.missing)}"
     if claim.shown_in is not None:

@@ -38,7 +38,7 @@ MARKERS = "osD^vP*X"
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a model remembers of a task: a mean over runs."""
+    """The knowledge of a model on a task: a mean over runs."""
 
     model: str
     task: str

@@ -139,7 +139,7 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
 
 
 def _took(folder: Path) -> str | None:
-    """How long a run took of whose folders this one is, on what, and at which commits; None: it was not recorded."""
+    """How long the run of this folder took, on what, and at which commits; None: it was not recorded."""
     manifests = sorted(folder.parent.glob(f"*/{MANIFEST}"))
     attempts = [attempt for manifest in manifests for attempt in Record.read(manifest.parent).attempts]
     if not attempts:

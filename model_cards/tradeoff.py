@@ -1,4 +1,4 @@
-"""What models learned against what they kept, beside the lines of weight averages.
+"""Learned against kept, beside the lines of weight averages.
 
     python -m model_cards.tradeoff model_cards/names_kept --learned names_learned --kept names_kept --base base
 

@@ -31,7 +31,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ExpertScores(BaseModel):
-    """What `evaluation.experts` wrote of one seed."""
+    """The part of `experts.json` of one seed that claims need."""
 
     metrics: dict[str, dict[str, dict[str, Share]]] = Field(min_length=1)  # task -> row -> metric -> score
     weights: str
@@ -40,7 +40,7 @@ class ExpertScores(BaseModel):
 
 
 class Headline(BaseModel):
-    """What marks a claim as one that a reader asks for first."""
+    """The mark of a claim that a reader asks for first."""
 
     model_config = STRICT
 
@@ -229,7 +229,7 @@ def _read_experts(folder: Path, num_seeds: int) -> Scores:
 
 
 def read_expert_scores(folder: Path, seed: int) -> ExpertScores:
-    """What was measured of one seed's single experts."""
+    """The scores of one seed's single experts."""
     return _validated(ExpertScores, folder / f"experts_{seed}.json")
 
 

@@ -46,7 +46,7 @@ class Layout(ABC):
 
     @property
     def shape(self) -> str:
-        """What lies there, in words."""
+        """The layout in words."""
         return f"{' and '.join(self.files)} with {self.content}, and images in {self.images or 'the same folder'}"
 
     def annotations(self, folder: Path, split: str) -> list[Path]:
@@ -291,7 +291,7 @@ class CaptionFiles(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePairs(Layout):
-    """Statements of which two that follow each other are of a pair of images (MMVP-VLM, scripts/evaluate_vlm.py of
+    """Statements; two that follow each other belong to a pair of images (MMVP-VLM, scripts/evaluate_vlm.py of
     tsb0601/MMVP)."""
 
     files: Sequence[str] = ("Questions.csv",)

@@ -24,7 +24,7 @@ class NotDownloaded(ValueError):
 def benchmark_task(
     benchmark: Benchmark, data_root: str | Path | None = None, ask_hub: bool = True, num_workers: int | None = None
 ) -> Task:
-    """What is measured. Class names, templates and what tells copies apart are read now, images when they are needed.
+    """The task of a benchmark. Class names, templates and stamps of copies are read now, images when they are needed.
 
     Args:
         data_root: folder of local copies: `data_root/NAME`, also as `wds_NAME`. What is not there is taken from the
@@ -141,7 +141,7 @@ def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
 def _load(
     benchmark: Benchmark, layout: Layout, folder: Path, arguments: DataArguments, classes: Sequence[str]
 ) -> tuple[Dataset, int]:
-    """The rows, of which none may be unreadable: nothing is measured in part. So the number of others is 0."""
+    """The rows, and 0: an unreadable row is an error, since nothing is measured in part."""
     try:
         rows = layout.rows(folder, arguments.split)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
