@@ -1,6 +1,5 @@
 """Publishing: nothing of a source runs or is passed on but what this package wrote."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -139,14 +138,6 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
     assert load_encoder(out / "metadata_encoder").encode(["a star"]).shape == (1, 8)
     assert {"expert_0/model.safetensors", "expert_1/config.json", "modeling_clip_mode.py"} <= files(out).keys()
     assert "A mixture of 2 CLIPs" in (out / "README.md").read_text()
-
-
-def test_a_type_that_is_not_known_asks_nobody(source, ran, tmp_path, monkeypatch):
-    change(source / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))  # what transformers would take for consent
-    with pytest.raises(SystemExit, match=f"error: cannot load {source}: .*`evil`"):
-        publish.main([str(source), "user/x", "--dry-run", str(tmp_path / "out")])
-    assert not ran.exists()
 
 
 @pytest.mark.parametrize(
