@@ -12,6 +12,7 @@ from typing import Any, Literal
 import datasets
 import pyarrow
 from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -243,7 +244,7 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     asked for.
     """
     source = arguments.source
-    # What `train`, `train[:10%]` and `train+test` name
+    # The splits in `train`, `train[:10%]` and `train+test`
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
         return BUILDERS.get(Path(source).suffix, "csv"), {names[0]: _matching(source)}
@@ -262,7 +263,10 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
     if not by_split.keys() >= set(names):
         raise ValueError(_no_split(arguments, by_split))
     for name, other in itertools.product(names, by_split):
-        if both := set(by_split[name]).intersection(by_split[other]) if other != name else ():
+        both = set(by_split[name]).intersection(by_split[other]) if other != name else set()
+        if builder == "imagefolder":  # which may have other files, such as train_test_split.txt
+            both = {file for file in both if file.lower().endswith(tuple(ImageFolder.EXTENSIONS))}
+        if both:
             raise ValueError(
                 f"by its name, {min(both)} is in the split {name} and in the split {other} of {source}: rename it, so "
                 "that nothing is trained on what is tested"
