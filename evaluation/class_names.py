@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,22 +76,12 @@ def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str
 
 
 def require_different_names(classes: Sequence[str]) -> None:
-    """Raises a ValueError unless there are two classes or more, of names that differ as texts. Whether a model tells
-    them apart, only its tokenizer knows."""
-    nameless = [number for number, name in enumerate(classes) if not name.strip()]
-    if nameless:
-        raise ValueError(f"class {nameless[0]} has no name; the classes are {', '.join(map(repr, classes[:5]))}, ...")
-    same: dict[str, list[str]] = {}
-    for name in classes:
-        same.setdefault(" ".join(unicodedata.normalize("NFC", name).split()), []).append(name)
-    repeated = sorted(name for names in same.values() if len(names) > 1 for name in names)
-    if repeated:
-        raise ValueError(
-            "classes need different names, but these are the same but for spaces and Unicode's forms (NFC, NFD): "
-            f"{', '.join(map(ascii, repeated[:5]))}"
-        )
-    if len(classes) < 2:
-        raise ValueError(f"an image needs two classes or more to belong to, but there is only {classes[0]!r}")
+    """Raises a ValueError unless there are two classes or more, each with a name of its own. Whether a model tells the
+    names apart, only its tokenizer knows."""
+    faults = [name for name, times in Counter(classes).items() if times > 1 or not name.strip()]
+    if faults or len(classes) < 2:
+        names = ", ".join(map(repr, faults[:5] or classes))
+        raise ValueError(f"two classes or more are needed, each with a name of its own, not {names}")
 
 
 def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
