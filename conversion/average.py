@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CLIPConfig, CLIPModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.processors import copy_processor, require_same
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 
-def shape(config: CLIPConfig | CLIPMoEConfig) -> list[dict[str, Any]]:
+def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The part of a configuration that must be equal for parameters to be averaged."""
     parts = (config, config.text_config, config.vision_config)
     towers = ("text_config", "vision_config")
@@ -34,7 +33,7 @@ def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> N
 
 
 @torch.no_grad()
-def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> CLIPModel | CLIPMoEModel:
+def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> PreTrainedModel:
     """The mean of the parameters of models, computed in float64. Two models are in memory at a time.
 
     Args:

@@ -9,19 +9,22 @@ from torch import Tensor
 from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from conversion.families import FAMILIES, MODELS, family_of
 from conversion.folders import has_file, load_config, loading
-from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
+from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.messages import cut
 
 TOLERANCE = 1e-4
 # By the type of a model that is not taken: what it is, and what to do
+DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
+SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
 HINTS = {
-    "clip": " (it is dense: conversion.upcycle makes it sparse)",
-    "clip_moe": " (it is already sparse: conversion.dense takes one expert out)",
+    **{family.dense.config_class.model_type: DENSE_HINT for family in FAMILIES},
+    **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILIES},
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
-MODELS = {"clip": CLIPModel, CLIPMoEConfig.model_type: CLIPMoEModel}
 
 
 def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
@@ -36,7 +39,7 @@ def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrai
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
         hint = HINTS.get(model_type, "") if expected in HINTS else ""
-        if isinstance(config, CLIPMoEConfig) and not is_sparse(config):
+        if isinstance(config, SparseMoEConfig) and not is_sparse(config):
             hint = " (it is dense, and both of its towers have one encoder)"
         raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
     return config
@@ -65,28 +68,36 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
     return model.eval()
 
 
-def load_clip(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
-    """Loads a dense or a sparse CLIP, see `load_model`."""
+def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a dense or a sparse CLIP of any family, see `load_model`."""
     return load_model(clip_class(source), source, **kwargs)
 
 
-def clip_class(source: str | Path) -> type[CLIPModel] | type[CLIPMoEModel]:
+def clip_class(source: str | Path) -> type[PreTrainedModel]:
     """The class of a dense or a sparse CLIP; of any other model, the class that `load_model` finds it is not of."""
     return MODELS.get(load_config(source).model_type, CLIPModel)
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:
-    """Whether a whole CLIP has sparse layers; a `CLIPMoEConfig` without any describes a dense one."""
-    return isinstance(config, CLIPMoEConfig) and any(
+    """Whether a whole CLIP has sparse layers; a `SparseMoEConfig` without any describes a dense one."""
+    return isinstance(config, SparseMoEConfig) and any(
         tower.moe_layers for tower in (config.text_config, config.vision_config)
     )
 
 
-def load_dense(source: str | Path, **kwargs) -> CLIPModel | CLIPMoEModel:
-    """Loads a dense CLIP, see `load_model`. Where both towers have one encoder, it is a `CLIPMoEModel`."""
-    config = load_config(source)
-    shared = isinstance(config, CLIPMoEConfig) and not is_sparse(config)
-    return load_model(CLIPMoEModel if shared else CLIPModel, source, **kwargs)
+def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a dense CLIP of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
+    with loading(source):
+        family = family_of(load_config(source))
+    shared = isinstance(config := load_config(source), SparseMoEConfig) and not is_sparse(config)
+    return load_model(family.sparse if shared else family.dense, source, **kwargs)
+
+
+def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a sparse CLIP of any family, see `load_model`."""
+    with loading(source):
+        family = family_of(load_config(source))
+    return load_model(family.sparse, source, **kwargs)
 
 
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
@@ -127,31 +138,44 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 
 
 def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
-    """Random images and token ids for a CLIP of this config, each text with the token CLIP pools at.
+    """Random images and token ids for a CLIP of this config, each text with the token that its family pools at.
 
     For the config of a text tower, token ids alone.
     """
     generator = torch.Generator().manual_seed(0)
     text, inputs = config.get_text_config(), {}
     if text is not config:
-        vision = config.vision_config
-        shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
-        inputs["pixel_values"] = torch.randn(shape, generator=generator)
+        inputs = _sample_images(config.vision_config, batch_size, generator)
     last = text.vocab_size - 1
     input_ids = torch.randint(last, (batch_size, text.max_position_embeddings), generator=generator)
-    # transformers pools at the highest token id where eos_token_id is 2, else at the first eos_token_id
-    input_ids[:, -1] = last if text.eos_token_id == 2 else min(text.eos_token_id, last)
+    input_ids[:, -1] = last if pools_highest(text) else min(text.eos_token_id, last)
     return inputs | {"input_ids": input_ids}
+
+
+def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    if hasattr(vision, "image_size"):
+        shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
+    # Patches of images of any shape: those of the last image fill half of the places
+    side = int(vision.num_patches**0.5)
+    shapes = torch.tensor([[side, side]] * (batch_size - 1) + [[side, side // 2]])
+    mask = torch.arange(side * side) < shapes.prod(dim=1, keepdim=True)
+    pixels = torch.randn((batch_size, side * side, vision.num_channels * vision.patch_size**2), generator=generator)
+    return {"pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
 
 
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP."""
+    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP.
+
+    Those of padding among patches are 0: no expert computes it, and nothing reads it.
+    """
     outputs = model(**inputs, output_hidden_states=True)
+    patches = inputs.get("pixel_attention_mask", torch.ones(1))
     return {
         "logits": outputs.logits_per_image,
         "text hidden states": torch.stack(outputs.text_model_output.hidden_states),
-        "vision hidden states": torch.stack(outputs.vision_model_output.hidden_states),
+        "vision hidden states": torch.stack(outputs.vision_model_output.hidden_states) * patches[..., None],
     }
 
 

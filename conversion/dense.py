@@ -11,28 +11,36 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import TOLERANCE, architecture, check_equal, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import (
+    TOLERANCE,
+    architecture,
+    check_equal,
+    load_dense,
+    load_sparse,
+    model_outputs,
+    sample_inputs,
+)
+from conversion.families import TOWER_CONFIGS, family_of
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, kept_rules, sparse_ffns
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.files import read_json
 from records.provenance import weights_fingerprint
 
 BASE = "base"
 
 
-def dense_config(config: CLIPMoEConfig) -> CLIPConfig:
-    """The config of the dense model: CLIP's fields of the sparse one."""
-    return CLIPConfig(
-        **architecture(config, CLIPConfig)
-        | {
-            "text_config": architecture(config.text_config, CLIPTextConfig),
-            "vision_config": architecture(config.vision_config, CLIPVisionConfig),
-        }
-    )
+def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
+    """The config of the dense model: the family's own fields of the sparse one."""
+    config_class = family_of(config).dense.config_class
+    towers = {}
+    for name in TOWER_CONFIGS:
+        fields = architecture(getattr(config, name), type(getattr(config, name)))
+        towers[name] = {field: value for field, value in fields.items() if field not in SPARSE_FIELDS}
+    return config_class(**architecture(config, config_class) | towers)
 
 
 # Factors of the last layer of an expert: one number, or tower ("text", "vision") -> layer, from 0 -> number
@@ -40,7 +48,7 @@ Scale = float | Mapping[str, Mapping[str, float]]
 SCALES = TypeAdapter(dict[str, dict[str, float]])
 
 
-def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
+def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
     """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
 
     It is 1 for the base FFN, and where the weights of a token's experts sum to 1, whatever `scale` says.
@@ -61,9 +69,9 @@ def layer_scales(config: CLIPMoEConfig, expert: int | str, scale: Scale | None) 
     return scales
 
 
-def extraction_rules(config: CLIPMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
-    """Rules from `CLIPMoEModel` to `CLIPModel` that keep one expert, or the base FFN, of every sparse layer."""
-    rules = kept_rules(config, ())
+def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
+    """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
+    rules = kept_rules(config, to_dense=True)
     for ffn, of_layer in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
@@ -81,7 +89,7 @@ def extraction_rules(config: CLIPMoEConfig, expert: int | str, scale: Scale | No
     return rules
 
 
-def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None) -> CLIPModel:
+def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
     """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype.
 
     Args:
@@ -89,13 +97,13 @@ def extract(sparse: CLIPMoEModel, expert: int | str, scale: Scale | None = None)
     """
     require_expert(sparse.config, expert)
     rules = extraction_rules(sparse.config, expert, scale)
-    dense = CLIPModel(dense_config(sparse.config)).to(sparse.dtype)
+    dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
     dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, rules))
     return dense.eval()
 
 
-def require_expert(config: CLIPMoEConfig, expert: int | str) -> None:
+def require_expert(config: SparseMoEConfig, expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in sparse_ffns(config).values():
         if expert == BASE and not tower.fusion_gate:
@@ -108,7 +116,7 @@ def require_expert(config: CLIPMoEConfig, expert: int | str) -> None:
 ONLY_BASE, ONLY_EXPERTS = 100.0, -100.0
 
 
-def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
+def set_fusion_gates(sparse: PreTrainedModel, logit: float) -> None:
     """Makes all fusion gates of this model give sigmoid(logit) from now on, whatever the token. No weight changes."""
     for name, module in sparse.named_modules():
         if name.endswith(".mlp.fusion_gate.proj"):
@@ -117,13 +125,13 @@ def set_fusion_gates(sparse: CLIPMoEModel, logit: float) -> None:
 
 def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:
     """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32."""
-    sparse = load_model(CLIPMoEModel, source, dtype=torch.float32)
+    sparse = load_sparse(source, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_BASE if expert == BASE else ONLY_EXPERTS)
     inputs = sample_inputs(sparse.config)
     scales = list(layer_scales(sparse.config, expert, scale).values())
     with sparse.force_expert(0 if expert == BASE else expert, scales):
         expected = model_outputs(sparse, inputs)
-    dense = load_model(CLIPModel, folder)
+    dense = load_dense(folder)
     # A scaled weight is rounded to the model's dtype
     rounding = torch.finfo(dense.dtype).eps if any(value != 1 for value in scales) else 0.0
     return check_equal(expected, model_outputs(dense.float(), inputs), max(TOLERANCE, rounding))
@@ -131,7 +139,7 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
 
 def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
     """Saves one expert of a folder or hub name, and the processor, into `folder`, and verifies it."""
-    extract(load_model(CLIPMoEModel, source), expert, scale).save_pretrained(folder)
+    extract(load_sparse(source), expert, scale).save_pretrained(folder)
     copy_processor(source, folder)
     verify(source, folder, expert, scale)
 

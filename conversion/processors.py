@@ -14,6 +14,7 @@ from transformers import (
     BaseImageProcessor,
     BatchEncoding,
     CLIPTextConfig,
+    MetaClip2TextConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -58,6 +59,11 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     processor = _load_whole(source)
     if has_file(source, "config.json"):
         for config in model_configs(source):
+            if config.get_text_config().model_type.startswith("siglip"):
+                raise ValueError(
+                    f"{source} is a SigLIP: it becomes sparse, but is not measured or trained here yet. Its texts have "
+                    "to be padded to max_length"
+                )
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
     return processor
 
@@ -99,10 +105,10 @@ def require_fit(
                 f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
                 f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be {number}"
             )
-        if isinstance(text, CLIPTextConfig):
+        if isinstance(text, CLIPTextConfig | MetaClip2TextConfig):
             for fault in _text_faults(text, model, source, tokenizer):
                 raise ValueError(f"the tokenizer of {source} {fault}")
-    if image_processor is not None and vision is not None:
+    if image_processor is not None and hasattr(vision, "image_size"):  # NaFlex of SigLIP 2 takes any
         # Not square, since no rule tells for all image processors what they make of such an image
         made = tuple(_pixels(image_processor, vision.image_size).shape[-3:])
         taken = (vision.num_channels, vision.image_size, vision.image_size)
@@ -114,8 +120,16 @@ def require_fit(
             )
 
 
+def pools_highest(text: PreTrainedConfig) -> bool:
+    """Whether a text tower pools at the highest token id of a text, as CLIP does where eos_token_id is 2."""
+    return text.model_type.startswith("clip") and text.eos_token_id == 2
+
+
 def _text_faults(
-    text: CLIPTextConfig, model: str | Path, source: str | Path, tokenizer: PreTrainedTokenizerBase
+    text: CLIPTextConfig | MetaClip2TextConfig,
+    model: str | Path,
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
     """Why a short and a long text, tokenized together, are not both pooled at their last token whatever their words."""
     if not 2 < tokenizer.model_max_length <= text.max_position_embeddings:
@@ -127,8 +141,8 @@ def _text_faults(
     with loading(source):
         batch = _short_and_long(tokenizer, text.max_position_embeddings)
     ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
-    end, highest_is_end = ids[0, last[0]].item(), text.eos_token_id == 2
-    # As the models pool: transformers takes the highest token where eos_token_id is 2
+    # As the models pool: CLIP takes the highest token where eos_token_id is 2, MetaCLIP 2 never does
+    end, highest_is_end = ids[0, last[0]].item(), pools_highest(text)
     pooled = (ids if highest_is_end else ids == text.eos_token_id).int().argmax(dim=1)
     pools = f"pools a text at {'its highest token' if highest_is_end else 'the first such token'}"
     if not batch["attention_mask"][:, 0].all():

@@ -13,15 +13,23 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import check_equal, is_sparse, load_clip, load_model, model_outputs, sample_inputs
+from conversion.checkpoints import (
+    check_equal,
+    is_sparse,
+    load_clip,
+    load_model,
+    load_sparse,
+    model_outputs,
+    sample_inputs,
+)
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_config, sparse_ffns
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.messages import cut
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
@@ -29,13 +37,13 @@ TRAINED_PARTS = "(?:experts|fusion_gate|router)"
 
 
 def unify(
-    base: CLIPModel | CLIPMoEModel,
-    experts: Sequence[CLIPModel | CLIPMoEModel],
+    base: PreTrainedModel,
+    experts: Sequence[PreTrainedModel],
     preset: Preset = PRESETS["clip_moe"],
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     base_expert: bool = True,
-) -> CLIPMoEModel:
+) -> PreTrainedModel:
     """Builds the sparse model of a base and the experts trained from it.
 
     Args:
@@ -66,12 +74,12 @@ def unify(
 
 
 def unified_config(
-    base: CLIPConfig | CLIPMoEConfig,
+    base: PreTrainedConfig,
     number: int,
     preset: Preset,
     towers: Sequence[str] = TOWERS,
     base_expert: bool = True,
-) -> CLIPMoEConfig:
+) -> SparseMoEConfig:
     """The configuration of `unify` with `number` experts."""
     if not is_sparse(base):
         experts = number + (base_expert and not preset.fusion_gate)
@@ -88,23 +96,23 @@ def unified_config(
     settings = base.to_dict()
     for tower in ("text_config", "vision_config"):
         settings[tower] |= routing if settings[tower]["moe_layers"] else {}
-    return CLIPMoEConfig.from_dict(settings)
+    return type(base).from_dict(settings)
 
 
-def _num_experts(config: CLIPMoEConfig) -> int:
+def _num_experts(config: SparseMoEConfig) -> int:
     return max(tower.num_experts for tower in sparse_ffns(config).values())
 
 
-def one_expert_rules(config: CLIPMoEConfig) -> list[Rule]:
+def one_expert_rules(config: SparseMoEConfig) -> list[Rule]:
     """Rules from a dense model to one expert in each of the sparse layers."""
-    rules = kept_rules(config, (1,))
+    rules = kept_rules(config)
     for ffn in sparse_ffns(config):
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             rules.append(Rule(rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}", lambda tensor: tensor[None]))
     return rules
 
 
-def stacking_rules(config: CLIPMoEConfig, gated: bool, base_expert: bool) -> list[Rule]:
+def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> list[Rule]:
     """Rules from sparse models of one expert each, tensors named I.NAME for model I, to one model of all experts.
 
     Args:
@@ -130,7 +138,7 @@ def stacking_rules(config: CLIPMoEConfig, gated: bool, base_expert: bool) -> lis
     return rules
 
 
-def expert_parts(base: CLIPConfig | CLIPMoEConfig, unified: CLIPMoEConfig) -> re.Pattern[str]:
+def expert_parts(base: PreTrainedConfig, unified: SparseMoEConfig) -> re.Pattern[str]:
     """Matches the parameters in which an expert may differ from its base."""
     parts = rf"\.{TRAINED_PARTS}" if is_sparse(base) else ""
     return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))}){parts}\.")
@@ -166,14 +174,14 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
     Returns:
         Expert i's largest difference in NAME, as "expert i: NAME".
     """
-    sparse = load_model(CLIPMoEModel, folder, dtype=torch.float32)
+    sparse = load_sparse(folder, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_EXPERTS)
     sources = [base, *experts] if _num_experts(sparse.config) > len(experts) else experts
     inputs = sample_inputs(sparse.config)
     expected, converted = {}, {}
     for number, source in enumerate(sources):
         model = load_clip(source, dtype=torch.float32)
-        if isinstance(model, CLIPMoEModel):
+        if is_sparse(model.config):
             set_fusion_gates(model, ONLY_EXPERTS)
         outputs = model_outputs(model, inputs)
         with sparse.force_expert(number, scale=1.0):

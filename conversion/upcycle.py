@@ -14,18 +14,15 @@ import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
+from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import architecture, check_equal, load_dense, load_model, model_outputs, sample_inputs
-from conversion.presets import (
-    TOWERS,
-    Preset,
-    require_towers,
-    sparse_layers,
-)
+from conversion.checkpoints import architecture, check_equal, load_dense, load_sparse, model_outputs, sample_inputs
+from conversion.families import family_of
+from conversion.folders import load_config
+from conversion.presets import TOWERS, Preset, require_towers, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
+from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
 FFN_TO_EXPERTS = {
@@ -34,15 +31,16 @@ FFN_TO_EXPERTS = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_proj_bias",
 }
+# What the configuration of a sparse tower has beside that of a dense one
+SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)} - {
+    field.name for field in dataclasses.fields(PreTrainedConfig)
+}
 # What can be set of an upcycled tower's configuration: fields that say how tokens are routed and that no weight depends
 # on, and a setting of training. All others follow from the dense model and the preset
-ROUTING_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETextConfig)} - {
-    *(field.name for field in dataclasses.fields(CLIPTextConfig)),
-    *("num_experts", "moe_layers", "fusion_gate"),
-} | {"attention_dropout"}
+ROUTING_FIELDS = SPARSE_FIELDS - {"num_experts", "moe_layers", "fusion_gate"} | {"attention_dropout"}
 
 
-def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> CLIPMoEConfig:
+def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> SparseMoEConfig:
     """The config of the upcycled model; a tower not in `towers` stays dense."""
     require_towers(preset.sparse_layers, towers)
     routing = {
@@ -56,10 +54,11 @@ def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Seq
     changes = {
         tower: routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, layers[tower])} for tower in towers
     }
-    return _clip_moe_config(
+    shared = {"shared_encoder": True} if getattr(dense, "shared_encoder", False) else {}
+    return _whole_config(
         dense,
         changes,
-        shared_encoder=getattr(dense, "shared_encoder", False),
+        **shared,
         router_aux_loss_coef=preset.router_aux_loss_coef,
         router_z_loss_coef=preset.router_z_loss_coef,
     )
@@ -67,25 +66,25 @@ def sparse_config(dense: CLIPConfig | CLIPMoEConfig, preset: Preset, towers: Seq
 
 def shared_config(dense: CLIPConfig) -> CLIPMoEConfig:
     """The config of a dense CLIP with one encoder for images and texts, in place of two."""
-    return _clip_moe_config(dense, {}, shared_encoder=True)
+    return _whole_config(dense, {}, shared_encoder=True)
 
 
-def _clip_moe_config(
-    dense: CLIPConfig | CLIPMoEConfig, changes: Mapping[str, Mapping[str, Any]], **settings: Any
-) -> CLIPMoEConfig:
+def _whole_config(
+    dense: PreTrainedConfig, changes: Mapping[str, Mapping[str, Any]], **settings: Any
+) -> SparseMoEConfig:
     """The configuration with other fields in its towers (tower -> fields) and on top."""
+    family = family_of(dense)
     towers = {
-        f"{tower}_config": config_class(**architecture(config, config_class) | changes.get(tower, {}))
-        for tower, config, config_class in (
-            ("text", dense.text_config, CLIPMoETextConfig),
-            ("vision", dense.vision_config, CLIPMoEVisionConfig),
+        name: config_class(
+            **architecture(getattr(dense, name), config_class) | changes.get(name.removesuffix("_config"), {})
         )
+        for name, config_class in family.sparse_towers.items()
     }
-    kept = ("projection_dim", "logit_scale_init_value", "initializer_factor")
-    return CLIPMoEConfig(**towers, **{name: getattr(dense, name) for name in kept}, **settings)
+    whole = {name: getattr(dense, name) for name in family.whole_fields}
+    return family.sparse.config_class(**towers, **whole, **settings)
 
 
-def sparse_ffns(config: CLIPMoEConfig) -> dict[str, CLIPMoETextConfig | CLIPMoEVisionConfig]:
+def sparse_ffns(config: SparseMoEConfig) -> dict[str, CLIPMoETowerConfig]:
     """Regular expressions of the module names of each tower's sparse FFNs, with the tower's config."""
     towers = {"text_model": config.text_config, "vision_model": config.vision_config}
     return {
@@ -95,8 +94,9 @@ def sparse_ffns(config: CLIPMoEConfig) -> dict[str, CLIPMoETextConfig | CLIPMoEV
     }
 
 
-def kept_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> list[Rule]:
-    """Rules, in both directions, for all that upcycling does not touch."""
+def kept_rules(config: SparseMoEConfig, to_dense: bool = False) -> list[Rule]:
+    """Rules from a dense model to a sparse one, or back, for all that upcycling does not touch."""
+    logit_scale_shape = family_of(config).logit_scale_shape if to_dense else (1,)
     sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
     return [
         Rule(rf"(?!logit_scale$|{sparse})(.*)", r"\1"),
@@ -104,9 +104,9 @@ def kept_rules(config: CLIPMoEConfig, logit_scale_shape: tuple[int, ...]) -> lis
     ]
 
 
-def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
-    """Rules from `CLIPModel` to `CLIPMoEModel`: each dense FFN becomes E experts and, with a fusion gate, the base."""
-    rules = kept_rules(config, (1,))
+def upcycling_rules(config: SparseMoEConfig) -> list[Rule]:
+    """Rules from a dense model to a sparse one: each dense FFN becomes E experts and, with a fusion gate, the base."""
+    rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
 
         def tile(tensor, number=tower.num_experts):
@@ -123,12 +123,12 @@ def upcycling_rules(config: CLIPMoEConfig) -> list[Rule]:
     return rules
 
 
-def check_memory(config: CLIPMoEConfig) -> None:
+def check_memory(config: SparseMoEConfig) -> None:
     """Refuses a model whose experts do not fit into memory, before any of it is taken."""
     ffns = list(sparse_ffns(config).values())
     parameters = sum(
         len(tower.moe_layers) * tower.num_experts * (2 * tower.intermediate_size + 2) * tower.hidden_size
-        for tower in ffns[: 1 if config.shared_encoder else None]
+        for tower in ffns[: 1 if getattr(config, "shared_encoder", False) else None]
     )  # biases are left out
     needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
     if needed > free:
@@ -140,41 +140,39 @@ def check_memory(config: CLIPMoEConfig) -> None:
 
 
 def build_sparse(
-    config: CLIPMoEConfig,
+    config: SparseMoEConfig,
     source: Mapping[str, Tensor],
     rules: Iterable[Rule],
     dtype: torch.dtype,
     seed: int,
     new_parts: tuple[str, ...] = ("router", "fusion_gate"),
-) -> CLIPMoEModel:
+) -> PreTrainedModel:
     """The sparse model of a table of rules, in evaluation mode, with new routers and fusion gates.
 
     Args:
         source, rules: give all tensors but those of `new_parts`.
-        seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation.
-            A fusion gate starts near 1/2.
+        seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation;
+            0.02 where the family has none. A fusion gate starts near 1/2.
     """
     check_memory(config)
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
-        sparse = CLIPMoEModel(config)
+        sparse = family_of(config).sparse(config)
     state = sparse.state_dict()
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
         tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
-        tensor.normal_(std=tower_config.initializer_range, generator=generator)
+        tensor.normal_(std=getattr(tower_config, "initializer_range", 0.02), generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
 
 
-def upcycle(
-    dense: CLIPModel | CLIPMoEModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0
-) -> CLIPMoEModel:
-    """Makes a dense CLIP sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
+def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> PreTrainedModel:
+    """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
-        dense: one of the class `CLIPMoEModel` has no sparse layers.
+        dense: of a family in `conversion.families`; one of the class `CLIPMoEModel` has no sparse layers.
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: of the new weights, see `build_sparse`.
@@ -196,7 +194,7 @@ def require_routing(changes: Iterable[str]) -> None:
         )
 
 
-def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Mapping[str, Any]) -> None:
+def change_routing(config: CLIPMoETowerConfig, changes: Mapping[str, Any]) -> None:
     """Sets some of `ROUTING_FIELDS` of an upcycled tower."""
     require_routing(changes)
     try:
@@ -209,7 +207,7 @@ def change_routing(config: CLIPMoETextConfig | CLIPMoEVisionConfig, changes: Map
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:
     """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1."""
-    config = CLIPMoEConfig.from_pretrained(folder)
+    config = load_config(folder)
     for tower_config in sparse_ffns(config).values():
         if not tower_config.norm_topk_prob:
             print(
@@ -219,7 +217,7 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
             tower_config.norm_topk_prob = True
     inputs = sample_inputs(config)
     expected = model_outputs(load_dense(source, dtype=torch.float32), inputs)
-    converted = model_outputs(load_model(CLIPMoEModel, folder, config=config, dtype=torch.float32), inputs)
+    converted = model_outputs(load_sparse(folder, config=config, dtype=torch.float32), inputs)
     return check_equal(expected, converted)
 
 

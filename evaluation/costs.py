@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPConfig, CLIPModel, PreTrainedModel
+from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
+from conversion.families import MODELS
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import did_you_mean
 
 # OpenAI's, at 224 pixels and 77 tokens: width, layers, heads and patch size of the vision tower; width, layers and
@@ -28,7 +29,7 @@ FIVE_EXPERTS = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=5, num_expe
 ARCHITECTURES = {**PRESETS, "5_experts": FIVE_EXPERTS}
 
 
-def paper_config(name: str) -> CLIPConfig | CLIPMoEConfig | None:
+def paper_config(name: str) -> PreTrainedConfig | None:
     """The configuration at a paper's size that a name such as ViT-L/14:clip_moe stands for; None for other names.
 
     Raises:
@@ -58,15 +59,12 @@ def _dense_config(vision, vision_layers, vision_heads, patch, text, text_layers,
     )
 
 
-def meta_model(config: CLIPConfig | CLIPMoEConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A dense or sparse CLIP without storage, whose every matrix product can be counted."""
+    # One product for each token and chosen expert, so that counts do not depend on the data
+    experts = {"experts_implementation": "batched_mm"} if isinstance(config, SparseMoEConfig) else {}
     with torch.device("meta"):
-        if isinstance(config, CLIPConfig):
-            return CLIPModel._from_config(config, attn_implementation="eager").eval()
-        # One product for each token and chosen expert, so that counts do not depend on the data
-        return CLIPMoEModel._from_config(
-            config, attn_implementation="eager", experts_implementation="batched_mm"
-        ).eval()
+        return MODELS[config.model_type]._from_config(config, attn_implementation="eager", **experts).eval()
 
 
 def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> dict[str, int]:

@@ -9,12 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from modeling_clip_moe.modeling_clip_moe import (
-    CLIPMoEExperts,
-    CLIPMoEModel,
-    CLIPMoESparseMoeBlock,
-    expert_capacity_mask,
-)
+from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.sparse_moe import CLIPMoEExperts, CLIPMoESparseMoeBlock, expert_capacity_mask
 
 TOWERS = ("text", "vision")
 # The token whose last hidden state a tower's output is made of

@@ -3,6 +3,7 @@
 Importing this package makes transformers' Auto classes know them.
 """
 
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -10,14 +11,21 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoProcessor,
     AutoTokenizer,
-    CLIPProcessor,
-    CLIPTokenizer,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .configuration_clip_mode import CLIPMoDEConfig
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from .configuration_metaclip_2_moe import MetaClip2MoEConfig, MetaClip2MoETextConfig
+from .configuration_siglip_moe import (
+    Siglip2MoEConfig,
+    Siglip2MoETextConfig,
+    Siglip2MoEVisionConfig,
+    SiglipMoEConfig,
+    SiglipMoETextConfig,
+    SiglipMoEVisionConfig,
+)
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
@@ -27,6 +35,17 @@ from .modeling_clip_moe import (
     CLIPMoETextModelWithProjection,
     CLIPMoEVisionModel,
     CLIPMoEVisionModelWithProjection,
+)
+from .modeling_metaclip_2_moe import MetaClip2MoEModel, MetaClip2MoETextModel
+from .modeling_siglip_moe import (
+    Siglip2MoEModel,
+    Siglip2MoETextModel,
+    Siglip2MoEVisionModel,
+    SiglipMoEModel,
+    SiglipMoETextModel,
+    SiglipMoEVisionModel,
+)
+from .sparse_moe import (
     expert_capacity_mask,
     global_entropy_loss,
     load_balancing_loss,
@@ -34,34 +53,35 @@ from .modeling_clip_moe import (
     router_z_loss,
 )
 
-for config_class, model_class in (
-    (CLIPMoEConfig, CLIPMoEModel),
-    (CLIPMoETextConfig, CLIPMoETextModel),
-    (CLIPMoEVisionConfig, CLIPMoEVisionModel),
-    (CLIPMoDEConfig, CLIPMoDEModel),
+# What each family shares with its dense models: processor, tokenizer and image processor, by name, since some need
+# libraries that may not be there. Then the models: whole ones, text towers, vision towers
+CLIP = ("CLIPProcessor", "CLIPTokenizer", "CLIPImageProcessor")
+META_CLIP_2 = ("CLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor")
+SIGLIP = ("SiglipProcessor", "SiglipTokenizer", "SiglipImageProcessor")
+SIGLIP_2 = ("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor")
+for (processor, tokenizer, image_processor), whole, text, vision in (
+    (CLIP, CLIPMoEModel, CLIPMoETextModel, CLIPMoEVisionModel),
+    (CLIP, CLIPMoDEModel, None, None),
+    (META_CLIP_2, MetaClip2MoEModel, MetaClip2MoETextModel, None),
+    (SIGLIP, SiglipMoEModel, SiglipMoETextModel, SiglipMoEVisionModel),
+    (SIGLIP_2, Siglip2MoEModel, Siglip2MoETextModel, Siglip2MoEVisionModel),
 ):
-    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    AutoModel.register(config_class, model_class, exist_ok=True)
-    if config_class in (CLIPMoEConfig, CLIPMoDEConfig):
-        AutoModelForZeroShotImageClassification.register(config_class, model_class, exist_ok=True)
-        AutoProcessor.register(config_class, CLIPProcessor, exist_ok=True)
+    for model in filter(None, (whole, text, vision)):
+        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
+        AutoModel.register(model.config_class, model, exist_ok=True)
+    AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
+    AutoProcessor.register(whole.config_class, getattr(transformers, processor), exist_ok=True)
+    for model in filter(None, (whole, text)):
+        AutoTokenizer.register(model.config_class, getattr(transformers, tokenizer), exist_ok=True)
+    image_processors = {}
+    if is_vision_available():
+        image_processors["pil"] = getattr(transformers, f"{image_processor}Pil")
+    if is_torchvision_available():
+        image_processors["torchvision"] = getattr(transformers, image_processor)
+    for model in filter(None, (whole, vision)):
+        if image_processors:
+            AutoImageProcessor.register(model.config_class, image_processor_classes=image_processors, exist_ok=True)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
-
-for config_class in (CLIPMoEConfig, CLIPMoETextConfig, CLIPMoDEConfig):
-    AutoTokenizer.register(config_class, CLIPTokenizer, exist_ok=True)
-
-image_processors = {}
-if is_vision_available():
-    from transformers import CLIPImageProcessorPil
-
-    image_processors["pil"] = CLIPImageProcessorPil
-if is_torchvision_available():
-    from transformers import CLIPImageProcessor
-
-    image_processors["torchvision"] = CLIPImageProcessor
-if image_processors:
-    for config_class in (CLIPMoEConfig, CLIPMoEVisionConfig, CLIPMoDEConfig):
-        AutoImageProcessor.register(config_class, image_processor_classes=image_processors, exist_ok=True)
 
 __all__ = [
     "CLIPMoDEConfig",
@@ -76,6 +96,22 @@ __all__ = [
     "CLIPMoEVisionConfig",
     "CLIPMoEVisionModel",
     "CLIPMoEVisionModelWithProjection",
+    "MetaClip2MoEConfig",
+    "MetaClip2MoEModel",
+    "MetaClip2MoETextConfig",
+    "MetaClip2MoETextModel",
+    "Siglip2MoEConfig",
+    "Siglip2MoEModel",
+    "Siglip2MoETextConfig",
+    "Siglip2MoETextModel",
+    "Siglip2MoEVisionConfig",
+    "Siglip2MoEVisionModel",
+    "SiglipMoEConfig",
+    "SiglipMoEModel",
+    "SiglipMoETextConfig",
+    "SiglipMoETextModel",
+    "SiglipMoEVisionConfig",
+    "SiglipMoEVisionModel",
     "expert_capacity_mask",
     "global_entropy_loss",
     "load_balancing_loss",

@@ -21,10 +21,10 @@ _EP_STYLES = (
 )
 
 
-def _auto_map(config: str, **models: str) -> dict[str, str]:
+def auto_map(family: str, config: str, **models: str) -> dict[str, str]:
     """Where `trust_remote_code=True` finds the classes, in the copy of this code that every saved folder holds."""
-    models = {auto_class: f"modeling_clip_moe.{model}" for auto_class, model in models.items()}
-    return {"AutoConfig": f"configuration_clip_moe.{config}", **models}
+    models = {auto_class: f"modeling_{family}.{model}" for auto_class, model in models.items()}
+    return {"AutoConfig": f"configuration_{family}.{config}", **models}
 
 
 @strict
@@ -126,7 +126,7 @@ class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
     base_config_key = "text_config"
 
     def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", _auto_map("CLIPMoETextConfig", AutoModel="CLIPMoETextModel"))
+        kwargs.setdefault("auto_map", auto_map("clip_moe", "CLIPMoETextConfig", AutoModel="CLIPMoETextModel"))
         super().__post_init__(**kwargs)
 
 
@@ -138,52 +138,65 @@ class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
     base_config_key = "vision_config"
 
     def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", _auto_map("CLIPMoEVisionConfig", AutoModel="CLIPMoEVisionModel"))
+        kwargs.setdefault("auto_map", auto_map("clip_moe", "CLIPMoEVisionConfig", AutoModel="CLIPMoEVisionModel"))
         super().__post_init__(**kwargs)
 
 
 @strict
-class CLIPMoEConfig(PreTrainedConfig):
+class SparseMoEConfig(PreTrainedConfig):
     """
-    Both towers, and the losses of their routers.
+    Both towers of a model of any family, and the losses of their routers.
 
     Args:
-        text_config, vision_config (`dict` or configuration, *optional*): the towers.
-        shared_encoder (`bool`): whether both towers have the same layers, and apart from each other only embeddings,
-            last norm and projection (LIMoE; CLIP-UP Table 1). How tokens are routed is still set for each tower.
-        projection_dim (`int`): size of the embeddings that images and texts share.
-        logit_scale_init_value (`float`): logarithm of the initial scale of the similarities.
-        initializer_factor (`float`): scale of the initial projections.
+        text_config, vision_config (`dict` or configuration, *optional*): the towers, of the classes in `sub_configs`.
         output_router_logits (`bool`): whether outputs carry the router logits and `aux_loss`, which adds to the loss.
         router_aux_loss_coef (`float`): weight of the load balancing loss, which is 1 at perfect balance.
         router_z_loss_coef (`float`): weight of the router z-loss (CLIP-UP: 0.001).
     """
 
-    model_type = "clip_moe"
-    sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
     _auto_class = "AutoConfig"
     base_model_fsdp_plan = {}  # the towers have theirs; the default is a language model's
 
     text_config: dict | PreTrainedConfig | None = None
     vision_config: dict | PreTrainedConfig | None = None
-    shared_encoder: bool = False
-    projection_dim: int = 512
-    logit_scale_init_value: float | int = 2.6592
-    initializer_factor: float | int = 1.0
     output_router_logits: bool = False
     router_aux_loss_coef: float | int = 0.01
     router_z_loss_coef: float | int = 0.0
 
     def __post_init__(self, **kwargs):
-        if self.text_config is None or isinstance(self.text_config, dict):
-            self.text_config = CLIPMoETextConfig(**(self.text_config or {}))
-        if self.vision_config is None or isinstance(self.vision_config, dict):
-            self.vision_config = CLIPMoEVisionConfig(**(self.vision_config or {}))
-        # So that a tower with its projection loads from a whole model's folder; CLIP's own files do not always agree
-        self.text_config.projection_dim = self.vision_config.projection_dim = self.projection_dim
+        for name, config_class in self.sub_configs.items():
+            tower = getattr(self, name)
+            if tower is None or isinstance(tower, dict):
+                setattr(self, name, config_class(**(tower or {})))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class CLIPMoEConfig(SparseMoEConfig):
+    """
+    Both towers of a CLIP, and the losses of their routers: the fields of `SparseMoEConfig` and these.
+
+    Args:
+        shared_encoder (`bool`): whether both towers have the same layers, and apart from each other only embeddings,
+            last norm and projection (LIMoE; CLIP-UP Table 1). How tokens are routed is still set for each tower.
+        projection_dim (`int`): size of the embeddings that images and texts share.
+        logit_scale_init_value (`float`): logarithm of the initial scale of the similarities.
+        initializer_factor (`float`): scale of the initial projections.
+    """
+
+    model_type = "clip_moe"
+    sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
+
+    shared_encoder: bool = False
+    projection_dim: int = 512
+    logit_scale_init_value: float | int = 2.6592
+    initializer_factor: float | int = 1.0
+
+    def __post_init__(self, **kwargs):
         kwargs.setdefault(
             "auto_map",
-            _auto_map(
+            auto_map(
+                "clip_moe",
                 "CLIPMoEConfig",
                 AutoModel="CLIPMoEModel",
                 AutoModelForZeroShotImageClassification="CLIPMoEModel",
@@ -191,6 +204,8 @@ class CLIPMoEConfig(PreTrainedConfig):
             ),
         )
         super().__post_init__(**kwargs)
+        # So that a tower with its projection loads from a whole model's folder; CLIP's own files do not always agree
+        self.text_config.projection_dim = self.vision_config.projection_dim = self.projection_dim
         self.validate_shared_encoder()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     def validate_shared_encoder(self):

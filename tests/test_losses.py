@@ -34,6 +34,16 @@ def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0):
     return total / (2 * len(images))
 
 
+def plain_sigmoid_loss(images, texts, scale, bias):
+    """SigLIP's loss, one image and one text at a time (arXiv:2303.15343, section 3.2)."""
+    total = 0.0
+    for i in range(len(images)):
+        for j in range(len(texts)):
+            logit = scale * images[i] @ texts[j] + bias
+            total = total + (1 + (-logit if i == j else logit).exp()).log()
+    return total / len(images)
+
+
 class Model(nn.Module):
     """Two linear towers, a router and the temperature: enough to see every gradient."""
 
@@ -43,6 +53,7 @@ class Model(nn.Module):
         self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor([1.5]))
+        self.logit_bias = nn.Parameter(torch.tensor([-1.0]))
 
     def forward(self, function):
         return function(self)
@@ -67,6 +78,11 @@ def losses(model, share, chunk_size, label_smoothing):
     logits = (model.router(tokens), model.router(tokens + 1))
     balance = load_balancing_loss(logits, TOP_K, mask, reduce=all_reduce_sum)
     return contrastive + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
+
+
+def sigmoid(model, share, chunk_size=None):
+    embeds = model.embeds(*(tensor[share] for tensor in data()[:2]))
+    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, logit_bias=model.logit_bias)
 
 
 def plain_multi_positive_loss(images, texts, scale, weights, mask):
@@ -97,9 +113,10 @@ def several_captions(model, share=slice(None)):
     return image_embeds, text_embeds.unflatten(0, (-1, 3))
 
 
-def multi_positive(model, share, chunk_size=None, weights=CAPTION_WEIGHTS):
-    scale, mask = model.logit_scale.exp(), CAPTION_MASK[share]
-    return multi_positive_loss(*several_captions(model, share), scale, weights, mask, chunk_size)
+def multi_positive(model, share, chunk_size=None, weights=CAPTION_WEIGHTS, mask=CAPTION_MASK, bias=None):
+    scale = model.logit_scale.exp()
+    embeds = several_captions(model, share)
+    return multi_positive_loss(*embeds, scale, weights, mask[share], chunk_size, logit_bias=bias)
 
 
 def gradients(model):
@@ -119,7 +136,7 @@ def long_clip(model, share):
 # Functions of a model and of a process's share of the batch
 LOSSES = {str(case): lambda model, share, case=case: losses(model, share, *case) for case in CASES}
 LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_positive, chunk_size=2)}
-LOSSES |= {"Long-CLIP": long_clip}
+LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
 
 
 def worker(rank, folder):
@@ -158,6 +175,28 @@ def test_contrastive_loss_is_the_plain_one(chunk_size, label_smoothing):
     for plain, ours in zip(*results, strict=True):
         assert plain.abs().max() > 0
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
+def test_sigmoid_loss_is_the_plain_one(chunk_size):
+    for several in (False, True):
+        model = Model()
+        images, texts = model.embeds(*data()[:2])
+        scale, bias = model.logit_scale.exp(), model.logit_bias
+        if several:  # captions of which all images have one each are as many losses
+            weights, mask = torch.tensor([1.0, 0.0, 0.0]), torch.ones_like(CAPTION_MASK)
+            loss = multi_positive(model, slice(None), chunk_size, weights, mask, bias)
+        else:
+            loss = sigmoid(model, slice(None), chunk_size)
+        parameters = [model.image.weight, model.text.weight, model.logit_scale, model.logit_bias]
+        plain = plain_sigmoid_loss(images, texts, scale, bias)
+        for value, expected in zip(
+            (loss, *torch.autograd.grad(loss, parameters)),
+            (plain, *torch.autograd.grad(plain, parameters)),
+            strict=True,
+        ):
+            assert expected.abs().max() > 0
+            torch.testing.assert_close(value.squeeze(), expected.squeeze(), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)

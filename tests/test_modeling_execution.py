@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_model
 
-import modeling_clip_moe.modeling_clip_moe as modeling
+import modeling_clip_moe.sparse_moe as modeling
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

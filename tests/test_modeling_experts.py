@@ -17,9 +17,9 @@ from tiny_clip_moe import (
 from transformers import CLIPConfig, CLIPModel
 from transformers.integrations import moe as transformers_moe
 
-import modeling_clip_moe.modeling_clip_moe as modeling
+import modeling_clip_moe.sparse_moe as modeling
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts, CLIPMoERouter
+from modeling_clip_moe.sparse_moe import CLIPMoEExperts, CLIPMoERouter
 
 UNNORMALIZED = {"norm_topk_prob": False}
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionConfig
-from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 EOS, PAD = 49, 0
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", "by_device")

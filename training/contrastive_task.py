@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.modeling_clip_moe import CLIPMoEExperts
+from modeling_clip_moe.sparse_moe import CLIPMoEExperts
 
 
 class Losses(Protocol):

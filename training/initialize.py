@@ -36,7 +36,7 @@ from conversion.upcycle import check_memory
 from data.drawing import build_image_processor
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from modeling_clip_moe.modeling_clip_moe import CLIPMoESparseMoeBlock
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 
 def random_clip(

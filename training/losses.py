@@ -29,14 +29,17 @@ def contrastive_loss(
     logit_scale: torch.Tensor,
     chunk_size: int | None = None,
     label_smoothing: float = 0.0,
+    logit_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """CLIP's symmetric cross entropy over all pairs of all processes (CLIP, Figure 3), in float32.
+    """The loss over all pairs of all processes, in float32: CLIP's symmetric cross entropy (CLIP, Figure 3), or with a
+    bias SigLIP's sigmoid loss, for which every image and text is a yes or a no (arXiv:2303.15343, section 3.2).
 
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
         logit_scale: the factor of the similarities, exp of the parameter of that name.
         chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all.
         label_smoothing: of the cross entropy.
+        logit_bias: what is added to the similarities in the sigmoid loss; None: the cross entropy.
 
     Returns:
         This process's part, a scalar: its images against all texts and its texts against all images.
@@ -44,9 +47,9 @@ def contrastive_loss(
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
         all_images, all_texts = gather(images), gather(texts)
-        targets = gathered_rows(images)
-        image_loss = _cross_entropy_sum(images, all_texts, scale, targets, chunk_size, label_smoothing)
-        text_loss = _cross_entropy_sum(texts, all_images, scale, targets, chunk_size, label_smoothing)
+        targets, settings = gathered_rows(images), (chunk_size, label_smoothing, logit_bias)
+        image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings)
+        text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings)
         return (image_loss + text_loss) / (2 * len(images))
 
 
@@ -58,6 +61,7 @@ def multi_positive_loss(
     caption_mask: torch.Tensor,
     chunk_size: int | None = None,
     label_smoothing: float = 0.0,
+    logit_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted contrastive losses of images with L captions each (CLIP-FMoE eq. 4), in float32.
 
@@ -69,7 +73,7 @@ def multi_positive_loss(
         text_embeds: (B, L, D), normalized; any values for missing captions.
         caption_weights: (B, L) or (L,), gamma: at or above 0. They are made to sum to 1 over an image's captions.
         caption_mask: (B, L) of bool, False for a missing caption. Every image has at least one of positive weight.
-        logit_scale, chunk_size, label_smoothing: see `contrastive_loss`.
+        logit_scale, chunk_size, label_smoothing, logit_bias: see `contrastive_loss`.
 
     Returns:
         This process's part, a scalar.
@@ -85,9 +89,9 @@ def multi_positive_loss(
             there = all_masks[:, caption]
             targets = gathered_rows(images)[rows]
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
-            settings = (chunk_size, label_smoothing, weights[rows, caption])
-            total += _cross_entropy_sum(images[rows], all_texts[there, caption], scale, among_texts, *settings)
-            total += _cross_entropy_sum(texts[rows, caption], all_images, scale, targets, *settings)
+            settings = (chunk_size, label_smoothing, logit_bias, weights[rows, caption])
+            total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings)
+            total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings)
         return total / (2 * len(images))
 
 
@@ -310,57 +314,57 @@ def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, 
     return 1 - (computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids)))
 
 
-def _cross_entropy_sum(rows, columns, scale, targets, chunk_size, label_smoothing, weights=None):
+def _sum_of_rows(rows, columns, scale, targets, chunk_size, label_smoothing, bias=None, weights=None):
     weights = torch.ones_like(rows[:, 0]) if weights is None else weights
-    arguments = rows, columns, scale, weights, targets, label_smoothing
-    return _cross_entropy(*arguments) if chunk_size is None else _CrossEntropyInChunks.apply(*arguments, chunk_size)
+    arguments = rows, columns, scale, bias if bias is None else bias.float(), weights, targets, label_smoothing
+    return _row_losses(*arguments) if chunk_size is None else _RowLossesInChunks.apply(*arguments, chunk_size)
 
 
-def _cross_entropy(rows, columns, scale, weights, targets, label_smoothing):
-    """The sum over (R, D) rows, times their (R,) weights; (R,) targets are the right ones among the (N, D) columns."""
+def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing):
+    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right."""
     logits = scale * rows @ columns.T
-    return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    if bias is None:
+        return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    signs = 2 * F.one_hot(targets, len(columns)) - 1  # 1 for a pair, -1 for the others
+    return -weights @ F.logsigmoid(signs * (logits + bias)).sum(dim=1)
 
 
-def _of_chunk(tensors, chunk):
-    """Rows and weights of a chunk, or their gradients; columns and scale whole."""
-    rows, columns, scale, weights = tensors
-    return rows[chunk], columns, scale, weights[chunk]
-
-
-class _CrossEntropyInChunks(torch.autograd.Function):
-    """`_cross_entropy` of some rows at a time.
+class _RowLossesInChunks(torch.autograd.Function):
+    """`_row_losses` of some rows at a time.
 
     The gradient of a chunk is computed while its logits are there, as in Liger Kernel's fused linear cross entropy
     (arXiv:2410.10989, section 3.2): the backward pass would have to compute them again.
     """
 
     @staticmethod
-    def forward(ctx, rows, columns, scale, weights, targets, label_smoothing, chunk_size):
-        inputs, needed = (rows, columns, scale, weights), ctx.needs_input_grad[:4]
-        gradients = [torch.zeros_like(tensor) for tensor in inputs] if any(needed) else []
+    def forward(ctx, rows, columns, scale, bias, weights, targets, label_smoothing, chunk_size):
+        inputs, needed = (rows, columns, scale, bias, weights), ctx.needs_input_grad[:5]
+        gradients = [
+            torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(inputs, needed, strict=True)
+        ]
         total = rows.new_zeros(())
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)
+            of_chunk = (rows[chunk], columns, scale, bias, weights[chunk])
             leaves = [
-                part.detach().requires_grad_(is_needed)
-                for part, is_needed in zip(_of_chunk(inputs, chunk), needed, strict=True)
+                tensor if tensor is None else tensor.detach().requires_grad_(wanted)
+                for tensor, wanted in zip(of_chunk, needed, strict=True)
             ]
             with torch.set_grad_enabled(any(needed)):
-                loss = _cross_entropy(*leaves, targets[chunk], label_smoothing)
+                loss = _row_losses(*leaves, targets[chunk], label_smoothing)
             total += loss.detach()
             if any(needed):
                 loss.backward()
-                for gradient, leaf in zip(_of_chunk(gradients, chunk), leaves, strict=True):
-                    if leaf.requires_grad:
-                        gradient += leaf.grad
+                for number, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True)):
+                    if gradient is not None:
+                        (gradient[chunk] if number in (0, 4) else gradient).add_(leaf.grad)
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return *(gradient * of_input for of_input in ctx.saved_tensors), None, None, None
+        return *(g if g is None else gradient * g for g in ctx.saved_tensors), None, None, None
 
 
 def _world_size() -> int:

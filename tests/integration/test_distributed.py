@@ -23,8 +23,7 @@ from transformers.distributed import DistributedConfig
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
-from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
-from modeling_clip_moe import modeling_clip_moe as modeling
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -186,7 +185,7 @@ def test_two_processes_save_what_one_does(case, folder):
 
 
 def test_what_old_versions_get_wrong_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(modeling, "transformers_version", "5.22.2")
+    monkeypatch.setattr(sparse_moe, "transformers_version", "5.22.2")
     sizes = SimpleNamespace(fsdp_size=2, ep_size=2)
     with pytest.raises(ValueError, match="5.22.2 computes wrong gradients .* fsdp_size=2 meets ep_size=2"):
         CLIPMoEModel.from_pretrained(folder / "clip_up", distributed_config=sizes)

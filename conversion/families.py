@@ -1,0 +1,57 @@
+"""The families of CLIPs that become sparse: of each, transformers' class of dense models and ours of sparse ones."""
+
+from dataclasses import dataclass, fields
+
+from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
+
+from modeling_clip_moe import CLIPMoEModel, MetaClip2MoEModel, Siglip2MoEModel, SiglipMoEModel
+
+TOWER_CONFIGS = ("text_config", "vision_config")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family. Its models have `text_model` and `vision_model` with `encoder.layers`, whose FFN is an `mlp`."""
+
+    dense: type[PreTrainedModel]
+    sparse: type[PreTrainedModel]
+    # Of dense models; sparse ones have (1,), since FSDP2 does not shard scalars
+    logit_scale_shape: tuple[int, ...] = ()
+
+    @property
+    def sparse_towers(self) -> dict[str, type[PreTrainedConfig]]:
+        """The classes of the configurations of sparse towers, by their field."""
+        return self.sparse.config_class.sub_configs
+
+    @property
+    def whole_fields(self) -> set[str]:
+        """The fields beside the towers that configurations of dense and of sparse models have in common."""
+        names = [{field.name for field in fields(model.config_class)} for model in (self.dense, self.sparse)]
+        return set.intersection(*names) - {field.name for field in fields(PreTrainedConfig)} - set(TOWER_CONFIGS)
+
+
+FAMILIES = (
+    Family(CLIPModel, CLIPMoEModel),
+    Family(MetaClip2Model, MetaClip2MoEModel),
+    Family(SiglipModel, SiglipMoEModel, (1,)),
+    Family(Siglip2Model, Siglip2MoEModel, (1,)),
+)
+# The class of a whole model, dense or sparse, by the type in its configuration
+MODELS = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
+_FAMILY_OF = {model.config_class.model_type: family for family in FAMILIES for model in (family.dense, family.sparse)}
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a whole model, dense or sparse.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config.model_type not in _FAMILY_OF:
+        raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {known()}")
+    return _FAMILY_OF[config.model_type]
+
+
+def known() -> str:
+    """The types of dense models that become sparse, for errors."""
+    return "there are " + ", ".join(family.dense.config_class.model_type for family in FAMILIES)

@@ -1,0 +1,91 @@
+"""Configurations of sparse SigLIP and SigLIP 2: transformers' own, and each tower's sparse layers."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import Siglip2TextConfig, Siglip2VisionConfig, SiglipTextConfig, SiglipVisionConfig
+
+from .configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig, auto_map
+
+
+@strict
+class SiglipMoETextConfig(CLIPMoETowerConfig, SiglipTextConfig):
+    """Text tower: the fields of `SiglipTextConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "siglip_moe_text_model"
+    base_config_key = "text_config"
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoETextConfig", AutoModel="SiglipMoETextModel"))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class SiglipMoEVisionConfig(CLIPMoETowerConfig, SiglipVisionConfig):
+    """Vision tower: the fields of `SiglipVisionConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "siglip_moe_vision_model"
+    base_config_key = "vision_config"
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoEVisionConfig", AutoModel="SiglipMoEVisionModel"))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class SiglipMoEConfig(SparseMoEConfig):
+    """Both towers of a SigLIP, or of a SigLIP 2 of one image size, which has its classes: see `SparseMoEConfig`."""
+
+    model_type = "siglip_moe"
+    sub_configs = {"text_config": SiglipMoETextConfig, "vision_config": SiglipMoEVisionConfig}
+
+    def __post_init__(self, **kwargs):
+        models = dict.fromkeys(("AutoModel", "AutoModelForZeroShotImageClassification"), "SiglipMoEModel")
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoEConfig", **models))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class Siglip2MoETextConfig(CLIPMoETowerConfig, Siglip2TextConfig):
+    """Text tower: the fields of `Siglip2TextConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "siglip2_moe_text_model"
+    base_config_key = "text_config"
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoETextConfig", AutoModel="Siglip2MoETextModel"))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class Siglip2MoEVisionConfig(CLIPMoETowerConfig, Siglip2VisionConfig):
+    """Vision tower: the fields of `Siglip2VisionConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "siglip2_moe_vision_model"
+    base_config_key = "vision_config"
+
+    def __post_init__(self, **kwargs):
+        models = {"AutoModel": "Siglip2MoEVisionModel"}
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoEVisionConfig", **models))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class Siglip2MoEConfig(SparseMoEConfig):
+    """Both towers of a SigLIP 2 that takes images of any shape (NaFlex): see `SparseMoEConfig`."""
+
+    model_type = "siglip2_moe"
+    sub_configs = {"text_config": Siglip2MoETextConfig, "vision_config": Siglip2MoEVisionConfig}
+
+    def __post_init__(self, **kwargs):
+        models = dict.fromkeys(("AutoModel", "AutoModelForZeroShotImageClassification"), "Siglip2MoEModel")
+        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoEConfig", **models))
+        super().__post_init__(**kwargs)
+
+
+__all__ = [
+    "Siglip2MoEConfig",
+    "Siglip2MoETextConfig",
+    "Siglip2MoEVisionConfig",
+    "SiglipMoEConfig",
+    "SiglipMoETextConfig",
+    "SiglipMoEVisionConfig",
+]

@@ -1,0 +1,266 @@
+"""SigLIP and SigLIP 2 with sparse Mixture-of-Experts layers: transformers' classes with the block of `sparse_moe`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Siglip2TextModel, Siglip2VisionModel, SiglipTextModel, SiglipVisionModel
+from transformers import initialization as init
+from transformers.core_model_loading import PrefixChange
+from transformers.models.siglip.modeling_siglip import (
+    SiglipEncoderLayer,
+    SiglipModel,
+    SiglipOutput,
+    SiglipPreTrainedModel,
+)
+from transformers.models.siglip2.modeling_siglip2 import (
+    Siglip2EncoderLayer,
+    Siglip2Model,
+    Siglip2Output,
+    Siglip2PreTrainedModel,
+)
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_siglip_moe import (
+    Siglip2MoEConfig,
+    Siglip2MoETextConfig,
+    Siglip2MoEVisionConfig,
+    SiglipMoEConfig,
+    SiglipMoETextConfig,
+    SiglipMoEVisionConfig,
+)
+from .sparse_moe import ROUTER_OUTPUTS, CLIPMoEExperts, SparseEncoderLayer, SparseMoEMixin, router_losses
+
+
+@dataclass
+class SiglipMoEOutput(SiglipOutput):
+    """
+    Output of `SiglipMoEModel`: the fields of `SiglipOutput`, and with `output_router_logits=True`:
+
+    Args:
+        aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
+        text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
+    """
+
+    aux_loss: torch.Tensor | None = None
+    text_router_logits: tuple[torch.Tensor, ...] | None = None
+    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class Siglip2MoEOutput(Siglip2Output):
+    """Output of `Siglip2MoEModel`: see `SiglipMoEOutput`."""
+
+    aux_loss: torch.Tensor | None = None
+    text_router_logits: tuple[torch.Tensor, ...] | None = None
+    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class SiglipMoEEncoderLayer(SparseEncoderLayer, SiglipEncoderLayer):
+    """SigLIP's layer, with a sparse block instead of the FFN in the layers of `config.moe_layers`."""
+
+
+class Siglip2MoEEncoderLayer(SparseEncoderLayer, Siglip2EncoderLayer):
+    """SigLIP 2's layer, with a sparse block instead of the FFN in the layers of `config.moe_layers`."""
+
+
+class _SiglipMoEMixin(SparseMoEMixin):
+    """What sparse SigLIP and SigLIP 2 share, whose code in transformers is the same but for names and patches."""
+
+    layer_class: type[SparseEncoderLayer]
+
+    def post_init(self):
+        if hasattr(self, "encoder"):  # a tower: before its weights are drawn, its layers become ours
+            layers = range(self.config.num_hidden_layers)
+            self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])
+        super().post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, CLIPMoEExperts):  # as the family's own FFN
+            bound = (6 / sum(module.up_proj.shape[1:])) ** 0.5  # Xavier's, of each expert
+            init.uniform_(module.up_proj, -bound, bound)
+            init.uniform_(module.down_proj, -bound, bound)
+            init.normal_(module.up_proj_bias, std=1e-6)
+            init.normal_(module.down_proj_bias, std=1e-6)
+
+
+class _SiglipMoETextModel:
+    """Stands before a text tower of SigLIP. Its texts are padded, and every place is a token, padding too."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
+        """
+        Args:
+            input_ids: (B, S), padded to S = `max_position_embeddings`: the tower pools the last place.
+            attention_mask: (B, S), 1 for a token and 0 for padding. Released models were trained without one.
+
+        Raises:
+            ValueError: if the texts have another length, since the embedding would be that of other texts.
+        """
+        length = self.config.max_position_embeddings
+        if input_ids.shape[-1] != length:
+            raise ValueError(
+                f"input_ids have {input_ids.shape[-1]} tokens a text, but SigLIP needs {length}: pass "
+                f'padding="max_length", max_length={length}, truncation=True to the processor.'
+            )
+        return super().forward(input_ids, attention_mask, **kwargs)
+
+
+class _SiglipMoEModel:
+    """Stands before a whole SigLIP: its towers are sparse, and its loss has those of the routers."""
+
+    dense_class: type[PreTrainedModel]
+    text_model_class: type[PreTrainedModel]
+    vision_model_class: type[PreTrainedModel]
+    output_class: type[SiglipOutput] | type[Siglip2Output]
+
+    def __init__(self, config: SiglipMoEConfig | Siglip2MoEConfig):
+        super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers
+        self._register_conversions()
+        self.text_model = self.text_model_class._from_config(config.text_config)
+        self.vision_model = self.vision_model_class._from_config(config.vision_config)
+        self.logit_scale = nn.Parameter(torch.empty(1))
+        self.logit_bias = nn.Parameter(torch.empty(1))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.text_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.text_model.set_input_embeddings(value)
+
+    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings (B, projection_size) of texts, not normalized."""
+        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
+
+    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """Embeddings (B, hidden_size) of images, not normalized."""
+        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
+
+    @can_return_tuple
+    def forward(self, *args, return_loss: bool | None = None, output_router_logits: bool | None = None, **kwargs):
+        """
+        Args:
+            args, kwargs: as the dense model takes them.
+            return_loss: whether to compute the sigmoid loss of the pairs in this batch (arXiv:2303.15343).
+            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
+                None: as in the configuration.
+        """
+        config = self.config
+        if output_router_logits is None:
+            output_router_logits = config.output_router_logits
+        kwargs |= {"output_router_logits": output_router_logits, "return_dict": True}
+        outputs = super().forward(*args, return_loss=return_loss, **kwargs)
+        text, vision = outputs.text_model_output, outputs.vision_model_output
+        losses = [
+            router_losses(text.get("router_logits"), config.text_config, config),
+            router_losses(
+                vision.get("router_logits"), config.vision_config, config, kwargs.get("pixel_attention_mask")
+            ),
+        ]
+        losses = [loss.to(outputs.text_embeds.device) for loss in losses if loss is not None]
+        aux_loss = sum(losses) if losses else None
+        loss = outputs.loss if outputs.loss is None or aux_loss is None else outputs.loss + aux_loss
+        return self.output_class(
+            **{**outputs, "loss": loss},
+            aux_loss=aux_loss,
+            text_router_logits=text.get("router_logits"),
+            vision_router_logits=vision.get("router_logits"),
+        )
+
+
+class SiglipMoEPreTrainedModel(_SiglipMoEMixin, SiglipPreTrainedModel):
+    """What the models of this family share."""
+
+    config: SiglipMoEConfig
+    base_model_prefix = "siglip_moe"
+    layer_class = SiglipMoEEncoderLayer
+    _no_split_modules = [
+        "SiglipMoEEncoderLayer" if n == "SiglipEncoderLayer" else n for n in SiglipPreTrainedModel._no_split_modules
+    ]
+    _can_record_outputs = {**SiglipPreTrainedModel._can_record_outputs, **ROUTER_OUTPUTS}
+
+
+class SiglipMoETextModel(_SiglipMoETextModel, SiglipMoEPreTrainedModel, SiglipTextModel):
+    """The text tower with its head."""
+
+    config: SiglipMoETextConfig
+    _tower_prefix = "text_model."
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
+    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|logit_scale$|logit_bias$)"]
+
+
+class SiglipMoEVisionModel(SiglipMoEPreTrainedModel, SiglipVisionModel):
+    """The vision tower with its attention pooling."""
+
+    config: SiglipMoEVisionConfig
+    _tower_prefix = "vision_model."
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|logit_scale$|logit_bias$)"]
+
+
+class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
+    """Both towers, with the scale and the bias of their similarities."""
+
+    config: SiglipMoEConfig
+    dense_class = SiglipModel
+    text_model_class = SiglipMoETextModel
+    vision_model_class = SiglipMoEVisionModel
+    output_class = SiglipMoEOutput
+
+
+class Siglip2MoEPreTrainedModel(_SiglipMoEMixin, Siglip2PreTrainedModel):
+    """What the models of this family share."""
+
+    config: Siglip2MoEConfig
+    base_model_prefix = "siglip2_moe"
+    layer_class = Siglip2MoEEncoderLayer
+    _no_split_modules = [
+        "Siglip2MoEEncoderLayer" if n == "Siglip2EncoderLayer" else n for n in Siglip2PreTrainedModel._no_split_modules
+    ]
+    _can_record_outputs = {**Siglip2PreTrainedModel._can_record_outputs, **ROUTER_OUTPUTS}
+
+
+class Siglip2MoETextModel(_SiglipMoETextModel, Siglip2MoEPreTrainedModel, Siglip2TextModel):
+    """The text tower with its head."""
+
+    config: Siglip2MoETextConfig
+    _tower_prefix = "text_model."
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
+    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|logit_scale$|logit_bias$)"]
+
+
+class Siglip2MoEVisionModel(Siglip2MoEPreTrainedModel, Siglip2VisionModel):
+    """The vision tower with its attention pooling."""
+
+    config: Siglip2MoEVisionConfig
+    _tower_prefix = "vision_model."
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
+    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|logit_scale$|logit_bias$)"]
+
+    def forward(
+        self, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor, spatial_shapes: torch.Tensor, **kwargs
+    ):
+        """As `Siglip2VisionModel.forward`. Padding in `pixel_attention_mask` (B, S) goes to no expert."""
+        return super().forward(pixel_values, pixel_attention_mask, spatial_shapes, mask=pixel_attention_mask, **kwargs)
+
+
+class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
+    """Both towers, with the scale and the bias of their similarities."""
+
+    config: Siglip2MoEConfig
+    dense_class = Siglip2Model
+    text_model_class = Siglip2MoETextModel
+    vision_model_class = Siglip2MoEVisionModel
+    output_class = Siglip2MoEOutput
+
+
+__all__ = [
+    "Siglip2MoEModel",
+    "Siglip2MoETextModel",
+    "Siglip2MoEVisionModel",
+    "SiglipMoEModel",
+    "SiglipMoETextModel",
+    "SiglipMoEVisionModel",
+]
