@@ -86,7 +86,7 @@ def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
     with pytest.raises(ValueError, match="expert_2: missing weights"):
         require_loadable(folder)
     shutil.rmtree(folder / "expert_2")
-    with pytest.raises((OSError, ValueError), match="expert_2"):
+    with pytest.raises((OSError, ValueError), match="cannot load .*mixture"):
         require_loadable(folder)
 
 

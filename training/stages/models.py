@@ -271,10 +271,8 @@ class UnifyStage(Stage):
             parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
             for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
                 differing = [one for one in sorted(trained_apart(inputs.model, expert)) if not parts.match(one)]
-                try:
+                with named_errors(self, f"experts.{number}"):
                     unify.require_expert(name, differing)
-                except ValueError as error:
-                    yield f"experts.{number}", f"{error}: train the sparse FFNs alone (trainable, in its stage)"
 
     def _require_fit(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
