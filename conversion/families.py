@@ -15,8 +15,13 @@ class Family:
 
     dense: type[PreTrainedModel]
     sparse: type[PreTrainedModel]
-    # Of dense models; sparse ones have (1,), since FSDP2 does not shard scalars
-    logit_scale_shape: tuple[int, ...] = ()
+    # Whether models have a `logit_bias`, for the sigmoid loss
+    sigmoid: bool = False
+
+    @property
+    def logit_scale_shape(self) -> tuple[int, ...]:
+        """Of dense models; sparse ones have (1,), since FSDP2 does not shard scalars."""
+        return (1,) if self.sigmoid else ()
 
     @property
     def sparse_towers(self) -> dict[str, type[PreTrainedConfig]]:
@@ -33,8 +38,8 @@ class Family:
 FAMILIES = (
     Family(CLIPModel, CLIPMoEModel),
     Family(MetaClip2Model, MetaClip2MoEModel),
-    Family(SiglipModel, SiglipMoEModel, (1,)),
-    Family(Siglip2Model, Siglip2MoEModel, (1,)),
+    Family(SiglipModel, SiglipMoEModel, sigmoid=True),
+    Family(Siglip2Model, Siglip2MoEModel, sigmoid=True),
 )
 # The class of a whole model, dense or sparse, by the type in its configuration
 MODELS = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
@@ -52,6 +57,16 @@ def family_of(config: PreTrainedConfig) -> Family:
     return _FAMILY_OF[config.model_type]
 
 
+def family_of_type(model_type: str) -> Family:
+    """The family whose dense models have this type."""
+    return next(family for family in FAMILIES if family.dense.config_class.model_type == model_type)
+
+
 def known() -> str:
     """The types of dense models that become sparse, for errors."""
     return "there are " + ", ".join(family.dense.config_class.model_type for family in FAMILIES)
+
+
+def is_clip(config: PreTrainedConfig) -> bool:
+    """Whether it is of a whole model, dense or sparse, of one of the families."""
+    return config.model_type in MODELS

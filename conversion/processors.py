@@ -59,13 +59,15 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     processor = _load_whole(source)
     if has_file(source, "config.json"):
         for config in model_configs(source):
-            if config.get_text_config().model_type.startswith("siglip"):
-                raise ValueError(
-                    f"{source} is a SigLIP: it becomes sparse, but is not measured or trained here yet. Its texts have "
-                    "to be padded to max_length"
-                )
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
+            mark_padding(config, processor.tokenizer)
     return processor
+
+
+def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`."""
+    if pads_to_max_length(config.get_text_config()):
+        tokenizer.pads_to_max_length = True
 
 
 def _load_whole(source: str | Path) -> ProcessorMixin:
@@ -108,6 +110,12 @@ def require_fit(
         if isinstance(text, CLIPTextConfig | MetaClip2TextConfig):
             for fault in _text_faults(text, model, source, tokenizer):
                 raise ValueError(f"the tokenizer of {source} {fault}")
+        elif pads_to_max_length(text) and tokenizer.model_max_length != text.max_position_embeddings:
+            raise ValueError(
+                f"the tokenizer of {source} cuts texts at its model_max_length, {tokenizer.model_max_length}, but "
+                f"{model} takes texts padded to {text.max_position_embeddings}: set model_max_length to that in "
+                "tokenizer_config.json"
+            )
     if image_processor is not None and hasattr(vision, "image_size"):  # NaFlex of SigLIP 2 takes any
         # Not square, since no rule tells for all image processors what they make of such an image
         made = tuple(_pixels(image_processor, vision.image_size).shape[-3:])
@@ -118,6 +126,11 @@ def require_fit(
                 f"the image processor of {source} makes images of {made}, but by num_channels and image_size {model} "
                 f"takes {taken}: take the image processor that belongs to the model"
             )
+
+
+def pads_to_max_length(text: PreTrainedConfig) -> bool:
+    """Whether texts have to be padded to `max_position_embeddings`, as for SigLIP, which pools the last place."""
+    return text.model_type.startswith("siglip")
 
 
 def pools_highest(text: PreTrainedConfig) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase
@@ -81,6 +82,28 @@ def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[s
             "that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
             stage, pieces,
         )  # fmt: skip
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str] | None = None, ids: list[list[int]] | None = None):
+    """The inputs of a batch of texts, cut at the tokenizer's `model_max_length`.
+
+    They are padded to the longest. With a mark `pads_to_max_length` on the tokenizer they are padded to
+    `model_max_length`, and padding counts as tokens: so was SigLIP trained.
+
+    Args:
+        ids: in place of the texts, their tokens, cut already.
+
+    Returns:
+        `input_ids` and `attention_mask`, (B, S) of int64.
+    """
+    whole = getattr(tokenizer, "pads_to_max_length", False)
+    length = {"padding": "max_length", "max_length": tokenizer.model_max_length} if whole else {"padding": True}
+    if ids is None:
+        inputs = tokenizer(texts, truncation=True, return_tensors="pt", **length)
+    else:
+        inputs = tokenizer.pad({"input_ids": ids}, return_tensors="pt", **length)
+    mask = torch.ones_like(inputs["input_ids"]) if whole else inputs["attention_mask"]
+    return {"input_ids": inputs["input_ids"], "attention_mask": mask}
 
 
 @dataclass(frozen=True)

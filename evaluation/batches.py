@@ -13,6 +13,7 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from data.identity import image_digests
 from data.images import decode_image
+from data.tokenizer import tokenize
 from data.workers import errors_of_workers
 from records.provenance import value_digest
 
@@ -36,8 +37,7 @@ class TextBatches(Dataset):
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         texts = list(self.items[number * self.batch_size : (number + 1) * self.batch_size])
-        inputs = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return tokenize(self.tokenizer, texts)
 
     def digest(self) -> str:
         """The digest of all contents."""

@@ -10,6 +10,7 @@ import PIL.Image
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.tokenizer import tokenize
 from evaluation.embedder import Embedder
 from modeling_clip_moe import expert_capacity_mask
 
@@ -99,10 +100,9 @@ def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: i
 
 def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedTexts:
     """Send texts through a sparse layer of the text tower."""
-    batch = embedder.processor.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+    batch = tokenize(embedder.processor.tokenizer, list(texts))
     rows = [slice(start, start + embedder.batch_size) for start in range(0, len(texts), embedder.batch_size)]
-    names = ("input_ids", "attention_mask")
-    batches = ({name: batch[name][of_batch].to(embedder.device) for name in names} for of_batch in rows)
+    batches = ({name: tensor[of_batch].to(embedder.device) for name, tensor in batch.items()} for of_batch in rows)
     return RoutedTexts(layer, *_route(embedder, "text", layer, batches), batch["input_ids"].numpy(), texts)
 
 

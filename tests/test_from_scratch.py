@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tiny_runs import DENSE, losses, run_stages, same_weights
+from tiny_runs import DENSE, losses, run_stages, same_weights, weights
 from transformers import AutoModel, CLIPModel
 
 from modeling_clip_moe import CLIPMoEModel
@@ -43,9 +43,9 @@ def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
         assert type(model) is CLIPMoEModel and model.config.vision_config.moe_layers == [1]
         for tower in (model.text_model, model.vision_model):
             experts = tower.encoder.layers[1].mlp.experts
-            for weights in (experts.up_proj, experts.down_proj):
-                distances = torch.cdist(weights.flatten(1), weights.flatten(1))
-                assert (distances[~torch.eye(4, dtype=torch.bool)] > 0.5 * weights[0].norm()).all()
+            for stacked in (experts.up_proj, experts.down_proj):
+                distances = torch.cdist(stacked.flatten(1), stacked.flatten(1))
+                assert (distances[~torch.eye(4, dtype=torch.bool)] > 0.5 * stacked[0].norm()).all()
     scratch = AutoModel.from_pretrained(output / "scratch")
     for tower in ("text_model", "vision_model"):
         experts, ffn = (getattr(model, tower).encoder.layers[1].mlp for model in (scratch, dense))
@@ -75,6 +75,44 @@ def test_a_shared_encoder_is_trained_upcycled_and_trained_on(run):
         assert all(a is b for a, b in zip(text.parameters(), vision.parameters(), strict=True)), name
     assert not same_weights(output / "sparse", output / "tuned")
     assert len(losses(output / "tuned")) == 4
+
+
+SIGLIP = DENSE | {"name": "siglip", "family": "siglip", "openai_weights": True, "preset": "clip_up"}
+SIGLIP["changes"] = {"num_experts": 4, "capacity_factor": None}
+
+
+def test_a_siglip_from_scratch_trains_by_its_sigmoid_loss_or_by_softmax(run):
+    """Whole batches, and parts of them (gradient caching), make the same of it."""
+    tuned = {**TRAIN, "model": "siglip"}
+    output = run(
+        [
+            SIGLIP,
+            {**tuned, "name": "whole"},
+            {**tuned, "name": "parts", "mini_batch_size": 4, "loss_chunk_size": 3},
+            {**tuned, "name": "softmax", "loss": "softmax"},
+        ]
+    )
+    assert losses(output / "parts") == pytest.approx(losses(output / "whole"), rel=1e-4)
+    weights_of = {name: weights(output / name) for name in ("siglip", "whole", "parts", "softmax")}
+    start = weights_of["siglip"]
+    assert (start["logit_scale"].exp().item(), start["logit_bias"].item()) == pytest.approx((10, -10))
+    for name, tensor in weights_of["whole"].items():
+        torch.testing.assert_close(weights_of["parts"][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    assert weights_of["whole"]["logit_bias"] != -10 and weights_of["softmax"]["logit_bias"] == -10
+    assert losses(output / "softmax")[0] != losses(output / "whole")[0]
+
+
+@pytest.mark.parametrize(
+    "stage, settings, message",
+    [
+        (DENSE, {"loss": "sigmoid"}, "tuned.loss: sigmoid needs a model with a logit_bias, as SigLIP; 'clip' has none"),
+        (SIGLIP, {"label_smoothing": 0.1}, "tuned.label_smoothing: it goes with the softmax loss"),
+        (SIGLIP | {"projection_dim": 8}, {}, "projection_dim is 8, but the images of a SigLIP have no projection"),
+    ],
+)
+def test_losses_and_sizes_that_a_family_cannot_have_are_refused(run, stage, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run([stage, {**TRAIN, "name": "tuned", "model": stage["name"], **settings}])
 
 
 @pytest.mark.parametrize(

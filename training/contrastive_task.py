@@ -1,6 +1,6 @@
 """A CLIP and its contrastive loss in one module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
-from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.sparse_moe import CLIPMoEExperts
 
 
@@ -43,12 +42,12 @@ class ContrastiveTask(nn.Module):
         Args:
             batch: of a `PairLoader`, this process's share.
             only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
-                the gradients by the images' and the texts' embeddings and by the scale.
+                the gradients by the images' and the texts' embeddings, by the scale and by the bias if there is one.
 
         Returns:
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
-            averaged over the processes. With `only_embed`, the embeddings of images and texts and the scale. With
-            `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
+            averaged over the processes. With `only_embed`, the embeddings of images and texts, the scale and the bias.
+            With `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
         """
         sparse = is_sparse(self.model.config)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
@@ -62,17 +61,25 @@ class ContrastiveTask(nn.Module):
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):
             embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()
+            if hasattr(self.model, "logit_bias"):
+                embeds = *embeds, self.model.logit_bias.float()
             if only_embed:
                 return embeds
             if gradients is not None:
                 carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
                 return carried + auxiliary, auxiliary.detach(), metrics
-            contrastive = self.losses.contrastive_loss(*embeds, caption_mask)
+            contrastive = contrastive_of(self.losses, embeds, caption_mask)
         loss = contrastive + auxiliary
         return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
 
 
-def drop_activations(model: CLIPMoEModel, share: float) -> None:
+def contrastive_of(losses: Losses, embeds: Sequence[torch.Tensor], caption_mask: torch.Tensor | None) -> torch.Tensor:
+    """The contrastive loss of embeddings of images, of texts, a scale and, of a model that has one, a bias."""
+    bias = {"logit_bias": embeds[3]} if len(embeds) > 3 else {}
+    return losses.contrastive_loss(*embeds[:3], caption_mask, **bias)
+
+
+def drop_activations(model: PreTrainedModel, share: float) -> None:
     """While it trains, a share of the experts' activations is 0, each time others, and the rest is scaled up."""
     for module in model.modules():
         if isinstance(module, CLIPMoEExperts):

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from evaluation.progress import Progress
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from records.files import new_file
 from records.provenance import LOG
 from training.gradient_cache import cached_gradient
@@ -217,7 +217,7 @@ def _compute_gradient(
             _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", checkpoints)
             logged.append(metrics)
             continue
-        if isinstance(model, CLIPMoEModel):
+        if isinstance(model, SparseMoEMixin):
             model.seed_router_noise(seed, accelerator.process_index)
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):

@@ -15,7 +15,6 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers import (
     AutoModel,
-    CLIPConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
@@ -23,13 +22,13 @@ from transformers import (
 )
 
 from conversion import processors
+from conversion.families import is_clip
 from data import annotations
 from data.once import once
 from data.pairs import all_captions, load_pairs, select_columns
 from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, split_files
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
-from modeling_clip_moe import CLIPMoEConfig
 from records.local_names import is_hub_name
 
 SECONDS_FOR_THE_HUB = 5
@@ -109,7 +108,7 @@ class Expected:
         return self.pairs
 
     @property
-    def clip(self) -> CLIPConfig | CLIPMoEConfig:
+    def clip(self) -> PreTrainedConfig:
         """The configuration of a dense or a sparse CLIP.
 
         Raises:
@@ -126,7 +125,7 @@ class Expected:
     def no_clip(self) -> str:
         """What tells that it is neither a CLIP nor a mixture of CLIPs, or nothing."""
         configs = () if isinstance(self.configs, str) else self.configs
-        kinds = [config.model_type for config in configs if not isinstance(config, CLIPConfig | CLIPMoEConfig)]
+        kinds = [config.model_type for config in configs if not is_clip(config)]
         return f"a dense or sparse CLIP is needed, not a model of type {kinds[0]!r}" if kinds else ""
 
 
@@ -142,7 +141,7 @@ def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig,
     """
     folder = source if Path(source).is_dir() else _snapshot(source, ask_hub)
     configs = tuple(processors.model_configs(folder))
-    if all(isinstance(config, CLIPConfig | CLIPMoEConfig) for config in configs):
+    if all(is_clip(config) for config in configs):
         _, tokenizer, image_processor = processors.load_halves(folder)
         for config in configs:
             processors.require_fit(config, source, source, tokenizer, image_processor)
@@ -279,7 +278,7 @@ def described(config: PreTrainedConfig) -> PreTrainedModel:
 @functools.lru_cache(maxsize=16)
 def _described(kind: type[PreTrainedConfig], settings: str) -> PreTrainedModel:
     config = kind.from_dict(json.loads(settings))
-    if isinstance(config, CLIPConfig | CLIPMoEConfig):
+    if is_clip(config):
         return meta_model(config)
     with torch.device("meta"):
         if isinstance(config, LlavaConfig):
@@ -292,7 +291,7 @@ def parameters(configs: tuple[PreTrainedConfig, ...]) -> dict[str, int]:
     sums = {"total": 0, "activated": 0}
     for config in configs:
         model = described(config)
-        if isinstance(config, CLIPConfig | CLIPMoEConfig):
+        if is_clip(config):
             counts = count_parameters(model)
         else:
             total = sum(parameter.numel() for parameter in model.parameters())

@@ -12,7 +12,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.sparse_moe import SparseMoEMixin
+from training.contrastive_task import contrastive_of
 from training.losses import SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
@@ -43,7 +44,7 @@ def cached_gradient(
     Args:
         task: a `training.contrastive_task.ContrastiveTask`, as Accelerate prepared it.
         batch: this process's, on the CPU: parts are sent to the device as they are computed.
-        seed: of the routers' noise, see `CLIPMoEModel.seed_router_noise`.
+        seed: of the routers' noise, see `SparseMoEMixin.seed_router_noise`.
         factor: what the gradient is multiplied by.
         synchronize: whether the gradients are averaged over the processes at the end.
 
@@ -53,7 +54,7 @@ def cached_gradient(
     parts, sums = split_batch(batch, size), SumsOfParts()
 
     def sent(number: int) -> dict[str, torch.Tensor]:
-        if isinstance(model, CLIPMoEModel):
+        if isinstance(model, SparseMoEMixin):
             model.seed_router_noise(seed, accelerator.process_index * len(parts) + number)
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
 
@@ -90,17 +91,19 @@ def cached_gradient(
 def _gradient_by_embeds(
     accelerator: Accelerator, task: nn.Module, batch: dict[str, torch.Tensor], embeds: list[tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """The contrastive loss of a batch, and of each part the gradients by its images', by its texts' embeddings and by
-    the scale, which all parts share."""
-    images, texts, scales = zip(*embeds, strict=True)
-    leaves = [torch.cat(images), torch.cat(texts), scales[0].clone()]
+    """The contrastive loss of a batch, and of each part the gradients by its images', by its texts' embeddings, and by
+    the scale and the bias, which all parts share."""
+    images, texts, *shared = zip(*embeds, strict=True)
+    leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
     mask = send_to_device(batch.get("caption_mask"), accelerator.device)
-    loss = accelerator.unwrap_model(task).losses.contrastive_loss(*leaves, mask)
-    by_images, by_texts, by_scale = torch.autograd.grad(loss, leaves)
+    loss = contrastive_of(accelerator.unwrap_model(task).losses, leaves, mask)
+    # A bias has no gradient where a model of the sigmoid loss has CLIP's
+    by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     by_images, by_texts = (
         gradient.split([len(part) for part in of_parts])
         for gradient, of_parts in ((by_images, images), (by_texts, texts))
     )
-    return loss.detach(), [(*of_part, by_scale / len(embeds)) for of_part in zip(by_images, by_texts, strict=True)]
+    by_shared = [gradient / len(embeds) for gradient in by_shared]
+    return loss.detach(), [(*of_part, *by_shared) for of_part in zip(by_images, by_texts, strict=True)]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +13,16 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn import init
 from transformers import (
-    CLIPConfig,
     CLIPImageProcessorPil,
-    CLIPModel,
     CLIPProcessor,
-    CLIPTextConfig,
     CLIPTokenizer,
-    CLIPVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from conversion.families import MODELS, TOWER_CONFIGS, family_of_type
 from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
@@ -30,18 +30,18 @@ from conversion.processors import (
     forget_last_call,
     load_image_processor,
     load_tokenizer,
+    mark_padding,
     require_fit,
 )
 from conversion.upcycle import check_memory
 from data.drawing import build_image_processor
+from data.tokenizer import tokenize
 from data.worlds import WORLDS
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 
-def random_clip(
-    config: CLIPConfig | CLIPMoEConfig, processor: CLIPProcessor, openai_weights: bool = False
-) -> CLIPModel | CLIPMoEModel:
+def random_clip(config: PreTrainedConfig, processor: CLIPProcessor, openai_weights: bool = False) -> PreTrainedModel:
     """A dense or sparse CLIP with random weights.
 
     Args:
@@ -49,20 +49,24 @@ def random_clip(
         processor: of `clip_config`.
         openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
     """
-    if isinstance(config, CLIPMoEConfig):
+    if isinstance(config, SparseMoEConfig):
         check_memory(config)
     with _as_value_errors():
-        model = CLIPMoEModel(config) if isinstance(config, CLIPMoEConfig) else CLIPModel(config)
+        model = MODELS[config.model_type](config)
         if openai_weights:
             draw_as_openai(model)
         with torch.no_grad(), _without_capacity(config):
-            model.eval()(**processor(text="a", images=PIL.Image.new("RGB", (8, 8)), return_tensors="pt"))
+            if hasattr(model, "logit_bias"):  # the starting point of SigLIP (arXiv:2303.15343, section 3.2)
+                model.logit_scale.fill_(math.log(10.0))
+                model.logit_bias.fill_(-10.0)
+            images = processor.image_processor(PIL.Image.new("RGB", (8, 8)), return_tensors="pt")
+            model.eval()(**tokenize(processor.tokenizer, ["a"]), pixel_values=images["pixel_values"])
     forget_last_call(processor.tokenizer)
     return model
 
 
 @contextlib.contextmanager
-def _without_capacity(config: CLIPConfig | CLIPMoEConfig) -> Iterator[None]:
+def _without_capacity(config: PreTrainedConfig) -> Iterator[None]:
     """A group of sequences that shares a capacity does not divide a batch of one."""
     towers = [tower for tower in (config.text_config, config.vision_config) if hasattr(tower, "eval_capacity_factor")]
     before = [tower.eval_capacity_factor for tower in towers]
@@ -76,7 +80,7 @@ def _without_capacity(config: CLIPConfig | CLIPMoEConfig) -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw_as_openai(model: CLIPModel | CLIPMoEModel) -> None:
+def draw_as_openai(model: PreTrainedModel) -> None:
     """Draw the weights of both towers anew as OpenAI's code does (clip/model.py: `VisionTransformer`, and
     `initialize_parameters` of `CLIP` for texts); those of a shared encoder as for texts, each expert as an FFN, and not
     those of routers and fusion gates.
@@ -112,8 +116,9 @@ def draw_as_openai(model: CLIPModel | CLIPMoEModel) -> None:
 
     embeddings = model.vision_model.embeddings
     embeddings.patch_embedding.reset_parameters()
-    for table in (embeddings.class_embedding, embeddings.position_embedding.weight):
-        init.normal_(table, std=embeddings.embed_dim**-0.5)
+    for name in ("class_embedding", "position_embedding.weight"):
+        if (table := dict(embeddings.named_parameters()).get(name)) is not None:  # SigLIP has no class token
+            init.normal_(table, std=embeddings.embed_dim**-0.5)
 
 
 def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
@@ -133,25 +138,52 @@ def clip_config(
     projection_dim: int,
     processor: str | None = None,
     tokenizer: str | None = None,
-) -> tuple[CLIPConfig, CLIPProcessor]:
+    family: str = "clip",
+) -> tuple[PreTrainedConfig, CLIPProcessor]:
     """The configuration of a dense CLIP, and the processor that goes with it.
 
     Args:
-        text_config, vision_config: fields of `CLIPTextConfig` and `CLIPVisionConfig`.
+        text_config, vision_config: fields of the family's text and vision configurations.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
+        family: the type of the dense model, see `conversion.families`.
     """
+    dense = family_of_type(family).dense.config_class
     with _as_value_errors():
-        text, vision = CLIPTextConfig(**text_config), CLIPVisionConfig(**vision_config)
+        text, vision = (
+            dense.sub_configs[name](**settings)
+            for name, settings in zip(TOWER_CONFIGS, (text_config, vision_config), strict=True)
+        )
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
-    width = {"projection_dim": projection_dim}
     with _as_value_errors():
-        config = CLIPConfig(text_config=vocabulary | width | text_config, vision_config=width | vision_config, **width)
+        config = dense_config(family, vocabulary | text_config, vision_config, projection_dim)
         require_fit(config, "the new model", source, processor.tokenizer)
         require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
+    mark_padding(config, processor.tokenizer)
     return config, processor
+
+
+def dense_config(
+    family: str, text_config: dict[str, Any], vision_config: dict[str, Any], projection_dim: int
+) -> PreTrainedConfig:
+    """The configuration of a dense model of a family.
+
+    Args:
+        projection_dim: size of the embeddings. Those of a SigLIP's images are as wide as its vision tower.
+    """
+    config_class = family_of_type(family).dense.config_class
+    if not family_of_type(family).sigmoid:
+        width = {"projection_dim": projection_dim}
+        return config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
+    config = config_class(text_config={"projection_size": projection_dim} | text_config, vision_config=vision_config)
+    if config.vision_config.hidden_size != projection_dim:
+        raise ValueError(
+            f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
+            f"hidden_size of vision_config, {config.vision_config.hidden_size}"
+        )
+    return config
 
 
 @contextlib.contextmanager

@@ -12,14 +12,14 @@ import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from transformers import BaseImageProcessor, BatchEncoding, CLIPProcessor, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
 
 from data.augmentation import Augmentation
 from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation, crop_size, resized_size
 from data.sources import DataArguments, Rows, reading
-from data.tokenizer import read_texts
+from data.tokenizer import read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
@@ -157,8 +157,7 @@ class _Collate:
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
         texts = [caption for of_image in captions for caption in present_captions(of_image)]
-        text = self._tokenize(texts)
-        batch = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
+        batch = self._tokenize(texts)
         if "pixel_values" in pairs[0]:
             # Within a worker, in memory that the other processes have too
             batch["pixel_values"] = default_collate([pair["pixel_values"] for pair in pairs])
@@ -168,13 +167,13 @@ class _Collate:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
         return batch
 
-    def _tokenize(self, texts: list[str]) -> BatchEncoding:
+    def _tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
         if self.tokens is None:
-            return self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+            return tokenize(self.tokenizer, texts)
         new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
         if new:
             self.tokens.update(zip(new, self.tokenizer(new, truncation=True)["input_ids"], strict=True))
-        return self.tokenizer.pad({"input_ids": [self.tokens[text] for text in texts]}, return_tensors="pt")
+        return tokenize(self.tokenizer, ids=[self.tokens[text] for text in texts])
 
 
 class _Images:

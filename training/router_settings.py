@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPConfig
+from transformers import PreTrainedConfig
 
 from modeling_clip_moe import CLIPMoEConfig
 from records.messages import cut
@@ -62,7 +62,7 @@ class RouterSettings:
         entropy, entropy_metrics = entropy_losses(config, outputs, attention_mask, *settings)
         return loss + entropy, metrics | entropy_metrics
 
-    def router_problems(self, config: CLIPConfig | CLIPMoEConfig) -> Iterator[tuple[str, str]]:
+    def router_problems(self, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
         """Settings that do not go with a model of this configuration, each with what is wrong."""
         towers = {tower: getattr(config, f"{tower}_config") for tower in ("text", "vision")}
         sparse = {name: tower for name, tower in towers.items() if getattr(tower, "moe_layers", [])}

@@ -8,14 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPConfig
+from transformers import PreTrainedConfig
 
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
 from evaluation.experts import analyze_experts, faults
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
-from modeling_clip_moe import CLIPMoEConfig
 from training.context import Context
 from training.estimates import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks
@@ -126,7 +125,7 @@ class AnalyzeStage(MeasuringStage):
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
 
 
-def _bytes_of_measured(config: CLIPConfig | CLIPMoEConfig, batch_size: int) -> int:
+def _bytes_of_measured(config: PreTrainedConfig, batch_size: int) -> int:
     """Bytes of a model and of a batch of images, or of texts that are as long as they can be."""
     longest = AtMost(config.text_config.max_position_embeddings)
     return AtMost(bytes_in_memory((config,)) + bytes_at_a_time(Expected((config,)), longest, batch_size))

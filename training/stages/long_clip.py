@@ -93,10 +93,12 @@ class TrainLongCLIPStage(TrainStage):
         text_embeds: torch.Tensor,
         logit_scale: torch.Tensor,
         caption_mask: torch.Tensor | None,
+        logit_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `TrainStage.contrastive_loss`; `text_embeds` are (2 * B, D), a long and a short one of each image."""
         primary = primary_components(gather(image_embeds), self.num_components)[gathered_rows(image_embeds)]
         long, short = text_embeds.unflatten(0, (-1, 2)).unbind(dim=1)
-        settings = logit_scale, self.loss_chunk_size, self.label_smoothing
+        bias = None if self.loss == "softmax" else logit_bias
+        settings = logit_scale, self.loss_chunk_size, self.label_smoothing, bias
         losses = contrastive_loss(image_embeds, long, *settings), contrastive_loss(primary, short, *settings)
         return sum(weight * loss for weight, loss in zip(self.caption_weights, losses, strict=True))

@@ -13,10 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPConfig, CLIPTextConfig, PreTrainedConfig
 
 from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense
+from conversion.families import family_of_type
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
@@ -30,7 +31,7 @@ from records.messages import cut, what_is_meant
 from records.provenance import PROCESSOR, model_fingerprint
 from training.context import Context
 from training.estimates import Unknown, bytes_in_memory, read_otherwise, trained_apart
-from training.initialize import clip_config, random_clip
+from training.initialize import clip_config, dense_config, random_clip
 from training.settings import STRICT, Reads
 from training.stages.base import Model, NumberedData, Stage, named_errors
 
@@ -43,7 +44,9 @@ class InitializeStage(Stage):
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
-    # Fields of transformers' CLIPTextConfig and CLIPVisionConfig; the vocabulary's come from the tokenizer. With a
+    # The family of the model: SigLIP has the sigmoid loss.
+    family: Literal["clip", "metaclip_2", "siglip"] = "clip"
+    # Fields of the family's text configuration in transformers; the vocabulary's come from the tokenizer. With a
     # preset, also what an upcycle stage takes there.
     text_config: dict[str, JsonValue]
     # The same for images.
@@ -70,7 +73,7 @@ class InitializeStage(Stage):
     @field_validator("text_config", "vision_config")
     @classmethod
     def _check_fields(cls, settings, info):
-        config_class = {"text_config": CLIPTextConfig, "vision_config": CLIPVisionConfig}[info.field_name]
+        config_class = family_of_type(info.data["family"]).dense.config_class.sub_configs[info.field_name]
         names = {field.name for field in fields(config_class)} | ROUTING_FIELDS
         unknown = sorted(set(settings) - names)
         if unknown:
@@ -90,26 +93,26 @@ class InitializeStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         dense, _ = _parts(self.text_config, self.vision_config)
-        config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer)
+        config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer, self.family)
         random_clip(self._architecture(config), processor, self.openai_weights).save_pretrained(directory)
         save(processor, directory)
 
-    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         return self._architecture(self._dense_config(inputs))
 
-    def _dense_config(self, inputs: SimpleNamespace) -> CLIPConfig:
+    def _dense_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         (text_config, vision_config), _ = _parts(self.text_config, self.vision_config)
         tokenizer = self.tokenizer
         if tokenizer is not None and isinstance(inputs.tokenizer.configs, tuple):  # of a tokenizer stage
-            (vocabulary,), width = inputs.tokenizer.configs, {"projection_dim": self.projection_dim}
+            (vocabulary,) = inputs.tokenizer.configs
             sizes = {name: getattr(vocabulary, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-            return CLIPConfig(text_config=sizes | width | text_config, vision_config=width | vision_config, **width)
+            return dense_config(self.family, sizes | text_config, vision_config, self.projection_dim)
         for source in {self.processor, tokenizer} - {None, *WORLDS}:
             if not Path(source).is_dir() and is_hub_name(source):
                 raise Unknown(f"{source} is not here")
-        return clip_config(text_config, vision_config, self.projection_dim, self.processor, tokenizer)[0]
+        return clip_config(text_config, vision_config, self.projection_dim, self.processor, tokenizer, self.family)[0]
 
-    def _architecture(self, dense: CLIPConfig) -> CLIPConfig | CLIPMoEConfig:
+    def _architecture(self, dense: PreTrainedConfig) -> PreTrainedConfig:
         """The configuration that becomes of a dense one."""
         with named_errors(self, "shared_encoder"):
             config = shared_config(dense) if self.shared_encoder else dense
@@ -169,7 +172,7 @@ class LongContextStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         long_context.convert(inputs.model, directory, self.length)
 
-    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         config = copy.deepcopy(inputs.model.clip)
         text = config.text_config
         long_context.stretch_positions(
@@ -309,7 +312,7 @@ class AverageStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         average.convert(inputs.models, directory, self.weights)
 
-    def output_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         return inputs.models[0].clip
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
@@ -375,9 +378,7 @@ def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[
         return changed_preset(stage.preset, stage.changes, fixed)
 
 
-def _sparse_config(
-    stage: InitializeStage | UpcycleStage, dense: CLIPConfig | CLIPMoEConfig, preset: Preset
-) -> CLIPMoEConfig:
+def _sparse_config(stage: InitializeStage | UpcycleStage, dense: PreTrainedConfig, preset: Preset) -> CLIPMoEConfig:
     """See `conversion.upcycle.sparse_config`."""
     with named_errors(stage, "changes" if stage.changes else "preset"):
         config = sparse_config(dense, preset, stage.towers)

@@ -21,10 +21,11 @@ from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from torch import nn
-from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from conversion.checkpoints import is_sparse, load_clip
+from conversion.families import family_of
 from conversion.processors import load_processor, require_same
 from data.augmentation import Augmentation
 from data.pairs import all_captions
@@ -285,6 +286,9 @@ class TrainStage(RouterSettings, StepsStage):
     # Random crops and mirrored images; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
+    # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
+    # logit_bias. None: sigmoid for a model that has one.
+    loss: Literal["softmax", "sigmoid"] | None = None
     # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
     max_logit_scale: float = Field(default=100.0, ge=1)
     # Share of the contrastive loss's target that is spread over all pairs.
@@ -349,8 +353,9 @@ class TrainStage(RouterSettings, StepsStage):
         text_embeds: torch.Tensor,
         logit_scale: torch.Tensor,
         caption_mask: torch.Tensor | None,
+        logit_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss of the global batch, without those of the routers: CLIP's, or CLIP-FMoE eq. 4.
+        """The loss of the global batch, without those of the routers: CLIP's or SigLIP's, or CLIP-FMoE eq. 4 of it.
 
         All tensors are in float32, whatever the precision of the model.
 
@@ -359,11 +364,13 @@ class TrainStage(RouterSettings, StepsStage):
             text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
             logit_scale: the inverse of the temperature, of one element.
             caption_mask: (B, L) which of the L captions of an image are there; None: there is one for each.
+            logit_bias: of a model that has one, of one element.
 
         Returns:
             This process's part, a scalar: the mean of the parts is the loss of the global batch.
         """
         options = {"chunk_size": self.loss_chunk_size, "label_smoothing": self.label_smoothing}
+        options["logit_bias"] = None if self.loss == "softmax" else logit_bias
         if caption_mask is None:
             return contrastive_loss(image_embeds, text_embeds, logit_scale, **options)
         texts = text_embeds.new_zeros(*caption_mask.shape, text_embeds.shape[-1])
@@ -445,12 +452,15 @@ class TrainStage(RouterSettings, StepsStage):
         with contextlib.suppress(Unknown):
             yield from self._problems_of_model(inputs, inputs.model.clip)
 
-    def _problems_of_model(
-        self, inputs: SimpleNamespace, config: CLIPConfig | CLIPMoEConfig
-    ) -> Iterator[tuple[str, str]]:
+    def _problems_of_model(self, inputs: SimpleNamespace, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
         sparse = is_sparse(config)
         towers = [config.text_config, config.vision_config] if sparse else []
         yield from self.router_problems(config)
+        sigmoid = family_of(config).sigmoid and self.loss != "softmax"
+        if self.loss == "sigmoid" and not sigmoid:
+            yield "loss", f"sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
+        if sigmoid and self.label_smoothing:
+            yield "label_smoothing", "it goes with the softmax loss; this model's is sigmoid"
         if self.expert_dropout is not None and not sparse:
             yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
         if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
@@ -488,7 +498,7 @@ class TrainStage(RouterSettings, StepsStage):
             return {}
         return {f"evaluation.{setting}": value for setting, value in self.evaluation.data_fingerprints().items()}
 
-    def trained_config(self, inputs: SimpleNamespace) -> CLIPConfig | CLIPMoEConfig:
+    def trained_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         config = copy.deepcopy(inputs.model.clip)
         config.dtype = torch.float32
         return config
@@ -496,6 +506,8 @@ class TrainStage(RouterSettings, StepsStage):
     def set_trainable(self, model: PreTrainedModel, seed: int = 0) -> None:
         with named_errors(self, "trainable" if self.lora is None else "lora"):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
+        if self.loss == "softmax" and hasattr(model, "logit_bias"):
+            model.logit_bias.requires_grad_(False)  # which this loss does not have
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
