@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from documents import ROOT
-from transformers import SiglipConfig
+from transformers import BertConfig
 
 from data import sources
 from training.checks import Outlook, RecipeError, find_faults
@@ -43,7 +43,7 @@ def path(tmp_path, monkeypatch):
     settings = json.loads((tmp_path / "other" / "processor_config.json").read_text())
     settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
     (tmp_path / "other" / "processor_config.json").write_text(json.dumps(settings))
-    SiglipConfig().save_pretrained(tmp_path / "siglip")
+    BertConfig().save_pretrained(tmp_path / "bert")
     return Path(shutil.copy(ROOT / "tests" / "recipes" / "every_stage.yaml", tmp_path / "recipe.yaml"))
 
 
@@ -113,7 +113,6 @@ trained.data: {source: rows, caption_column: text} => rows has no column 'text';
 trained.data: {source: rows, image_column: img} => rows has no column 'img'; its columns are 'image',
 trained.data: {source: rows, image_root: nowhere} -> trained.data.image_root: there is no folder nowhere
 trained.data: {source: several, caption_column: text} -> trained.data.caption_column: several makes the column caption
-several.data.source: rows, several.captions: [&a {policy: full, column: number}, *a] -> several.data: column *int64
 several.captions: [{policy: full, column: alt}, {policy: full, column: caption}] => symbols has no column 'alt'; its
 pre.data.split: validation -> pre.data: symbols have no split 'validation', only train, test
 features.data: {source: rows, num_samples: null, skip: 40} -> features.data.skip: 40 leaves no pair of rows
@@ -132,7 +131,7 @@ expert.model: dense -> unified.experts.0: expert was not trained from this base,
 second.model: learned -> mixture.experts: second has vocab_size 600, but first has
 first.model: one, second.model: other, mean.models: [first, other] -> mixture.experts, mean.models: the image processor
 pre.model: one, expert.model: other -> unified.experts: the image processor of other makes something else of images
-scores.models.trained: siglip => a dense or sparse CLIP is needed, not a model of type 'siglip'
+scores.models.trained: bert => a dense or sparse CLIP is needed, not a model of type 'bert'
 taken.scale: => the weights of a token's experts do not sum to 1
 """
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -106,7 +107,7 @@ def test_machines_have_the_same_number_of_processes(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     parent = SimpleNamespace(cmdline=lambda: command)
-    monkeypatch.setattr(processes.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     with pytest.raises(SystemExit, match="--num_processes 3 cannot be shared by 2 machines"):
         processes.launch_cpu_processes("upcycle.py", ["upcycle.py"])
 
