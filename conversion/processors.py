@@ -60,6 +60,11 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     if has_file(source, "config.json"):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
+            if config.model_type.startswith("siglip2"):
+                raise ValueError(
+                    f"{source} takes images of any shape (NaFlex): it becomes sparse, but is not measured or trained "
+                    "here yet"
+                )
             mark_padding(config, processor.tokenizer)
     return processor
 

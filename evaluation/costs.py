@@ -1,6 +1,7 @@
 """What models cost without computing anything: parameters and multiply-adds, at a paper's size or of any model."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,6 +117,8 @@ def count_multiply_adds(model: nn.Module) -> dict[str, int]:
         queries with keys and the result with values. A FLOP count is twice the sum of `image` and `text`.
     """
     text, vision = model.config.text_config, model.config.vision_config
+    if not hasattr(vision, "image_size"):
+        raise ValueError(f"{model.config.model_type}: its images have any shape, so what one costs is not counted")
     pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size, device="meta")
     tokens = torch.zeros(1, text.max_position_embeddings, dtype=torch.long, device="meta")
     image, image_scores = _multiply_adds(lambda: model.get_image_features(pixel_values=pixels))
@@ -146,12 +149,12 @@ def count_largest_layer(model: PreTrainedModel, text_tokens: int) -> int:
 
 def _kept_by_tower(model: PreTrainedModel, text_tokens: int) -> Iterator[tuple[int, int, list[int]]]:
     """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
-    vision = model.config.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2 + 1
+    patches = model.vision_model.embeddings.position_embedding.num_embeddings
     for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
-        *below, encoder, _ = tower.children()  # embeddings, and in the vision tower a norm
+        # Embeddings, and in the vision tower of a CLIP a norm
+        below = itertools.takewhile(lambda module, encoder=tower.encoder: module is not encoder, tower.children())
         flows, kept = any(map(_trains, below)), []
-        for layer in encoder.layers:
+        for layer in tower.encoder.layers:
             kept.append(_kept_of_token(layer, tower.config, flows))
             flows = flows or _trains(layer)
         yield length, tower.config.hidden_size, kept

@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
+from conversion.families import family_of
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import agreement, summarize
@@ -115,6 +116,9 @@ def faults(
     """Faults of an analysis on tasks of these kinds: the setting, and why it cannot be. See `analyze_experts`."""
     if not is_sparse(config):
         yield "model", "a dense CLIP has no experts to analyze"
+        return
+    if family_of(config).sigmoid:
+        yield "model", "a SigLIP has no class token, which the pictures of experts ask for: it is not analyzed yet"
         return
     sparse = {tower: getattr(config, f"{tower}_config").moe_layers for tower in TOWERS}
     numbers = {getattr(config, f"{tower}_config").num_experts for tower in TOWERS if sparse[tower]}

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.families import MODELS, TOWER_CONFIGS, family_of_type
+from conversion.families import MODELS, family_of_type
 from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
@@ -150,10 +150,9 @@ def clip_config(
     """
     dense = family_of_type(family).dense.config_class
     with _as_value_errors():
-        text, vision = (
-            dense.sub_configs[name](**settings)
-            for name, settings in zip(TOWER_CONFIGS, (text_config, vision_config), strict=True)
-        )
+        # The special tokens come from the tokenizer, below
+        text = dense.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
+        vision = dense.sub_configs["vision_config"](**vision_config)
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
     vocabulary = _require_special_tokens(processor.tokenizer, source)
