@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
 HINTS = {
-    **{family.dense.config_class.model_type: DENSE_HINT for family in FAMILIES},
+    **{family.model_type: DENSE_HINT for family in FAMILIES},
     **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILIES},
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }

@@ -13,10 +13,18 @@ TOWER_CONFIGS = ("text_config", "vision_config")
 class Family:
     """A family. Its models have `text_model` and `vision_model` with `encoder.layers`, whose FFN is an `mlp`."""
 
+    name: str
     dense: type[PreTrainedModel]
     sparse: type[PreTrainedModel]
     # Whether models have a `logit_bias`, for the sigmoid loss
     sigmoid: bool = False
+    # Whether images may have any shape
+    naflex: bool = False
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of its dense models."""
+        return self.dense.config_class.model_type
 
     @property
     def logit_scale_shape(self) -> tuple[int, ...]:
@@ -36,10 +44,10 @@ class Family:
 
 
 FAMILIES = (
-    Family(CLIPModel, CLIPMoEModel),
-    Family(MetaClip2Model, MetaClip2MoEModel),
-    Family(SiglipModel, SiglipMoEModel, sigmoid=True),
-    Family(Siglip2Model, Siglip2MoEModel, sigmoid=True),
+    Family("CLIP", CLIPModel, CLIPMoEModel),
+    Family("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel),
+    Family("SigLIP", SiglipModel, SiglipMoEModel, sigmoid=True),
+    Family("SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel, sigmoid=True, naflex=True),
 )
 # The class of a whole model, dense or sparse, by the type in its configuration
 MODELS = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
@@ -59,12 +67,12 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def family_of_type(model_type: str) -> Family:
     """The family whose dense models have this type."""
-    return next(family for family in FAMILIES if family.dense.config_class.model_type == model_type)
+    return next(family for family in FAMILIES if family.model_type == model_type)
 
 
 def known() -> str:
     """The types of dense models that become sparse, for errors."""
-    return "there are " + ", ".join(family.dense.config_class.model_type for family in FAMILIES)
+    return "there are " + ", ".join(family.model_type for family in FAMILIES)
 
 
 def is_clip(config: PreTrainedConfig) -> bool:

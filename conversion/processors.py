@@ -70,9 +70,14 @@ def load_processor(source: str | Path) -> ProcessorMixin:
 
 
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`."""
+    """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`.
+
+    It also gives no mask, here and where it is saved: to SigLIP padding is text, and a mask that other programs pass
+    on would change what it computes.
+    """
     if pads_to_max_length(config.get_text_config()):
         tokenizer.pads_to_max_length = True
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
 
 
 def _load_whole(source: str | Path) -> ProcessorMixin:
@@ -120,6 +125,11 @@ def require_fit(
                 f"the tokenizer of {source} cuts texts at its model_max_length, {tokenizer.model_max_length}, but "
                 f"{model} takes texts padded to {text.max_position_embeddings}: set model_max_length to that in "
                 "tokenizer_config.json"
+            )
+        elif pads_to_max_length(text) and tokenizer.padding_side != "right":
+            raise ValueError(
+                f"the tokenizer of {source} pads texts on the left, but {model} was trained on padding behind them: "
+                "set padding_side to right in tokenizer_config.json"
             )
     if image_processor is not None and hasattr(vision, "image_size"):  # NaFlex of SigLIP 2 takes any
         # Not square, since no rule tells for all image processors what they make of such an image
@@ -266,6 +276,8 @@ def copy_processor(
     if (folder / "config.json").is_file():
         for config in model_configs(folder):
             require_fit(config, model or source, source, tokenizer, image_processor)
+            if tokenizer is not None:
+                mark_padding(config, tokenizer)
     if tokenizer is not None:
         forget_last_call(tokenizer)
     save(copy, folder)

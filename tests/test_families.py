@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_clip import moved
+from tiny_families import tiny_dense
 from transformers import AutoModel, MetaClip2Model
 
 from conversion.average import average
@@ -13,19 +14,7 @@ from conversion.presets import PRESETS
 from conversion.unify import unify
 from conversion.upcycle import upcycle
 
-WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
-# 2 is the end of a text in MetaCLIP 2, which pools there, and where CLIP would pool at the highest id
-TEXT = WIDTH | {"vocab_size": 40, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-IMAGES = {"image_size": 16, "patch_size": 8}
-PATCHES = {"num_patches": 16, "patch_size": 4}
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.dense.config_class.model_type)
-
-
-def tiny_dense(family):
-    """A dense model in which every parameter is random."""
-    torch.manual_seed(0)
-    vision = WIDTH | (PATCHES if family.dense.config_class.model_type == "siglip2" else IMAGES)
-    return moved(family.dense(family.dense.config_class(text_config=TEXT, vision_config=vision)), "", seed=0).eval()
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 
 
 def inputs_of(model):

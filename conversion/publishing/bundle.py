@@ -12,23 +12,23 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import CLIPConfig, PreTrainedModel
+from transformers import CLIPTokenizer, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_mixture, sample_inputs
+from conversion.families import MODELS, known
 from conversion.folders import load_config
 from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 
 # Keys of configurations that say where they were loaded from on this machine, and files there
 LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
-PUBLISHED = (CLIPConfig.model_type, CLIPMoEConfig.model_type, CLIPMoDEConfig.model_type)
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 # The program of another process that computes features from the published folder alone
@@ -54,8 +54,8 @@ def build(
     """Write what is published of a model into a folder, and verify it.
 
     Args:
-        source: folder of a `CLIPMoEModel`, `CLIPMoDEModel` or dense `CLIPModel` with its processor; of a recipe's
-            stage, for a card that tells how it was made.
+        source: folder of a dense or sparse model of a family, or of a `CLIPMoDEModel`, with its processor; of a
+            recipe's stage, for a card that tells how it was made.
         repository: its name on the Hub, which the card's examples load.
         license: of the weights, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
@@ -102,24 +102,27 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
 def write_model(source: Path, folder: Path) -> PreTrainedModel:
     """Save a model with its code, and return it."""
     model_type = load_config(source).model_type
-    if model_type not in PUBLISHED:
-        raise ValueError(f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed")
     mixture = model_type == CLIPMoDEConfig.model_type
+    if not mixture and model_type not in MODELS:
+        raise ValueError(
+            f"{source} is of type {model_type!r}; whole CLIPs are published, dense, sparse or mixed: {known()}"
+        )
     model = load_mixture(source) if mixture else load_clip(source)
     model.save_pretrained(folder, max_shard_size=SHARD)
     return model
 
 
 def write_processor(source: Path, folder: Path) -> None:
-    """Save a processor with the files that older programs look for: `preprocessor_config.json`, `vocab.json` and
-    `merges.txt`.
+    """Save a processor with the files that older programs look for: `preprocessor_config.json`, and of CLIP's
+    tokenizer `vocab.json` and `merges.txt`.
     """
     processor = load_processor(source)
     forget_last_call(processor.tokenizer)
     save(processor, folder)
     save(processor.image_processor, folder)  # preprocessor_config.json
-    with writing(folder):
-        processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+    if isinstance(processor.tokenizer, CLIPTokenizer):
+        with writing(folder):
+            processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
 
 
 def write_encoder(source: Path, folder: Path) -> None:

@@ -9,7 +9,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
+from conversion.families import family_of
 from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
+from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.markdown import code, escape, one_line
 from records.provenance import Record
 from records.result_schema import ExpertSummary
@@ -55,12 +58,19 @@ def render(
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
+    mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
+    family = None if mixture else family_of(config)
+    papers = [config.model_type] if mixture else [*(_presets(lineage) if is_sparse else []), family.model_type]
     return ModelCard.from_template(
-        _metadata(config, lineage, repository, license, bases),
+        _metadata(mixture or is_sparse, lineage, repository, license, bases),
         template_path=str(TEMPLATE),
         name=repository.split("/")[-1],
         repository=repository,
         config=config,
+        family=family,
+        is_sparse=is_sparse,
+        # Its code lies beside the weights
+        custom_code=mixture or is_sparse,
         towers=towers,
         examples=_examples(lineage, bases),
         from_scratch=lineage.is_from_scratch and not bases,
@@ -78,12 +88,12 @@ def render(
         text=escape,
         code=code,
         license=license,
-        citations=[citations()[key] for key in dict.fromkeys([*_systems(config, lineage), "clip"])],
+        citations=[citations()[key] for key in dict.fromkeys([*papers, "clip"])],
     )
 
 
 def _metadata(
-    config: PreTrainedConfig, lineage: Lineage, repository: str, license: str | None, bases: list[str]
+    custom_code: bool, lineage: Lineage, repository: str, license: str | None, bases: list[str]
 ) -> ModelCardData:
     return ModelCardData(
         model_name=repository.split("/")[-1],
@@ -92,7 +102,7 @@ def _metadata(
         pipeline_tag="zero-shot-image-classification",
         base_model=bases[0] if len(bases) == 1 else bases or None,
         datasets=[data.name for data in lineage.data if data.where == "hub"] or None,
-        tags=["clip"] if config.model_type == "clip" else ["clip", "mixture-of-experts", "custom_code"],
+        tags=["clip", "mixture-of-experts", "custom_code"] if custom_code else ["clip"],
         eval_results=[
             EvalResult(
                 task_type=TASK_TYPES[metric][0],
@@ -110,10 +120,8 @@ def _metadata(
     )
 
 
-def _systems(config: PreTrainedConfig, lineage: Lineage) -> list[str]:
-    """Keys of papers to cite: for a sparse model of unknown preset, all of sparse CLIPs."""
-    if config.model_type != "clip_moe":
-        return [config.model_type]
+def _presets(lineage: Lineage) -> list[str]:
+    """Keys of papers to cite for a sparse model: where the preset is unknown, all of sparse CLIPs."""
     presets = [record.stage.get("preset") for record in lineage.stages.values()]
     return [key for key in sorted(citations()) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
 

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
+from conversion.families import FAMILIES
 from conversion.folders import KERNELS
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from modeling_clip_moe import CLIPMoDEConfig
 from records.files import read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
-OUR_CONFIGS = {c.model_type: c for c in (CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, CLIPMoDEConfig)}
+OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
+    config.model_type: config
+    for family in FAMILIES
+    for config in (family.sparse.config_class, *family.sparse_towers.values())
+}
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
 SETTINGS = ("*config*.json", "modules.json", "encoder.json")
 # Those that hold none: vocabularies, weights and the like

@@ -1,0 +1,51 @@
+"""A tiny dense model of each family, and the processor that goes with it."""
+
+import torch
+from tiny_clip import moved
+from tiny_clip import processor as clip_processor
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPProcessor,
+    Siglip2Tokenizer,
+    SiglipImageProcessorPil,
+    SiglipProcessor,
+    XLMRobertaTokenizer,
+)
+
+WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+# 2 is the end of a text in MetaCLIP 2, which pools there, and where CLIP would pool at the highest id
+TEXT = WIDTH | {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+IMAGES = {"image_size": 16, "patch_size": 8}
+PATCHES = {"num_patches": 16, "patch_size": 4}
+
+
+def tiny_dense(family, length=8):
+    """A dense model in which every parameter is random, for texts of so many tokens."""
+    torch.manual_seed(0)
+    text, vision = TEXT | {"max_position_embeddings": length}, WIDTH | (PATCHES if family.naflex else IMAGES)
+    return moved(family.dense(family.dense.config_class(text_config=text, vision_config=vision)), "", seed=0).eval()
+
+
+def tiny_processor(family, length=8):
+    """A processor for it, which knows the letters of `tiny_clip.WORDS`."""
+    if family.name == "CLIP":
+        processor = clip_processor()
+        processor.tokenizer.model_max_length = length
+        return processor
+    images = {"size": {"height": 16, "width": 16}}
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    if not family.sigmoid:
+        vocab = [(token, -1.0) for token in ("<s>", "<pad>", "</s>", "<unk>", *letters)]
+        tokenizer = XLMRobertaTokenizer(vocab=vocab, model_max_length=length)
+        return CLIPProcessor(CLIPImageProcessorPil(size=images["size"], crop_size=16), tokenizer)
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)
+    return SiglipProcessor(SiglipImageProcessorPil(**images), tokenizer)
+
+
+def saved(family, model, folder, length=8):
+    """Saves a model of a family with its processor; returns the folder."""
+    model.save_pretrained(folder)
+    tiny_processor(family, length).save_pretrained(folder)
+    return folder
