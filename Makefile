@@ -82,7 +82,7 @@ style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/settings.md, from the comments of the settings
+docs: $(STAMP)  ## docs/settings.md and training/outlines.json, from the classes of the settings
 	$(BIN)/python -m training.settings_page
 
 # Where a GPU is, with the python that has torch: nothing is installed. What fails does not end the rest.

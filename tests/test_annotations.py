@@ -102,7 +102,7 @@ def test_tables_of_a_pattern_are_one(tmp_path):
 @pytest.mark.parametrize("source", [table, coco, karpathy])
 def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
-    assert count_pairs(arguments, read_json=True) == len(load_pairs(arguments))
+    assert count_pairs(arguments) == len(load_pairs(arguments))
     before = identity(arguments)
     (image,) = tmp_path.glob("*/0.png")
     picture(5).save(image)

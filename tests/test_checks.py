@@ -17,10 +17,11 @@ from documents import ROOT
 from transformers import BertConfig
 
 from data import sources
-from training.checks import Outlook, RecipeError, find_faults
+from training.checks import Outlook, find_faults
 from training.estimates import Expected, model_configs, read_otherwise
 from training.plan import plan
 from training.recipe import load_recipe
+from training.recipe_file import RecipeError
 from training.runner import run_recipe
 
 
@@ -158,13 +159,18 @@ def test_the_recipe_without_a_fault_has_none(path):
 
 
 def test_all_faults_are_named_at_once_and_that_of_several_stages_is_one(path):
-    overrides = {"looked.task": ["symbols_pairs"], "trained.model": "sprase", "expert.data.source": "missing.parquet"}
+    """Names that do not exist come first, then what settings of a class hold, then all the rest."""
+    overrides = {"trained.model": "sprase", "expert.data.source": "missing.parquet"}
     overrides |= {"sparse.changes.num_experts_per_tok": 9, "scores.tasks": ["symbols_pears"]}
     settings = [line.split(":")[0] for line in faults(path, overrides)]
-    assert sorted(settings) == sorted([*list(overrides)[:3], "sparse.changes", "scores.tasks"])
-    assert settings[0] == "looked.task"
-    del overrides["looked.task"]  # of which the others do not depend
-    assert len(faults(path, overrides)) == 4
+    assert sorted(settings) == sorted([*list(overrides)[:2], "sparse.changes", "scores.tasks"])
+    wrong = overrides | {"seed": -1, "trained.max_steps": 0}
+    assert {line.split(":")[0] for line in faults(path, wrong)} == {"trained.max_steps", "seed"}
+    wrong |= {"sed": 1, "looked.task": ["symbols_pairs"]}
+    with pytest.raises(ValueError, match="--sed: 'sed' is neither"):
+        load_recipe(path, wrong)
+    del wrong["sed"]
+    assert [line.split(":")[0] for line in faults(path, wrong)] == ["looked.task"]
     changed = {"pre.data.source": "missing.tar", "trained.data.source": "missing.tar"}
     assert faults(path, changed) == ["pre.data.source, trained.data.source: there is no file or folder missing.tar"]
 

@@ -150,6 +150,7 @@ def test_the_index_of_papers_names_what_is_there():
 def test_settings_are_those_of_the_code():
     """Written anew by `python -m training.settings_page`."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
+    assert settings_page.outlines() == settings_page.OUTLINES.read_text(encoding="utf-8")
 
 
 def test_every_setting_has_a_meaning():

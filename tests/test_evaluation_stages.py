@@ -11,8 +11,8 @@ from tiny_runs import DENSE, SPARSE, run_stages
 from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.tasks import TASKS, symbol_tasks
-from training.checks import RecipeError
 from training.recipe import load_recipe
+from training.recipe_file import RecipeError
 from training.runner import run_recipe
 
 OWN = {"task": "retrieval", "dataset": "own"}

@@ -120,7 +120,7 @@ def test_pairs_that_are_held_out(tmp_path, source, num_samples):
     assert load_pairs(arguments)["caption"][:] == expected
     if arguments.source.endswith(".tar"):
         return  # whose pairs only loading counts
-    assert count_pairs(arguments, read_json=True) == len(expected)
+    assert count_pairs(arguments) == len(expected)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
 from records.local_names import is_hub_name
-from records.messages import Faults, most_similar, what_is_meant
+from records.messages import most_similar, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
 from training.settings import Reads, dump
@@ -35,44 +35,15 @@ def described(error: Exception) -> str:
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-class RecipeError(Faults):
-    """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
-
-    One alone stands in the first line.
-
-    Args:
-        faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
-    """
-
-    def __init__(self, recipe: str | Path, faults: Iterable[str]):
-        settings: dict[str, list[str]] = {}
-        for fault in dict.fromkeys(faults):
-            setting, _, what = " ".join(fault.split()).partition(": ")
-            settings.setdefault(what, []).append(setting)
-        lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
-        several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
-        super().__init__(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
-
-
 class Outlook:
     """What is known of the stages of a recipe before they run.
 
     Args:
         num_processes: of the run.
-        broken: names of further stages, whose settings cannot be read.
-        thorough: whether to ask the Hub for configurations, and to read a whole .json to count its pairs.
     """
 
-    def __init__(
-        self,
-        stages: list[Stage],
-        output_dir: str | Path,
-        num_processes: int = 1,
-        broken: Collection[str] = (),
-        thorough: bool = False,
-    ):
-        self.stages = {stage.name: stage for stage in stages}
-        self.output_dir, self.broken, self.thorough = Path(output_dir), broken, thorough
+    def __init__(self, stages: list[Stage], output_dir: str | Path, num_processes: int = 1):
+        self.stages, self.output_dir = {stage.name: stage for stage in stages}, Path(output_dir)
         self.inputs: dict[str, SimpleNamespace] = {}
         self.outputs: dict[str, Expected] = {}
         # Stage -> what its settings cannot make; other source -> why it cannot be read
@@ -118,7 +89,7 @@ class Outlook:
         made = self._stage(arguments.source)
         if made is None:
             key = json.dumps(dump(arguments))
-            counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments, self.thorough)))
+            counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments)))
             readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
             return replace(counted, readable=readable)
         readable = made.folder and replace(arguments, source=str(made.folder))
@@ -126,13 +97,11 @@ class Outlook:
         return replace(made, pairs=pairs, readable=readable)
 
     def _model(self, source: str) -> Expected:
-        configs, folder = model_configs(source, self.thorough), _folder(source)
+        configs, folder = model_configs(source), _folder(source)
         return Expected(configs, folder=folder, processor=folder, weights=((source, frozenset()),))
 
     def _stage(self, name: str) -> Expected | None:
-        if name in self.broken or name in self.stages:
-            return self.outputs.get(name, Expected.unknown(f"{name} cannot be read"))
-        return None
+        return self.outputs.get(name, Expected.unknown(f"{name} is no earlier stage")) if name in self.stages else None
 
     def _tried(self, key: str, look: Callable[[], Expected]) -> Expected:
         """What is known of something that is no stage, such as a model on the Hub."""
@@ -151,28 +120,6 @@ class Outlook:
 
 def _folder(name: str | float) -> Path | None:
     return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
-
-
-def reference_faults(stages: list[Stage], broken: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong with the names by which stages of a recipe refer to each other.
-
-    Args:
-        broken: names of further stages, whose settings cannot be read.
-    """
-    position = {stage.name: number for number, stage in enumerate(stages)}
-    for number, stage in enumerate(stages):
-        for reference in references(stage):
-            value, reads = reference.value, reference.reads
-            key, at = f"{stage.name}.{reference.setting}", position.get(value)
-            fitting = [other.name for other in stages if set(kinds(type(other))) & set(reads.kinds)]
-            if at is not None and value not in fitting:
-                yield f"{key}: {value} is a stage of type {stages[at].stage}, not {reads}"
-            elif at is not None and at >= number:
-                yield f"{key}: {value} is {'this stage itself' if at == number else 'a later stage: move it up'}"
-            elif at is None and value not in broken:
-                others = [name for name in fitting if name != stage.name]  # a stage may be called as what it reads
-                if _is_misspelt(value, others):
-                    yield f"{key}: there is no stage or folder {value!r}: {what_is_meant(value, others)}"
 
 
 def _is_misspelt(value: str, names: list[str]) -> bool:
@@ -213,14 +160,8 @@ def _line(stage: Stage, setting: str, problem: str) -> str:
 
 def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -> Iterator[str]:
     for reference in references(stage):
-        value, key = reference.value, f"{stage.name}.{reference.setting}"
-        if value in outlook.stages:
-            if value not in wanted and not outlook.finished(value):
-                folder = outlook.output_dir / value
-                yield f"{key}: the stage {value!r} has not finished: {folder} is not there. Run it first"
-        elif value not in outlook.broken and reference.reads.outside:
-            problem = _problem_of_outside(reference) or outlook.wrong.get(value)
-            yield from [f"{key}: {problem}"] if problem else []
+        if problem := _problem_of_reference(stage, reference, outlook, wanted):
+            yield f"{stage.name}.{reference.setting}: {problem}"
     for name, value in vars(stage).items():
         for setting, arguments in each_value(name, value):
             if isinstance(arguments, DataArguments):
@@ -229,29 +170,42 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
                 yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
 
 
-def _problem_of_outside(reference: Reference) -> str:
-    """Why a reference names neither a model nor the folder of a stage that fits, or nothing."""
-    value, wanted = reference.value, reference.reads.kinds
-    folder = Path(value)
-    if "model" in wanted and (any((folder / name).is_file() for name in MODEL_FILES)):
+def _problem_of_reference(stage: Stage, reference: Reference, outlook: Outlook, wanted: Collection[str]) -> str:
+    """Why a reference names neither a model nor a finished or earlier stage that fits, or nothing."""
+    value, reads, names = reference.value, reference.reads, [*outlook.stages]
+    fitting = [name for name, other in outlook.stages.items() if set(kinds(type(other))) & set(reads.kinds)]
+    if value in outlook.stages:
+        if value not in fitting:
+            return f"{value} is a stage of type {outlook.stages[value].stage}, not {reads}"
+        if names.index(value) >= names.index(stage.name):
+            return f"{value} is {'this stage itself' if value == stage.name else 'a later stage: move it up'}"
+        if value not in wanted and not outlook.finished(value):
+            return f"the stage {value!r} has not finished: {outlook.output_dir / value} is not there. Run it first"
         return ""
+    others = [name for name in fitting if name != stage.name]  # a stage may be called as what it reads
+    if _is_misspelt(value, others):
+        return f"there is no stage or folder {value!r}: {what_is_meant(value, others)}"
+    folder, is_model = Path(value), "model" in reads.kinds
+    if not reads.outside or (is_model and any((folder / name).is_file() for name in MODEL_FILES)):
+        return outlook.wrong.get(value, "") if reads.outside else ""
     if not folder.is_dir():
-        is_name = "model" in wanted and is_hub_name(value)
-        return "" if is_name else f"there is no stage {value!r}, and no such folder"
+        is_name = is_model and is_hub_name(value)
+        return outlook.wrong.get(value, "") if is_name else f"there is no stage {value!r}, and no such folder"
     if not (folder / MANIFEST).is_file():
         return f"{value} is the folder of neither a model nor a stage: it has no config.json and no {MANIFEST}"
-    stage = read_record(folder / MANIFEST, dict).get("stage")
-    kind = stage.get("stage") if isinstance(stage, dict) else None
-    fits = kind not in STAGES or set(kinds(STAGES[kind])) & set(wanted)
-    return "" if fits else f"{value} is the folder of a stage of type {kind}, not {reference.reads}"
+    made_by = read_record(folder / MANIFEST, dict).get("stage")
+    kind = made_by.get("stage") if isinstance(made_by, dict) else None
+    if kind in STAGES and not set(kinds(STAGES[kind])) & set(reads.kinds):
+        return f"{value} is the folder of a stage of type {kind}, not {reads}"
+    return outlook.wrong.get(value, "")
 
 
 def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) -> Iterator[str]:
     """What is wrong with a source, after the name of the setting that holds it. No row is read."""
     source, root = arguments.source, arguments.image_root
-    if source in outlook.stages or source in outlook.broken:
+    if source in outlook.stages:
         for column, made in (("image_column", "image"), ("caption_column", "caption")):
-            if source not in outlook.broken and getattr(arguments, column) != made:
+            if getattr(arguments, column) != made:
                 yield f".{column}: {source} makes the column {made}, not {getattr(arguments, column)}"
         return
     if source in WORLDS:

@@ -42,12 +42,13 @@ def train(
         changed["output_dir"] = str(output_dir)
     only = None if stages is None else _parts(stages)
     numbers = None if experts is None else _numbers(experts)
-    from training.recipe import load_recipe
+    from training.recipe_file import read_recipe
 
-    recipe = load_recipe(config, changed)
+    settings = read_recipe(config, changed)  # refuses names that do not exist before torch is imported
+    from training.recipe import make_recipe
     from training.upcycle import print_plan, run
 
-    return (print_plan if plan else run)(recipe, only, numbers)
+    return (print_plan if plan else run)(make_recipe(settings, config), only, numbers)
 
 
 def _parts(argument: str) -> list[str]:

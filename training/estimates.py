@@ -129,17 +129,14 @@ class Expected:
         return f"a dense or sparse CLIP is needed, not a model of type {kinds[0]!r}" if kinds else ""
 
 
-def model_configs(source: str, ask_hub: bool = False) -> tuple[PreTrainedConfig, ...]:
+def model_configs(source: str) -> tuple[PreTrainedConfig, ...]:
     """The configuration of a model in a folder or on the Hub, or those of all experts of a mixture.
-
-    Args:
-        ask_hub: whether to ask the Hub for one that is not in its cache here.
 
     Raises:
         Unknown: it is a hub name, and cannot be had now.
         OSError, ValueError: see `load_config`; or the processor that is there does not fit, see `require_fit`.
     """
-    folder = source if Path(source).is_dir() else _snapshot(source, ask_hub)
+    folder = source if Path(source).is_dir() else _snapshot(source)
     configs = tuple(processors.model_configs(folder))
     if all(is_clip(config) for config in configs):
         _, tokenizer, image_processor = processors.load_halves(folder)
@@ -153,25 +150,19 @@ def is_cached(name: str) -> bool:
     return is_hub_name(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def _snapshot(name: str, ask_hub: bool) -> Path:
+def _snapshot(name: str) -> Path:
     """The folder of the cache with the configuration of a hub name."""
-    path = try_to_load_from_cache(name, "config.json") if is_hub_name(name) else None
-    if not isinstance(path, str) and ask_hub and is_hub_name(name):
-        try:
-            path = hf_hub_download(name, "config.json", etag_timeout=SECONDS_FOR_THE_HUB)
-        except (OSError, ValueError) as error:
-            raise Unknown(f"{name} is not here, and cannot be had from the Hub now") from error
-    if not isinstance(path, str):
+    if not is_hub_name(name):
         raise Unknown(f"{name} is not here")
-    return Path(path).parent
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=SECONDS_FOR_THE_HUB)).parent
+    except (OSError, ValueError) as error:
+        raise Unknown(f"{name} is not here, and cannot be had from the Hub now") from error
 
 
-def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
+def count_pairs(arguments: DataArguments) -> int:
     """The pairs of a source, with those that cannot be read, whose number only reading them all tells; where nothing
     else tells, `num_samples`.
-
-    Args:
-        read_json: whether to read a whole .json to count its entries.
 
     Raises:
         Unknown: they are not here, or only loading them tells.
@@ -182,23 +173,23 @@ def count_pairs(arguments: DataArguments, read_json: bool = False) -> int:
     if arguments.streaming:
         raise Unknown(f"{arguments.source} is a stream")
     try:
-        return AtMost(arguments.taken(_count_rows(arguments, read_json)))
+        return AtMost(arguments.taken(_count_rows(arguments)))
     except Unknown:
         if arguments.num_samples is None:
             raise
         return AtMost(arguments.num_samples)
 
 
-def _count_rows(arguments: DataArguments, read_json: bool) -> int:
+def _count_rows(arguments: DataArguments) -> int:
     source = arguments.source
     if not is_here(source):
         raise Unknown(f"{source} is not here")
-    if source.endswith(".json") and read_json:
+    if source.endswith(".json"):
         return len(annotations.read_annotations(Path(source), arguments.split)[0])
     if is_saved(source):
         saved = datasets.load_from_disk(source)
         return len(saved[arguments.split] if isinstance(saved, dict) else saved)
-    if source.endswith(".json") or "[" in arguments.split:
+    if "[" in arguments.split:
         raise Unknown(f"only loading {source} tells how many pairs it has")
     builder, by_split = split_files(arguments)
     files = [file for of_split in by_split.values() for file in of_split]

@@ -50,7 +50,7 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
     """
     stages, rows = list(stages), []
     with opened_once():
-        outlook = Outlook(recipe.stages, recipe.output_dir, num_processes, thorough=True)
+        outlook = Outlook(recipe.stages, recipe.output_dir, num_processes)
         faults = [*find_faults(outlook, {stage.name for stage in stages})]
         for stage in stages:
             errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]

@@ -42,10 +42,11 @@ from records.provenance import (
     input_fingerprint,
     weights_fingerprint,
 )
-from training.checks import Outlook, RecipeError, find_faults
+from training.checks import Outlook, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
 from training.recipe import Recipe, dump_recipe, expert_number
+from training.recipe_file import RecipeError
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_code, own_description
@@ -67,7 +68,11 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     output_dir = Path(recipe.output_dir)
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
-    outlook = require_sound(recipe, {stage.name for stage in stages}, accelerator.num_processes)
+    with opened_once():
+        outlook = Outlook(recipe.stages, output_dir, accelerator.num_processes)
+        faults = [*find_faults(outlook, {stage.name for stage in stages})]
+    if faults:
+        raise RecipeError(recipe.title, faults)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
             with stage_errors(stage):
@@ -76,8 +81,6 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(dump_recipe(recipe), sort_keys=False))
         for stage in stages:
-            if isinstance(outlook.outputs[stage.name].configs, str):  # models that are read now may be known
-                require_sound(recipe, {stage.name}, accelerator.num_processes, thorough=True)
             with stage_errors(stage):
                 runner.run_stage(stage)
         if only is None and experts is None:
@@ -89,16 +92,6 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     gc.collect()
     accelerator.end_training()
     return output_dir
-
-
-def require_sound(recipe: Recipe, wanted: set[str], num_processes: int, thorough: bool = False) -> Outlook:
-    """What is known before these stages run; see `Outlook`."""
-    with opened_once():
-        outlook = Outlook(recipe.stages, recipe.output_dir, num_processes, thorough=thorough)
-        faults = list(find_faults(outlook, wanted))
-    if faults:
-        raise RecipeError(recipe.title, faults)
-    return outlook
 
 
 def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:

@@ -1,9 +1,11 @@
-"""Writes docs/settings.md: the settings of all stages, from the fields of their classes and the comments above these.
+"""Writes docs/settings.md: the settings of all stages, from the fields of their classes and the comments above these;
+and their names into training/outlines.json, by which a recipe is checked before the classes are imported.
 
 python -m training.settings_page
 """
 
 import inspect
+import json
 import re
 import types
 from collections.abc import Iterable
@@ -21,8 +23,10 @@ from training.recipe import Recipe
 from training.scores import Evaluation
 from training.settings import Reads
 from training.stages import STAGES
+from training.stages.base import outline, setting_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+OUTLINES = Path(__file__).with_name("outlines.json")
 # Classes that are no stages, and the titles of their sections
 OTHERS = {
     DataArguments: "data",
@@ -53,6 +57,13 @@ def settings_page() -> str:
     contents = ["| stage | what it is |", "|---|---|", *(_row_of_contents(stage) for stage in STAGES.values())]
     titles = {stage: kind for kind, stage in STAGES.items()} | OTHERS
     return "\n\n".join([INTRODUCTION, "\n".join(contents), *(_section(cls, titles) for cls in titles)]) + "\n"
+
+
+def outlines() -> str:
+    """The outlines of all classes as JSON, a line each."""
+    recipe = {"settings": setting_names(Recipe) | {"stages": {}}}  # each has those of its kind
+    every = {"recipe": recipe} | {kind: outline(stage) for kind, stage in STAGES.items()}
+    return "{\n" + ",\n".join(f"{json.dumps(kind)}: {json.dumps(what)}" for kind, what in every.items()) + "\n}\n"
 
 
 def comments_above(cls: type) -> dict[str, str]:
@@ -143,6 +154,7 @@ def _yaml(value: Any) -> str:
 
 def main() -> None:
     PAGE.write_text(settings_page(), encoding="utf-8")
+    OUTLINES.write_text(outlines(), encoding="utf-8")
 
 
 if __name__ == "__main__":

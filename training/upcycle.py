@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from conversion.folders import load_config
 from records.processes import is_first_process, num_processes
-from training.checks import RecipeError
 from training.plan import plan, render
 from training.recipe import Recipe
+from training.recipe_file import RecipeError
 from training.runner import run_recipe, wanted_stages
 
 

@@ -225,6 +225,24 @@ def kinds(stage: type[Stage]) -> list[str]:
     return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
 
 
+def outline(stage: type[Stage]) -> dict[str, Any]:
+    """What is checked of a recipe before its classes are imported: the `kinds` of a class, without "model", and the
+    names of its `settings`, each with the same of what it holds."""
+    return {"kinds": [kind for kind in kinds(stage) if kind != "model"], "settings": setting_names(stage)}
+
+
+def setting_names(settings: type) -> dict[str, Any]:
+    """The names of a class of settings, each with the names within it; empty: it holds no settings."""
+
+    def within(hint: Any) -> dict[str, Any]:
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            return setting_names(hint)
+        return next(filter(None, map(within, typing.get_args(hint))), {})
+
+    hints = typing.get_type_hints(settings, include_extras=True)
+    return {field.name: within(hints[field.name]) for field in dataclasses.fields(settings)}
+
+
 def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:
     hints = typing.get_type_hints(stage, include_extras=True)
     for field in dataclasses.fields(stage):
