@@ -1,11 +1,12 @@
 """The commands of this room: `clip-moe evaluate`, `experts`, `report`, `efficiency`; or `python -m evaluation.NAME`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from cyclopts import Parameter
 
+from evaluation.own_columns import OwnColumns
 from records.command_line import Folder, command
 from records.yaml_files import read_yaml
 
@@ -14,46 +15,24 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @Parameter(name="*")
 @dataclass(kw_only=True)
-class Data:
+class Data(OwnColumns):
     """What tasks are measured on.
 
     Args:
         data_root: folder with copies of benchmarks, DATA_ROOT/NAME; those that are not there come from the Hub
         test_seed: of the pictures of tasks on built-in worlds
-        dataset: your own data, for the tasks zero_shot, linear_probe, retrieval and pairs: whatever a recipe's
-            data.source may be
-        split: of the dataset
-        train_split: for linear_probe
-        num_samples: of the dataset, the first ones (default: all)
-        image_column: for pairs, the columns IMAGE_COLUMN_0 and _1
-        image_root: what relative paths of images start from
-        caption_column: texts or lists of texts, for retrieval; for pairs, the columns CAPTION_COLUMN_0 and _1
-        captions_per_line: each line of a text is a caption, as in CLIP_benchmark's shards
-        label_column: for zero_shot and linear_probe; for pairs, what differs in each
-        classes: file with a class's name on each line, for zero_shot and linear_probe
-        templates: for zero_shot; or one file of them, one a line
     """
 
     data_root: str | None = None
     test_seed: int = 0
-    dataset: str | None = None
-    split: str = "test"
-    train_split: str = "train"
-    num_samples: int | None = None
-    image_column: str = "image"
-    image_root: str | None = None
-    caption_column: str = "caption"
-    captions_per_line: Annotated[bool, Parameter(negative=())] = False
-    label_column: str = "label"
-    classes: str | None = None
-    templates: list[str] = field(default_factory=lambda: ["a photo of a {}."])
 
     def wanted(self, tasks: list[str]):
         """The tasks of these names, between commas or spaces."""
         from evaluation.tasks import parse_tasks, wanted_tasks
 
-        own = {name: value for name, value in asdict(self).items() if name not in ("data_root", "test_seed")}
-        return wanted_tasks(parse_tasks(" ".join(tasks)), own)
+        return wanted_tasks(
+            parse_tasks(" ".join(tasks)), {one.name: getattr(self, one.name) for one in fields(OwnColumns)}
+        )
 
 
 @command

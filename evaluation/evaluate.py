@@ -21,7 +21,7 @@ from conversion.folders import load_config
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
-from evaluation.results import require_free, task_name, write_result
+from evaluation.results import require_free, write_result
 from evaluation.task import Task
 from modeling_clip_moe import CLIPMoDEConfig
 from records.files import output_folder
@@ -48,7 +48,7 @@ def evaluate_model(
 
     Args:
         model: a folder or hub name.
-        tasks: name -> task; see `evaluation.tasks.find_tasks`, and `evaluation.results.task_name` for names in results.
+        tasks: name -> task; see `evaluation.tasks.find_tasks`.
         name: what the model is called in reports; default: its folder's or repository's name.
         device: default: the accelerator, if there is one.
         changes: what a mixture is measured with in place of its own configuration, see `require_changes`.
@@ -79,7 +79,7 @@ def evaluate_model(
     }
     names = {}
     for key, task in tasks.items():  # before the work
-        names[key] = {"model": name, "task": task_name(key, task.data), "protocol": task.protocol}
+        names[key] = {"model": name, "task": key, "protocol": task.protocol}
         require_free(names[key] | {"data": task.data} | of_model, output_dir)
     results = []
     with output_folder(output_dir):

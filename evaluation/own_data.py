@@ -18,6 +18,7 @@ from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
+from evaluation.own_columns import OwnColumns
 from evaluation.results import content_hash
 from evaluation.task import Task
 from records.local_names import paths_here, without_paths
@@ -31,34 +32,13 @@ READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
 
 
 @dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class OwnTask:
+class OwnTask(OwnColumns):
     """A task on any dataset."""
 
     # The measure.
     task: OwnKind
     # Whatever `source` of [data](#data) may be.
-    dataset: str
-    # What is measured of it.
-    split: str = "test"
-    # What a linear probe is fitted to.
-    train_split: str = "train"
-    # Only the first so many rows.
-    num_samples: int | None = Field(default=None, gt=0)
-    # Images or their paths. Pairs have two of these columns, as `image_0` and `image_1`.
-    image_column: str = "image"
-    # What relative paths of images start from.
-    image_root: str | None = None
-    # Texts or lists of texts, for retrieval. Pairs have two of these columns, as `caption_0` and `caption_1`.
-    caption_column: str = "caption"
-    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
-    captions_per_line: bool = False
-    # The classes, for zero_shot and linear_probe. For pairs: what differs in each; there may be no such column.
-    label_column: str = "label"
-    # A file with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call classes by
-    # numbers or WordNet ids: the names in the order of these.
-    classes: str | None = Field(default=None, min_length=1)
-    # For zero_shot: texts with a {} for the name of the class; or one file of such, one a line.
-    templates: list[str] = Field(default_factory=lambda: ["a photo of a {}."])
+    dataset: str = Field()
 
     @model_validator(mode="after")
     def _check(self):
@@ -86,7 +66,10 @@ class OwnTask:
 
     def make(self) -> Task:
         """The task; names of classes and templates are read now, images when they are needed."""
-        arguments = self.arguments()
+        task = self._make(self.arguments())
+        return dataclasses.replace(task, title=self.title or self.name or task.title)
+
+    def _make(self, arguments: DataArguments) -> Task:
         if self.task == "retrieval":
             return retrieval_task(arguments)
         if self.task == "pairs":
@@ -143,7 +126,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
         return one_row_an_image(rows), skipped
 
     data = _data(arguments)
-    return Task("retrieval", f"retrieval, {_known_as(arguments.source)}", _protocol(data), load, data=data)
+    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data)
 
 
 def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
@@ -162,7 +145,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
     return Task(
         kind="zero_shot",
-        title=f"zero-shot, {_known_as(arguments.source)}",
+        title=_title("zero-shot", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
         load=lambda: _readable(rows, arguments),
         classes=classes,
@@ -192,7 +175,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     data = _data(arguments, classes=content_hash(classes), train_split=train_split)
     return Task(
         kind="linear_probe",
-        title=f"linear probe, {_known_as(arguments.source)}",
+        title=_title("linear probe", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
         load=lambda: _readable(rows, arguments),
         load_train=lambda: _readable(train_rows, train_arguments),
@@ -215,7 +198,7 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
         rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
         return readable_image_pairs(rows, arguments)
 
-    return Task("pairs", f"pairs, {_known_as(arguments.source)}", _protocol(data), load, data=data)
+    return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data)
 
 
 def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
@@ -299,6 +282,14 @@ def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
     return chosen | more
+
+
+def _title(measure: str, arguments: DataArguments) -> str:
+    """The measure and the data, with the split and the column if they are others than the default ones."""
+    split = named_split(arguments.source, arguments.split)
+    words = [measure, _known_as(arguments.source), "" if split == "test" else split]
+    words += [] if arguments.caption_column in ("caption", "label") else [arguments.caption_column]
+    return ", ".join(filter(None, words))
 
 
 def _known_as(source: str) -> str:

@@ -46,12 +46,10 @@ def result_file(result: dict[str, Any], output_dir: Path) -> Path:
     return output_dir / f"{slug(result['task'])}--{slug(result['model'])}.json"
 
 
-def task_name(task: str, data: dict[str, Any]) -> str:
-    """The name of a task on data given by columns: that of the task, what a reader knows the data by, and a hash of all
-    that was chosen. Of one that has it already, and of other tasks, whose data their name tells, the name itself."""
-    if "caption_column" not in data or task.endswith(f"-{content_hash(data)}"):
-        return task
-    words = [task, Path(data["source"]).name, named_split(data["source"], data["split"]), data["caption_column"]]
+def task_name(kind: str, data: dict[str, Any]) -> str:
+    """The name of a task on own data that has none: its kind, the data, and a hash of all that was chosen."""
+    source = _plain(Path(data["source"]).stem).strip("_.-")
+    words = [kind, source, named_split(data["source"], data["split"]), data["caption_column"]]
     return f"{_plain('-'.join(filter(None, words)))}-{content_hash(data)}"
 
 

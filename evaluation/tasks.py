@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -47,15 +48,15 @@ def parse_tasks(text: str) -> list[str]:
     return re.split(r"\s*,\s*|\s+", text.strip())
 
 
-def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str]:
-    """A line for each name that is unknown, with a known name like it.
+def problems_of_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> list[str]:
+    """A line for each name that is unknown, with a known name like it, and for each that two tasks have.
 
     Args:
-        own: names of tasks on own data that may occur, too.
+        own: kinds of tasks on own data that may occur as names, too.
     """
     own, problems = list(own), []
     available = [*TASKS, *own, *GROUPS, *BENCHMARKS]
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(name for name in wanted if isinstance(name, str)):
         if name in OWN_TASKS and name not in own:
             problems.append(f"the task {name} needs data: in a recipe, {{task: {name}, dataset: FOLDER OR HUB NAME}}")
         elif name not in available:
@@ -64,12 +65,14 @@ def problems_of_tasks(names: Sequence[str], own: Iterable[str] = ()) -> list[str
                 f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted([*TASKS, *own]))}, {MORE}"
             )
             problems.append(f"unknown task {name or repr(name)}: {meant}")
-    return problems
+    names = Counter(task.name for task in wanted if isinstance(task, OwnTask) and task.name)
+    taken = [name for name, times in names.items() if times > 1 or name in available]
+    return problems + [f"two tasks are called {name}: give each a name of its own" for name in taken]
 
 
-def require_tasks(names: Sequence[str], own: Iterable[str] = ()) -> None:
+def require_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> None:
     """Raises a ValueError of all `problems_of_tasks`."""
-    problems = problems_of_tasks(names, own)
+    problems = problems_of_tasks(wanted, own)
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -94,12 +97,12 @@ def find_tasks(
         data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
         seed: of the pictures of built-in tasks.
     """
-    require_tasks([name for name in wanted if isinstance(name, str)])
+    require_tasks(wanted)
     tasks: dict[str, Task] = {}
     for entry in wanted:
         if isinstance(entry, OwnTask):
             task = entry.make()
-            tasks[task_name(entry.task, task.data)] = task
+            tasks[entry.name or task_name(entry.task, task.data)] = task
             continue
         for name in GROUPS.get(entry, [entry]):  # groups may share benchmarks
             if name not in tasks:
@@ -130,7 +133,7 @@ def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = No
             try:
                 if isinstance(name, OwnTask):
                     if missing := missing_data(name.dataset):
-                        problems.append(f"{name.task}: {missing}")
+                        problems.append(f"{name.name or name.task}: {missing}")
                     elif name.dataset in WORLDS or is_here(name.dataset):
                         name.require_columns()
                         name.make()
@@ -163,9 +166,11 @@ def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
         own: fields of `OwnTask`, but for its task.
     """
     require_tasks(names, OWN_TASKS)
-    if not own["dataset"] and set(names) & set(OWN_TASKS):
-        raise ValueError(f"the task {next(name for name in names if name in OWN_TASKS)} needs --dataset")
+    kinds = [name for name in names if name in OWN_TASKS]
+    if kinds and not own["dataset"]:
+        raise ValueError(f"the task {kinds[0]} needs --dataset")
+    name_of = {kind: own["name"] and (own["name"] if len(kinds) == 1 else f"{own['name']}_{kind}") for kind in kinds}
     try:
-        return [OwnTask(task=name, **own) if name in OWN_TASKS else name for name in names]
+        return [OwnTask(**own | {"task": name, "name": name_of[name]}) if name in kinds else name for name in names]
     except ValidationError as error:
         raise ValueError(f"--dataset {own['dataset']}: {in_one_line(error)}") from None

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import logging
+import re
 
 import datasets
 import numpy as np
@@ -64,6 +65,26 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
         assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
         assert task.protocol.startswith(f"{len(task.load()[0])} "), name
     assert find_tasks([name], seed=0)[name] is task
+
+
+def test_names_and_titles_of_own_tasks(tmp_path, monkeypatch):
+    """Two tasks on two columns of one dataset are called apart, also where nobody gave them names."""
+    monkeypatch.chdir(tmp_path)
+    symbols.load("test", "web", 8).to_parquet("test-0.parquet")
+    own = {"task": "zero_shot", "dataset": "test-*.parquet", "label_column": "background"}
+    changes = [{}, {"label_column": "kind"}, {"name": "kinds"}, {"name": "shades", "title": "Shades: all"}]
+    tasks = find_tasks([OwnTask(**own | change) for change in changes])
+    assert [re.sub(r"-\w{8}$", "", name) for name in tasks] == [
+        "zero_shot-test-background", "zero_shot-test-kind", "kinds", "shades",
+    ]  # fmt: skip
+    data = "zero-shot, test-*.parquet"
+    assert [task.title for task in tasks.values()] == [f"{data}, background", f"{data}, kind", "kinds", "Shades: all"]
+    for name in ("shades", "symbols_pairs"):
+        twice = [OwnTask(**own, name=name), OwnTask(**own, name="shades")]
+        with pytest.raises(ValueError, match=f"two tasks are called {name}: give each a name of its own"):
+            find_tasks(twice)
+    with pytest.raises(ValueError, match=r"name\s+String should match"):
+        OwnTask(**own, name="shades/accuracy")
 
 
 # ---- labels
@@ -193,8 +214,8 @@ def save_rows(folder, name, entries):
 
 
 def scores_of(dense, folder, *arguments):
-    tasks = [retrieval_task(one) for one in arguments]
-    return [evaluate_model(dense, {"retrieval": task}, folder / "scores")[0] for task in tasks]
+    tasks = {f"retrieval {number}": retrieval_task(one) for number, one in enumerate(arguments)}
+    return evaluate_model(dense, tasks, folder / "scores")
 
 
 def test_the_same_pairs_score_alike_however_they_lie(dense, tmp_path):
@@ -231,12 +252,20 @@ def test_command_on_columns(dense, tmp_path, capsys):
     rows = symbols.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
     rows.to_parquet(tmp_path / "symbols.parquet")
     command = ["--model", str(dense), "--dataset", str(tmp_path / "symbols.parquet"), "--image-column", "jpg"]
-    command += ["--caption-column", "texts", "--label-column", "kind", "--tasks", "retrieval,zero_shot"]
+    command += [
+        "--caption-column",
+        "texts",
+        "--label-column",
+        "kind",
+        "--tasks",
+        "retrieval,zero_shot",
+        "--task-name",
+        "own",
+    ]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
     assert capsys.readouterr().out.count("(20 samples, 0 skipped)") == 2
     zero_shot, retrieval = (
-        json.loads(next((tmp_path / "scores").glob(f"{name}-*--dense.json")).read_text())
-        for name in ("zero_shot-symbols.parquet-kind", "retrieval-symbols.parquet-texts")
+        json.loads((tmp_path / "scores" / f"own_{kind}--dense.json").read_text()) for kind in ("zero_shot", "retrieval")
     )
     assert zero_shot["data"]["templates"] == ["a photo of a {}."] and zero_shot["data"]["split"] == "test"
     assert retrieval["num_captions"] == 40 and retrieval["local"] == [str(tmp_path / "symbols.parquet")]
@@ -258,7 +287,8 @@ def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told)
         (tmp_path / "clinic" / name).write_text("")
     task = retrieval_task(DataArguments(source=source, split=split, num_samples=5 if source == "symbols" else None))
     name = source if source in ("user/pairs", "symbols") else source.split("/")[-1]
-    assert task.title == f"retrieval, {name}" and task.protocol.startswith(told)
+    title = f"retrieval, {name}" + ", [:10%]" * ("10%" in split)
+    assert task.title == title and task.protocol.startswith(told)
 
 
 def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
@@ -337,7 +367,7 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
     options = [word for name, value in columns.items() for word in (f"--{name.replace('_', '-')}", value)]
     command = ["--model", str(dense), "--dataset", str(tmp_path / "pairs.parquet"), *options, "--tasks", "pairs"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert "pairs-pairs.parquet-text-" in capsys.readouterr().out
+    assert "pairs-pairs-text-" in capsys.readouterr().out
     for name in ("2_0.png", "2_1.png"):  # images of both sides are part of the fingerprint
         assert before == (before := pairs_of(tmp_path, **columns).fingerprint())
         PIL.Image.new("RGB", (8, 8), (9, 9, 9)).save(tmp_path / "pictures" / name)

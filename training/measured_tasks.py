@@ -38,16 +38,15 @@ class MeasuredTasks:
         return loaded_once(find_tasks(self.tasks, self.data_root, seed=self.test_seed or 0))
 
     def kinds(self) -> dict[str, str | None]:
-        """Name of a task -> its kind, which is also the name of a task on own data; None: there is no such task."""
-        own = {task.task: task.task for task in self.tasks if isinstance(task, OwnTask)}
+        """Name of a task -> its kind, by which one on own data goes that has no name; None: there is no such task."""
+        own = {task.name or task.task: task.task for task in self.tasks if isinstance(task, OwnTask)}
         names = [name for task in self.tasks if isinstance(task, str) for name in GROUPS.get(task, [task])]
         by_name = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
         return {name: by_name.get(name) for name in names} | own
 
     def wrong_tasks(self) -> Iterator[tuple[str, str]]:
         """See `Stage.problems`."""
-        names = [task for task in self.tasks if isinstance(task, str)]
-        for problem in (*problems_of_tasks(names), *problems_of_data(self.tasks, self.data_root)):
+        for problem in (*problems_of_tasks(self.tasks), *problems_of_data(self.tasks, self.data_root)):
             yield "tasks", problem
 
     def data_fingerprints(self) -> dict[str, str]:

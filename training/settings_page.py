@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from docstring_parser import parse
 from pydantic.fields import FieldInfo
 
 from data.augmentation import Augmentation
@@ -97,12 +98,16 @@ def _section(cls: type, titles: dict[type, str]) -> str:
     if parents:
         parts.append(f"It has all settings of {_link(titles[parents[0]])}, and these:")
     elsewhere = {name for parent in parents for name in parent.__pydantic_fields__} - set(inspect.get_annotations(cls))
-    comments = [comment for base in reversed(cls.__mro__[:-1]) for comment in comments_above(base).items()]
-    meanings = {name: text for name, text in comments if text}
+    meanings = {}
+    for base in reversed(cls.__mro__[:-1]):
+        options = {option.arg_name: option.description for option in parse(base.__doc__ or "").params}
+        options = {name: f"{text[0].upper()}{' '.join(text[1:].split())}." for name, text in options.items()}
+        meanings |= options | {name: text for name, text in comments_above(base).items() if text}
+    described = set() if cls in OTHERS and cls is not Recipe else {"name", "stage", "stages"}
     rows = [
         _row(name, field, meanings.get(name, ""))
-        for name, field in cls.__pydantic_fields__.items()
-        if name not in {"name", "stage", "stages"} | elsewhere
+        for name, field in sorted(cls.__pydantic_fields__.items(), key=lambda item: not item[1].is_required())
+        if name not in described | elsewhere
     ]
     table = ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
     return "\n\n".join([*parts, "\n".join(table)])
