@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import CLIPConfig
+from transformers import PreTrainedConfig
 
 from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_inputs
+from conversion.families import family_of
+from conversion.folders import load_config
 from conversion.processors import copy_processor, require_same
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoEConfig
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
+from modeling_clip_moe.modeling_clip_mode import embedding_size
 
 # Folder of the repository for the encoder of the metadata
 ENCODER = "metadata_encoder"
@@ -38,15 +41,17 @@ def convert(
         encoder_folder: the metadata's encoder, which is copied.
         config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
     """
+    configs = [load_config(source) for source in experts]
+    for source, of_source in zip(experts, configs, strict=True):
+        require_same_sizes(experts[0], configs[0], source, of_source)
     require_same(experts)
-    first = None
+    dtype = None
     for number, source in enumerate(experts):
         expert = load_clip(source)
-        first = first or expert.config
-        require_same_sizes(experts[0], first, source, expert.config)
+        dtype = dtype or expert.config.dtype
         expert.save_pretrained(folder / f"expert_{number}")
     names = [f"expert_{number}" for number in range(len(experts))]
-    config = {"projection_dim": first.projection_dim, "dtype": first.dtype, "routing": DEFAULT_ROUTING, **config}
+    config = {"projection_dim": embedding_size(configs[0]), "dtype": dtype, "routing": DEFAULT_ROUTING, **config}
     CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:
@@ -59,13 +64,20 @@ def convert(
 
 
 def require_same_sizes(
-    name: str | Path, config: CLIPConfig | CLIPMoEConfig, other: str | Path, of_other: CLIPConfig | CLIPMoEConfig
+    name: str | Path, config: PreTrainedConfig, other: str | Path, of_other: PreTrainedConfig
 ) -> None:
-    """Raises ValueError unless two models take the same texts and images and give embeddings of the same size."""
+    """Raises ValueError unless two models are of one family, take the same texts and images and give embeddings of the
+    same size."""
+    families = family_of(config), family_of(of_other)
+    if families[0] != families[1]:
+        raise ValueError(
+            f"{other} is a {families[1].name}, but {name} a {families[0].name}: the experts of a mixture are of one "
+            "family, dense or sparse, since they read the same texts and images and score alike"
+        )
     sizes, sizes_of_other = (
-        {"projection_dim": config.projection_dim}
+        {"projection_dim": embedding_size(config)}
         | {key: getattr(config.text_config, key) for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-        | {key: getattr(config.vision_config, key) for key in ("image_size", "num_channels")}
+        | {key: getattr(config.vision_config, key, None) for key in ("image_size", "num_channels")}
         for config in (config, of_other)
     )
     for key, size in sizes_of_other.items():

@@ -125,7 +125,7 @@ def assemble(output: Folder, /, *, experts: list[str]) -> str:
 
     Args:
         output: new folder for the CLIPMoDEModel
-        experts: folders or hub names of dense or sparse CLIPs
+        experts: folders or hub names of dense or sparse models of one family
     """
     from conversion.assemble import convert
 

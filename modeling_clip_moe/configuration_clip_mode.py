@@ -19,8 +19,8 @@ class CLIPMoDEConfig(PreTrainedConfig):
     Whole CLIPs, each an expert for a part of the training data, and how a task chooses among them (MoDE).
 
     Args:
-        experts (`list[str]`): the folders of the experts in the repository. Each holds a whole `CLIPModel` or
-            `CLIPMoEModel` with a configuration of its own.
+        experts (`list[str]`): the folders of the experts in the repository. Each holds a whole model, dense or sparse,
+            with a configuration of its own. All are of one family.
         projection_dim (`int`): size of the embeddings of every expert.
         metadata_encoder (`str`, *optional*): name of the sentence encoder that the fine-grained cluster centers were
             made with, and that has to embed a task's metadata. None: there are no centers.

@@ -1,5 +1,6 @@
 """
-MoDE: a mixture of whole CLIPs, the data experts, with one routing for a whole task.
+MoDE: a mixture of whole CLIPs, the data experts, with one routing for a whole task. They are of one family, whose texts
+and images they take and by whose loss they score.
 
 Axes of the tensors, as used in the comments:
     n  data experts                        L  metadata of a task: class names, captions, one query
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CLIPModel, PreTrainedModel
+from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import image_text_contrastive_loss
@@ -31,6 +32,8 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .modeling_clip_moe import CLIPMoEModel
+from .modeling_metaclip_2_moe import MetaClip2MoEModel
+from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel, require_padded
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"
@@ -38,7 +41,20 @@ ROUTING_FILE = "routing.safetensors"
 UPLOAD_ARGUMENTS = ("token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 
-EXPERT_CLASSES = {model_class.config_class.model_type: model_class for model_class in (CLIPModel, CLIPMoEModel)}
+DENSE_CLASSES = (CLIPModel, MetaClip2Model, SiglipModel, Siglip2Model)
+SPARSE_CLASSES = (CLIPMoEModel, MetaClip2MoEModel, SiglipMoEModel, Siglip2MoEModel)
+EXPERT_CLASSES = {model.config_class.model_type: model for model in (*DENSE_CLASSES, *SPARSE_CLASSES)}
+
+
+def embedding_size(config: PreTrainedConfig) -> int:
+    """The size of the embeddings of a whole CLIP; those of a SigLIP's images are as wide as their tower."""
+    return config.projection_dim if hasattr(config, "projection_dim") else config.vision_config.hidden_size
+
+
+def sigmoid_loss(logits_per_text: torch.Tensor) -> torch.Tensor:
+    """SigLIP's loss of logits (B, B) whose diagonal are the pairs (arXiv:2303.15343): a scalar."""
+    signs = 2 * torch.eye(len(logits_per_text), device=logits_per_text.device) - 1
+    return -F.logsigmoid(signs * logits_per_text).sum(dim=-1).mean()
 
 
 def routing_weights(
@@ -137,7 +153,7 @@ class CLIPMoDEOutput(ModelOutput):
     Output of `CLIPMoDEModel`.
 
     Args:
-        loss: with `return_loss=True`, the contrastive loss of the ensemble.
+        loss: with `return_loss=True`, the contrastive loss of the ensemble, SigLIP's where the experts are SigLIPs.
         logits_per_image: (images, texts), the sum of the experts' similarities with their weights (MoDE eq. 4).
         logits_per_text: its transpose.
         routing_weights: (n,) or (texts, n), the weights.
@@ -197,7 +213,7 @@ class CLIPMoDEModel(PreTrainedModel):
     @classmethod
     def from_experts(
         cls,
-        experts: Sequence[CLIPModel | CLIPMoEModel],
+        experts: Sequence[PreTrainedModel],
         centers: torch.Tensor | None = None,
         expert_of_center: torch.Tensor | None = None,
         metadata_encoder: str | None = None,
@@ -212,7 +228,7 @@ class CLIPMoDEModel(PreTrainedModel):
             metadata_encoder: what the centers were made with.
             config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
         """
-        config = {"projection_dim": experts[0].config.projection_dim, "routing": DEFAULT_ROUTING, **config}
+        config = {"projection_dim": embedding_size(experts[0].config), "routing": DEFAULT_ROUTING, **config}
         model = cls(CLIPMoDEConfig(**config))
         for expert in experts:
             model.add_expert(expert)
@@ -328,7 +344,7 @@ class CLIPMoDEModel(PreTrainedModel):
     def num_experts(self) -> int:
         return len(self.config.experts)
 
-    def expert(self, number: int) -> CLIPModel | CLIPMoEModel:
+    def expert(self, number: int) -> PreTrainedModel:
         """
         A data expert by its number, loaded if it is not yet.
         """
@@ -345,7 +361,7 @@ class CLIPMoDEModel(PreTrainedModel):
 
     def add_expert(
         self,
-        expert: CLIPModel | CLIPMoEModel,
+        expert: PreTrainedModel,
         centers: torch.Tensor | None = None,
         name: str | None = None,
     ) -> int:
@@ -382,7 +398,7 @@ class CLIPMoDEModel(PreTrainedModel):
             )
         return number
 
-    def replace_expert(self, number: int, expert: CLIPModel | CLIPMoEModel) -> None:
+    def replace_expert(self, number: int, expert: PreTrainedModel) -> None:
         """
         Puts another model in the place of a data expert, with the same centers: one that was trained longer.
         """
@@ -518,7 +534,9 @@ class CLIPMoDEModel(PreTrainedModel):
             if not used[number]:
                 expert_outputs.append(None)
                 continue
-            outputs = self.expert(number)(
+            expert = self.expert(number)
+            require_padded(input_ids, expert.config.text_config)
+            outputs = expert(
                 input_ids=input_ids,
                 pixel_values=pixel_values,
                 attention_mask=attention_mask,
@@ -531,8 +549,9 @@ class CLIPMoDEModel(PreTrainedModel):
                 logits = logits_per_text + logits.to(logits_per_text.device)
             logits_per_text = logits
             expert_outputs.append(outputs)
+        loss = sigmoid_loss if hasattr(expert, "logit_bias") else image_text_contrastive_loss
         return CLIPMoDEOutput(
-            loss=image_text_contrastive_loss(logits_per_text) if return_loss else None,
+            loss=loss(logits_per_text) if return_loss else None,
             logits_per_image=logits_per_text.t(),
             logits_per_text=logits_per_text,
             routing_weights=weights,
@@ -542,7 +561,10 @@ class CLIPMoDEModel(PreTrainedModel):
     def _features(self, method: str, **inputs) -> BaseModelOutputWithPooling:
         parts = []
         for number in range(self.num_experts):
-            features = getattr(self.expert(number), method)(**{**inputs, "return_dict": True}).pooler_output
+            expert = self.expert(number)
+            if "input_ids" in inputs:
+                require_padded(inputs["input_ids"], expert.config.text_config)
+            features = getattr(expert, method)(**{**inputs, "return_dict": True}).pooler_output
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
         summed = self.config.feature_ensemble == "sum"
         return BaseModelOutputWithPooling(pooler_output=sum(parts) if summed else torch.cat(parts, dim=-1))
@@ -551,7 +573,7 @@ class CLIPMoDEModel(PreTrainedModel):
         for expert in self.experts.values():
             expert._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
-    def _load(self, name: str) -> CLIPModel | CLIPMoEModel:
+    def _load(self, name: str) -> PreTrainedModel:
         if name not in self._sources:
             raise ValueError(f"{name} has no weights: use from_pretrained, or from_experts.")
         source, folder, kwargs = self._sources[name]
@@ -561,7 +583,7 @@ class CLIPMoDEModel(PreTrainedModel):
         model_type = CLIPModel.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
         if model_type not in EXPERT_CLASSES:
             raise ValueError(
-                f"{source}, {folder}: a data expert is a model of type {' or '.join(EXPERT_CLASSES)}, not {model_type}."
+                f"{source}, {folder}: a data expert is a model of type {', '.join(EXPERT_CLASSES)}, not {model_type}."
             )
         expert, info = EXPERT_CLASSES[model_type].from_pretrained(
             source, subfolder=folder, output_loading_info=True, **kwargs
@@ -581,12 +603,18 @@ class CLIPMoDEModel(PreTrainedModel):
         model_type = getattr(getattr(expert, "config", None), "model_type", None)
         if model_type not in EXPERT_CLASSES:
             raise ValueError(
-                f"{name}: a data expert is a model of type {' or '.join(EXPERT_CLASSES)}, not {model_type} "
+                f"{name}: a data expert is a model of type {', '.join(EXPERT_CLASSES)}, not {model_type} "
                 f"({type(expert).__name__})."
             )
-        if expert.config.projection_dim != self.config.projection_dim:
+        for other, loaded in self.experts.items():
+            if loaded.config.model_type.removesuffix("_moe") != model_type.removesuffix("_moe"):
+                raise ValueError(
+                    f"{name} is of type {model_type}, {other} of {loaded.config.model_type}: all data experts must be "
+                    "of one family, sparse or not, since they read and score alike."
+                )
+        if embedding_size(expert.config) != self.config.projection_dim:
             raise ValueError(
-                f"{name} has embeddings of size {expert.config.projection_dim}, the other experts of "
+                f"{name} has embeddings of size {embedding_size(expert.config)}, the other experts of "
                 f"{self.config.projection_dim}."
             )
 

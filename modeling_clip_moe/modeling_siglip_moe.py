@@ -4,7 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Siglip2TextModel, Siglip2VisionModel, SiglipTextModel, SiglipVisionModel
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Siglip2TextModel,
+    Siglip2VisionModel,
+    SiglipTextModel,
+    SiglipVisionModel,
+)
 from transformers import initialization as init
 from transformers.core_model_loading import PrefixChange
 from transformers.models.siglip.modeling_siglip import (
@@ -86,6 +93,16 @@ class _SiglipMoEMixin(SparseMoEMixin):
             init.normal_(module.down_proj_bias, std=1e-6)
 
 
+def require_padded(input_ids: torch.Tensor, text_config: PreTrainedConfig) -> None:
+    """Raises ValueError if texts (B, S) for a SigLIP are not padded to `max_position_embeddings`."""
+    length = text_config.max_position_embeddings
+    if text_config.model_type.startswith("siglip") and input_ids.shape[-1] != length:
+        raise ValueError(
+            f"input_ids have {input_ids.shape[-1]} tokens a text, but SigLIP needs {length}: pass "
+            f'padding="max_length", max_length={length}, truncation=True to the processor.'
+        )
+
+
 class _SiglipMoETextModel:
     """Stands before a text tower of SigLIP. Its texts are padded, and every place is a token, padding too."""
 
@@ -98,12 +115,7 @@ class _SiglipMoETextModel:
         Raises:
             ValueError: if the texts have another length, since the embedding would be that of other texts.
         """
-        length = self.config.max_position_embeddings
-        if input_ids.shape[-1] != length:
-            raise ValueError(
-                f"input_ids have {input_ids.shape[-1]} tokens a text, but SigLIP needs {length}: pass "
-                f'padding="max_length", max_length={length}, truncation=True to the processor.'
-            )
+        require_padded(input_ids, self.config)
         return super().forward(input_ids, attention_mask, **kwargs)
 
 

@@ -21,6 +21,7 @@ from data.worlds import WORLDS
 from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.modeling_clip_mode import embedding_size
 from training.clusters import (
     FeatureClusters,
     Library,
@@ -134,7 +135,7 @@ class EmbedStage(Stage):
         cost = super().cost(inputs)
         return cost | {
             "memory": lambda: cost["memory"]() + _bytes_of_batch(self, inputs),
-            "disk": lambda: inputs.data.known_pairs * 2 * inputs.model.clip.projection_dim * 4,
+            "disk": lambda: inputs.data.known_pairs * 2 * embedding_size(inputs.model.clip) * 4,
         }
 
 
@@ -296,7 +297,7 @@ class ClusterStage(Stage):
             rows = cost["memory"]()
             if not self._has_kmeans:
                 return rows
-            size = inputs.features.clip.projection_dim * 4
+            size = embedding_size(inputs.features.clip) * 4
             if self.method == "faiss" or self._method(inputs.features.known_pairs).library == "faiss":
                 most = max(self.num_image_clusters, self.num_text_clusters)
                 return AtMost(rows + Method(num_samples=self.num_samples).samples(most) * size)

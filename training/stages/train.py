@@ -33,6 +33,7 @@ from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.modeling_clip_mode import embedding_size
 from records.files import save
 from records.messages import cut
 from records.provenance import LOG, flatten
@@ -395,7 +396,7 @@ class TrainStage(RouterSettings, StepsStage):
             share = batch // inputs.num_processes
             rows = min(share, self.loss_chunk_size or share)
             # Images with texts and texts with images, and as many gradients; embeddings, and as many gradients
-            compared = 16 * captions * (rows * batch + batch * inputs.model.clip.projection_dim)
+            compared = 16 * captions * (rows * batch + batch * embedding_size(inputs.model.clip))
             images = 0 if self.hidden_states is not None else share
             if self.data.in_memory and images:
                 images += inputs.data.known_pairs
