@@ -12,10 +12,11 @@ from data.captions import CaptionPolicy
 from data.sources import DataArguments
 from evaluation.own_data import OwnTask
 from training.lora import LoraSettings
-from training.recipe import Recipe, dump_recipe, load_recipe
+from training.recipe import Recipe, load_recipe
 from training.recipe_file import RecipeError, unknown_names, validated
 from training.runner import run_recipe
 from training.scores import Evaluation
+from training.settings import dump
 from training.stages import STAGES
 from training.stages.base import setting_names
 
@@ -139,7 +140,7 @@ def test_overrides(recipe):
 def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
     loaded = load_recipe(recipe())
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(yaml.safe_dump(dump_recipe(loaded)))
+    resolved.write_text(yaml.safe_dump(dump(loaded)))
     assert load_recipe(resolved) == loaded
 
 

@@ -1,7 +1,6 @@
 """What the stages of one run share: processes, seed, data, and where stages lie."""
 
 import dataclasses
-import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
-from training.settings import dump
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Context:
     def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
         """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
         arguments = self.resolve(arguments)
-        key = json.dumps([dump(arguments), self.identity(arguments), images])
+        key = f"{arguments} {self.identity(arguments)} {images}"
         if key not in self._pairs:
             self._pairs.clear()
             with self._main_process_first():  # which fills the cache that the others read
@@ -85,7 +83,7 @@ class Context:
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""
         arguments = self.resolve(arguments)
-        key = json.dumps(dump(arguments))
+        key = str(arguments)
         if key not in self._identities:
             with self._main_process_first():
                 self._identities[key] = identity(arguments)

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from evaluation.progress import Progress
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from records.files import new_file
-from records.provenance import LOG
+from records.provenance import LOG, flatten
 from training.gradient_cache import cached_gradient
+from training.lora import merge_adapters
 from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
+from training.settings import dump
 from training.training_state import (
     after_not_finite,
     finished_steps,
@@ -105,8 +107,11 @@ def train(
     Raises:
         FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
     """
+    start_trackers(accelerator, settings)
     checkpoints = directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
+    if settings.save_steps:
+        require_support(accelerator)
     step = 0 if latest is None else finished_steps(latest, total_steps)
     scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler = _prepare(accelerator, model, settings, step, total_steps)
@@ -134,6 +139,8 @@ def train(
             kept_of_it = checkpoints, step, settings.save_total_limit, average
             save_checkpoint(accelerator, task, optimizer, *kept_of_it)
     progress.close()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     state_dict = weights()
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
@@ -153,8 +160,6 @@ def _prepare(
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
         raise ValueError(f"{settings.name}: FSDP cannot split an encoder that both towers have. Train it with DDP")
-    if settings.save_steps:
-        require_support(accelerator)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     scale = getattr(model, "logit_scale", None)
@@ -291,8 +296,6 @@ def _gather_weights(
     # Others are what a loss keeps
     state_dict = {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}
     if settings.lora is not None and state_dict:
-        from training.lora import merge_adapters  # which needs pydantic
-
         state_dict = merge_adapters(model, settings.lora, state_dict)
     if "logit_scale" in state_dict:
         state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
@@ -320,12 +323,13 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
         safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
 
 
-def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:
     """Start the trackers that the recipe names, if any."""
     if not accelerator.log_with:
         return
+    flat = flatten(dump(settings))
     try:
-        plain = {key: str(value) if isinstance(value, list) else value for key, value in settings.items()}
+        plain = {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
         accelerator.init_trackers("clip_moe", config=plain)
     except Exception as error:  # every tracker raises its own
         raise ValueError(f"trackers: {', '.join(map(str, accelerator.log_with))} cannot start: {error}") from error

@@ -15,7 +15,7 @@ from data.worlds import WORLDS
 from records.provenance import LOGS
 from training.measured_tasks import MeasuredTasks
 from training.recipe_file import read_recipe, validated
-from training.settings import STRICT, dump
+from training.settings import STRICT
 from training.stages import STAGES
 from training.stages.base import Stage, each_value
 from training.stages.custom import import_stage
@@ -109,15 +109,3 @@ def make_recipe(settings: dict[str, Any], path: str | Path) -> Recipe:
     recipe = validated(Recipe, settings, path, [stage["name"] for stage in settings["stages"]])
     recipe.title = str(path)
     return recipe
-
-
-def expert_number(stage: Stage) -> int | None:
-    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
-    number = getattr(stage, "expert", None)
-    return number if isinstance(number, int) else None
-
-
-def dump_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The plain dictionary of a recipe, from which it can be read again."""
-    own = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
-    return own | {"stages": [dump(stage) for stage in recipe.stages]}

@@ -45,7 +45,7 @@ from records.provenance import (
 from training.checks import Outlook, find_faults
 from training.context import Context, make_accelerator
 from training.engine import CHECKPOINTS
-from training.recipe import Recipe, dump_recipe, expert_number
+from training.recipe import Recipe
 from training.recipe_file import RecipeError
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
@@ -79,7 +79,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
                 runner.require_made_alike(stage)
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
-            write_text(output_dir / RECIPE, yaml.safe_dump(dump_recipe(recipe), sort_keys=False))
+            write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
         for stage in stages:
             with stage_errors(stage):
                 runner.run_stage(stage)
@@ -106,6 +106,12 @@ def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[
         raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
     wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
     return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
+
+
+def expert_number(stage: Stage) -> int | None:
+    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
+    number = getattr(stage, "expert", None)
+    return number if isinstance(number, int) else None
 
 
 def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
@@ -153,7 +159,8 @@ class Runner:
         )
         # Folder or hub name -> fingerprint: a model is read once
         self._fingerprints: dict[str, str] = {}
-        self._local = paths_here(dump_recipe(recipe))
+        self.settings = dump(recipe)
+        self._local = paths_here(self.settings)
 
     def run_stage(self, stage: Stage) -> None:
         """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""

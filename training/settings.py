@@ -26,4 +26,4 @@ class Reads:
 
 def dump(settings: Any) -> dict[str, Any]:
     """The plain dictionary of settings, as YAML and JSON can hold it."""
-    return TypeAdapter(type(settings)).dump_python(settings, mode="json")
+    return TypeAdapter(type(settings)).dump_python(settings, mode="json", serialize_as_any=True)

@@ -36,11 +36,11 @@ from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.modeling_clip_mode import embedding_size
 from records.files import save
 from records.messages import cut
-from records.provenance import LOG, flatten
+from records.provenance import LOG
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
-from training.engine import CHECKPOINTS, start_trackers, train
+from training.engine import CHECKPOINTS, train
 from training.estimates import (
     AtMost,
     Expected,
@@ -59,7 +59,7 @@ from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao, set
 from training.router_settings import BalanceMean, RouterSettings
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation, Scores
-from training.settings import STRICT, Reads, dump
+from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, NumberedData, Stage, inherited, named_errors
 
 
@@ -159,13 +159,10 @@ class StepsStage(Stage):
             f"{accelerator.num_processes} x {accelerator.device.type}, {sum(training)} weight tensors train, "
             f"{len(training) - sum(training)} are frozen; its log is {directory / LOG}"
         )
-        start_trackers(accelerator, flatten(dump(self)))
         # Whatever was drawn on the way here, such as by a cache that had to be filled
         set_seed(context.seed, device_specific=True)
         seed = self._share(accelerator, context).seed
         state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, seed, scores)
-        for tracker in accelerator.trackers:
-            tracker.finish()
         if accelerator.is_main_process:
             model.save_pretrained(directory, state_dict=state_dict)
             save(processor, directory)
