@@ -178,7 +178,7 @@ def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None =
 
     Args:
         results: JSON files that evaluate wrote
-        output_dir: gets report.md, report.html and report.png
+        output_dir: gets report.md, report.html and report.svg
         baseline: model to compare the others with
     """
     from evaluation.report import write_report

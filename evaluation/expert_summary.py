@@ -57,7 +57,7 @@ def summarize(
     collapse = []
     for (task, metric), title in primary_columns(rows).items():
         scores, number = [of[task]["metrics"][metric] for of in (routed, mean)], number_of_means(routed[task], metric)
-        error = None if number is None else sampling_error(*scores, number)
+        error = None if number is None else sampling_error(scores, number)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
     experts = [f"expert {number}" for number in range(num_experts)]
     # A dense tower makes the same for all experts

@@ -1,6 +1,7 @@
 """Matplotlib as all pictures use it: without a screen, with fonts of other scripts where they are installed, and the
 grids and heat maps that pictures have in common."""
 
+import io
 import math
 import warnings
 from collections.abc import Sequence
@@ -20,8 +21,14 @@ from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backen
 # Matplotlib's own font lacks Chinese, Japanese and Korean
 OTHER_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
 
+# Text and axes: in an SVG, this color becomes that of the page
+INK = "#012345"
+PAPER = "<style>svg { color: #222 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
+
 installed = {font.name for font in font_manager.fontManager.ttflist}
 matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(font for font in OTHER_FONTS if font in installed)]
+for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+    matplotlib.rcParams[part] = INK
 # A character that no font has is drawn as a box, which says it
 warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
 
@@ -67,5 +74,17 @@ def heat_map(
 
 
 def save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=130, format="png")
+    """Write the figure as the path's ending says: `.png`, or `.svg`, whose text and axes are dark on light pages and
+    light on dark ones."""
+    # A new file has another ending until it is whole
+    kind = "svg" if ".svg" in path.name else "png"
+    if kind == "png":
+        figure.savefig(path, dpi=130, format="png")
+    else:
+        text = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "a picture is the same in every run"}):
+            figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        picture = text.getvalue().replace(INK, "currentColor")
+        start = picture.index(">", picture.index("<svg")) + 1
+        path.write_text(f"{picture[:start]}{PAPER}{picture[start:]}", encoding="utf-8")
     plt.close(figure)

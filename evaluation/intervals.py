@@ -28,16 +28,16 @@ def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons
     return float(mean - reach), float(mean + reach)
 
 
-def sampling_error(share: float, other: float, number: int) -> float:
-    """Half the interval of the difference between two models' shares of the same test samples, from one run each.
+def sampling_error(shares: Sequence[float], number: int) -> float:
+    """Half the interval of one model's share of test samples, or of the difference between those of two, from one run.
 
-    It covers which samples were chosen as the test, and nothing that a seed changes. Both models see the same samples
+    It covers which samples were chosen as the test, and nothing that a seed changes. Two models see the same samples
     and mostly fail at the same ones, which is not known here: taken as if each had samples of its own, the interval is
     wider than it need be.
 
     Args:
-        share, other: from 0 to 1, each a mean over the samples.
+        shares: one or two, from 0 to 1, each a mean over the samples.
         number: of samples.
     """
-    variance = (share * (1 - share) + other * (1 - other)) / number
+    variance = sum(share * (1 - share) for share in shares) / number
     return float(stats.norm.ppf((1 + LEVEL) / 2) * np.sqrt(variance))

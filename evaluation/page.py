@@ -1,6 +1,7 @@
 """Pages that commands write: markdown, pictures, numbers as JSON, and HTML that holds text and pictures."""
 
 import base64
+import hashlib
 import html
 import json
 import re
@@ -22,15 +23,41 @@ body { margin: 2rem auto; padding: 0 1rem; max-width: 80rem; font: 1rem/1.5 syst
 table { display: block; overflow-x: auto; border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; white-space: normal; min-width: 6rem; overflow-wrap: normal; }
-th:first-child, td:first-child { position: sticky; left: 0; min-width: 16rem; max-width: 20rem;
+th:first-child, td:first-child { position: sticky; left: 0; min-width: min(16rem, 35vw); max-width: min(20rem, 40vw);
   text-align: left; white-space: normal; background: var(--ground); }
+th { cursor: pointer; }
+th[aria-sort="descending"]::after { content: " ▾"; }
+th[aria-sort="ascending"]::after { content: " ▴"; }
 .better { color: light-dark(#0a6b2d, #6ddb8f); }
 .worse { color: light-dark(#b3261e, #ff8a80); }
 p:has(img) { overflow-x: auto; }
-img { max-width: 100%; background: #fff; }
+img { max-width: 100%; }
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; padding: 0 .5rem; font-size: .85rem; }
+  th, td { padding: .2rem .4rem; }
+  th { min-width: 4rem; }
+}
+img[src^="data:image/png"] { background: #fff; }
 """
-# Nothing is loaded and nothing runs, whatever a text contains.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+# A click on the head of a column sorts the lines by its numbers, from the highest; a second one turns them round.
+# Where there is no number, texts count, and empty cells come last.
+SORT = """
+for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
+  const body = head.closest("table").tBodies[0], order = head.ariaSort === "descending" ? "ascending" : "descending";
+  const sign = order === "ascending" ? 1 : -1, text = row => row.cells[head.cellIndex].textContent.trim();
+  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
+  for (const other of head.parentNode.cells) other.ariaSort = null;
+  head.ariaSort = order;
+  body.append(...[...body.rows].sort((a, b) => !text(a) - !text(b) || sign * compare(text(a), text(b))));
+});
+"""
+# Nothing is loaded and nothing else runs, whatever a text contains.
+POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()}'"
+)
+# Pixels. A narrower picture could not be read: it scrolls
+LEAST_SVG_WIDTH = 340
 
 
 def write_page(
@@ -88,7 +115,7 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
 
     Args:
         markdown: HTML in it is shown as text.
-        pictures: file -> PNG, for each picture that the text names.
+        pictures: file -> PNG or SVG, for each picture that the text names.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)
@@ -97,10 +124,11 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             cell.attrSet("class", outcome)
     for part in (child for token in tokens for child in token.children or ()):
         if part.type == "image":
-            content = pictures[str(part.attrGet("src"))].read_bytes()
-            part.attrSet("src", f"data:image/png;base64,{base64.b64encode(content).decode()}")
-            # A wide picture scrolls before it becomes too small to read. A PNG has its width at this place.
-            part.attrSet("style", f"min-width: {int.from_bytes(content[16:20]) // 2}px")
+            name = str(part.attrGet("src"))
+            content = pictures[name].read_bytes()
+            kind, width = ("svg+xml", LEAST_SVG_WIDTH) if name.endswith(".svg") else ("png", _png_width(content) // 2)
+            part.attrSet("src", f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
+            part.attrSet("style", f"min-width: {width}px")
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -112,10 +140,14 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             f"<title>{html.escape(title)}</title>",
             f"<style>{STYLE}</style>",
             "</head>",
-            f"<body>\n{parser.renderer.render(tokens, parser.options, {})}</body>",
+            f"<body>\n{parser.renderer.render(tokens, parser.options, {})}<script>{SORT}</script></body>",
             "</html>\n",
         ]
     )
+
+
+def _png_width(content: bytes) -> int:
+    return int.from_bytes(content[16:20])
 
 
 def _outcome(cell: str) -> str | None:

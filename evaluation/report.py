@@ -6,19 +6,22 @@ if __name__ == "__main__":
     report.main()
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
+from evaluation.benchmarks.specs import means_of
 from evaluation.figures import plot_text, plt, save
 from evaluation.intervals import LEVEL, sampling_error
 from evaluation.page import write_page
 from evaluation.task import INFORMATION
-from records.markdown import escape, item, markdown_table, one_line
+from records.markdown import escape, item, markdown_table
 from records.result_schema import TextCounts, read_result, require_result
 
 Results = Sequence[dict[str, Any] | str | Path]
@@ -28,19 +31,41 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
 NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", *INFORMATION)
-# Inches
-MAX_WIDTH, MAX_HEIGHT = 60, 20
+# Columns of scores that a screen has room for: of more, each has a line, and each model a column
+MOST_COLUMNS = 6
+# The chart's, in inches: a telephone shows it whole
+WIDTH = 5.2
+MARKERS = "osD^vPX*<>"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A share, and half its interval over test samples; beside a baseline, its difference and half that one's interval.
+    A metric that is no mean over samples has no interval."""
+
+    value: float
+    error: float | None
+    difference: float | None = None
+    difference_error: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.value:.1%}"
+        if self.difference is not None:
+            error = "" if self.difference_error is None else f" ± {100 * self.difference_error:.1f}"
+            text += f" ({100 * self.difference:+.1f}{error})"
+        return text
 
 
 def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
-    """Write `report.md`, `report.png` and `report.html`, which holds both.
+    """Write `report.md`, `report.svg` and `report.html`, which holds both.
 
     Args:
         results: of `evaluation.evaluate.evaluate_model`, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
 
     Returns:
-        The table: a row a model, a column a task and primary metric, in percent; blank where there is no result.
+        The table: a row a model, a column a task and primary metric, in percent; blank where there is no result. Of
+        more than six columns, each is a row. Benchmarks that are all of a paper's table have their mean, too.
 
     Raises:
         ValueError: two results of one model and task, a score that is not finite, results of one task with different
@@ -49,19 +74,22 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     table = arrange(results)
     if baseline is not None and baseline not in table:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(table)}")
-    summary = _summary(table, baseline)
+    scores = _scores(table, baseline)
+    summary = _summary(list(table), scores)
     sections = [
         "# Evaluation",
         summary,
         *([] if baseline is None else [_brackets(baseline)]),
-        "![scores](report.png)",
+        "![scores](report.svg)",
         "## All metrics",
         _all_metrics(table),
+        "## How it was measured",
+        _protocols(table),
     ]
-    sections += ["## How it was measured", _protocols(table)]
-    columns = primary_columns(of_tasks(table))
-    scores = {model: [_score(row, *column) for column in columns] for model, row in table.items()}
-    pictures = {"report.png": lambda path: draw_scores(list(columns.values()), scores, path)}
+    of_models = {model: [of_models.get(model) for of_models in scores.values()] for model in table}
+    values = {model: [score and score.value for score in row] for model, row in of_models.items()}
+    errors = {model: [score and score.error for score in row] for model, row in of_models.items()}
+    pictures = {"report.svg": lambda path: draw_scores(list(scores), values, path, errors)}
     write_page(Path(output_dir) / "report", "\n\n".join(sections), pictures)
     return summary
 
@@ -162,22 +190,54 @@ def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str
     }
 
 
-def _summary(table, baseline: str | None) -> str:
-    columns = primary_columns(of_tasks(table))
-    rows = []
-    for model, row in table.items():
-        cells = []
-        for task, metric in columns:
-            value = _score(row, task, metric)
-            cell = "" if value is None else f"{value:.1%}"
-            other = None if baseline in (None, model) else _score(table[baseline], task, metric)
-            if None not in (value, other):
-                number = number_of_means(row[task], metric)
-                error = "" if number is None else f" ± {100 * sampling_error(value, other, number):.1f}"
-                cell += f" ({100 * (value - other):+.1f}{error})"
-            cells.append(cell)
-        rows.append([model, *cells])
-    return markdown_table(["model", *columns.values()], rows)
+def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
+    """Title of a task's primary metric, or of a mean -> model -> score."""
+    scores: dict[str, dict[str, Score]] = {}
+    of_task: dict[str, dict[str, dict[str, Score]]] = {}
+    for (task, metric), title in primary_columns(of_tasks(table)).items():
+        scores[title] = {}
+        of_task.setdefault(task, {})[metric] = scores[title]
+        for model, row in table.items():
+            if task in row:
+                number, value = number_of_means(row[task], metric), row[task]["metrics"][metric]
+                error = None if number is None else sampling_error([value], number)
+                scores[title][model] = Score(value, error)
+                if baseline not in (None, model) and task in table[baseline]:
+                    other = table[baseline][task]["metrics"][metric]
+                    error_of_both = None if number is None else sampling_error([value, other], number)
+                    scores[title][model] = Score(value, error, value - other, error_of_both)
+    for title, metrics in means_of(of_task).items():
+        parts = [of_task[task][metric] for task, metric in metrics.items()]
+        models = [model for model in table if all(model in part for part in parts)]
+        scores[title] = {model: _mean_score([part[model] for part in parts]) for model in models}
+    return scores
+
+
+def _mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of scores on different test samples."""
+
+    def of(values: Sequence[float | None]) -> float | None:
+        return None if None in values else mean(values)
+
+    def error(errors: Sequence[float | None]) -> float | None:
+        return None if None in errors else float(np.linalg.norm(errors)) / len(errors)
+
+    return Score(
+        mean(score.value for score in scores),
+        error([score.error for score in scores]),
+        of([score.difference for score in scores]),
+        error([score.difference_error for score in scores]),
+    )
+
+
+def _summary(models: Sequence[str], scores: Mapping[str, Mapping[str, Score]]) -> str:
+    cells = [[str(of_models.get(model, "")) for of_models in scores.values()] for model in models]
+    if len(scores) > max(len(models), MOST_COLUMNS):
+        rows = [[title, *of_title] for title, *of_title in zip(scores, *cells, strict=True)]
+        return markdown_table(["task", *models], rows)
+    return markdown_table(
+        ["model", *scores], [[model, *of_model] for model, of_model in zip(models, cells, strict=True)]
+    )
 
 
 def _brackets(baseline: str) -> str:
@@ -230,36 +290,40 @@ def draw_scores(
     columns: Sequence[str],
     scores: Mapping[str, Sequence[float | None]],
     path: Path,
-    spreads: Mapping[str, Sequence[float]] | None = None,
+    errors: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """A group of bars for each column, with a bar for each model.
+    """A dot for each score. Models or columns, whatever there are more of, have a line each, the others a color.
 
     Args:
         scores: model -> a share from 0 to 1 for each column; None where there is none.
-        spreads: model -> half the length of each bar's error bar.
+        errors: model -> half the length of each score's error bar.
     """
-    positions, width = np.arange(len(columns)), 0.8 / len(scores)
-    models = [plot_text(model) for model in scores]
-    # Room for a name, and for a number above each bar
-    name_width = 0.7 + 0.09 * max(map(len, models))
-    figure_width = min(MAX_WIDTH, max(name_width, len(columns) * max(1.6, 0.34 * len(scores)) + 1))
-    names_a_line = min(5, len(scores), int(figure_width / name_width))
-    name_lines = math.ceil(len(scores) / names_a_line)
-    figure, axis = plt.subplots(figsize=(figure_width, min(MAX_HEIGHT, 4.4 + 0.2 * name_lines)))
-    for number, (model, row) in enumerate(scores.items()):
-        values = [math.nan if score is None else 100 * score for score in row]
-        errors = None if spreads is None else [100 * spread for spread in spreads[model]]
-        place = positions + (number - (len(scores) - 1) / 2) * width
-        # There are ten colors
-        bars = axis.bar(
-            place, values, width * 0.94, yerr=errors, capsize=2, label=models[number], hatch="//" * (number // 10)
+    values, reach = (100 * np.array([list(of[model]) for model in scores], dtype=float) for of in (scores, errors))
+    lines, series = list(scores), list(columns)
+    if len(columns) > len(scores):
+        lines, series, values, reach = series, lines, values.T, reach.T
+    names = [plot_text(name, 60) for name in series]
+    names_a_line = max(1, int(WIDTH / (0.5 + 0.075 * max(map(len, names)))))
+    height = 0.8 + 0.2 * math.ceil(len(names) / names_a_line) + max(0.32, 0.09 * len(series)) * len(lines)
+    figure, axis = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    for line in range(0, len(lines), 2):
+        axis.axhspan(line - 0.5, line + 0.5, color="#888888", alpha=0.12, linewidth=0)
+    for number, name in enumerate(names):
+        place = np.arange(len(lines)) + 0.7 * ((number + 0.5) / len(series) - 0.5)
+        axis.errorbar(
+            values[:, number],
+            place,
+            xerr=np.nan_to_num(reach[:, number]),
+            fmt=MARKERS[number // 10 % len(MARKERS)],
+            color=f"C{number % 10}",
+            markersize=4,
+            linewidth=1,
+            label=name,
         )
-        axis.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], fontsize=8, padding=1)
-    titles = [re.split(": |, ", one_line(title)) for title in columns]
-    axis.set_xticks(positions, ["\n".join(plot_text(part, 24) for part in title[:6]) for title in titles], fontsize=9)
-    axis.set_ylim(0, 108)
-    axis.set_ylabel("%")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=names_a_line, frameon=False)
-    figure.tight_layout()
+    axis.set_yticks(range(len(lines)), ["\n".join(wrap(plot_text(line, 60), 26)) for line in lines], fontsize=8)
+    axis.set_ylim(len(lines) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    axis.xaxis.set_major_formatter("{x:g} %")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=names_a_line, frameon=False, fontsize=9)
     save(figure, path)

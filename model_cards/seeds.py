@@ -4,7 +4,7 @@
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
 the mean and the sample standard deviation of the main scores and how long each run took, the same scores as a chart,
-`seeds.png`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed.
+`seeds.svg`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed.
 """
 
 import statistics
@@ -28,7 +28,7 @@ Table = dict[str, dict[str, dict]]
 
 @command
 def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | None = None) -> str:
-    """Write `seeds.md`, `seeds.png`, `seeds.html` and `seeds.json`.
+    """Write `seeds.md`, `seeds.svg`, `seeds.html` and `seeds.json`.
 
     Args:
         folders: with one result a model and task, `TASK--MODEL.json`.
@@ -59,7 +59,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     sections = [
         *about,
         table,
-        "![mean and spread](seeds.png)",
+        "![mean and spread](seeds.svg)",
         "\n".join(protocols),
         f"{made_with[0].upper()}{made_with[1:]}.",
         "\n".join(item(f"Run {number}: {text}") for number, text in took if text),
@@ -67,7 +67,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     scores = {
         model: {task: [table[model][task]["metrics"] for table in tables] for task in first[model]} for model in first
     }
-    pictures = {"seeds.png": lambda path: _draw(tables, columns, path)}
+    pictures = {"seeds.svg": lambda path: _draw(tables, columns, path)}
     write_page(output_dir / "seeds", "\n\n".join(filter(None, sections)), pictures, scores)
     return table
 
@@ -83,7 +83,7 @@ def _read(folder: Path) -> Table:
 
 
 def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:
-    """A bar for each mean, and an error bar for its deviation."""
+    """A dot for each mean, and an error bar for its deviation."""
     values = {model: [_values(tables, model, *column) for column in columns] for model in tables[0]}
     means, spreads = (
         {model: list(map(of, row)) for model, row in values.items()} for of in (statistics.mean, statistics.stdev)

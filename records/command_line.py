@@ -7,6 +7,7 @@ need no torch.
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -44,7 +45,7 @@ def command_line(name: str, **options: object) -> App:
 
 def command(function: Callable[..., str | None]) -> Callable[..., str | None]:
     """Gives a function a command line, `function.main(arguments)`: parameters before a `/` are arguments, the others
-    options. A text that it returns is printed."""
+    options. Markdown that it returns is printed."""
 
     def main(arguments: Sequence[str] | None = None) -> None:
         line = command_line(f"python -m {_module(function)}")
@@ -70,9 +71,20 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     with one_line_errors():
         said = function(*bound.args, **bound.kwargs)
         if said and is_first_process():
-            print(said)
+            _print(said)
     if arguments is None:
         sys.exit()
+
+
+def _print(text: str) -> None:
+    """As it is, for a file or another program; in a terminal, markdown's tables fit into its width."""
+    if sys.stdout.isatty() and re.search(r"^\|", text, re.MULTILINE):
+        from rich.console import Console  # takes a while
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+    else:
+        print(text)
 
 
 def _module(command: Callable) -> str:

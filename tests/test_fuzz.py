@@ -137,7 +137,7 @@ def sources(tmp_path_factory):
     collapse = [{"title": "pairs: group score", "routed": 0.5, "mean": 0.25, "error": 0.1}]
     summary = {"collapse": collapse, "entropy": spread, "most_entropy": 1.0, "agreement": spread}
     (scores / "experts.json").write_text(json.dumps(of_model | {"summary": summary}))
-    (scores / "report.png").write_bytes(b"a picture")
+    (scores / "report.svg").write_bytes(b"a picture")
     return folder
 
 

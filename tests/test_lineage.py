@@ -35,15 +35,15 @@ made, run  # noqa: B018, fixtures
 
 def test_scores_are_those_of_the_weights(run, capsys):
     write_result(run)
-    (run / "evaluation" / "report.png").write_bytes(b"picture")
+    (run / "evaluation" / "report.svg").write_bytes(b"picture")
     write_result(run, name="symbols_pairs--alike.json", weights="0" * 64, source="elsewhere/sparse")
     write_result(run, name="symbols_pairs--old.json", weights=None)
     write_result(run, name="symbols_pairs--dense.json", weights="1" * 64, source=str(BASE))
     lineage = lineage_of(run)
-    assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.png"]
+    assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.svg"]
     warning = capsys.readouterr().err
     (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
-    assert list(lineage_of(run).pictures) == ["report.png"]
+    assert list(lineage_of(run).pictures) == ["report.svg"]
     assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old"))
     (score,) = card_of(lineage).data.eval_results

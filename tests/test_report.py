@@ -1,18 +1,20 @@
 """Results side by side, as markdown, as a picture and as a page that runs nothing and loads nothing."""
 
 import base64
+import hashlib
 import html
 import json
 import re
+from xml.etree import ElementTree
 
 import numpy as np
-import PIL.Image
 import pytest
 import small_evaluation
 
+from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
 from evaluation.figures import plot_text
-from evaluation.page import html_page
+from evaluation.page import SORT, html_page
 from evaluation.report import best_of, write_report
 from records.markdown import escape, item, markdown_table, one_line
 
@@ -62,7 +64,7 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
         ["wide", "", "25.0%"],
         ["worse", "25.0% (-25.0 ± 4.1)", ""],
     ]
-    assert {path.name for path in (tmp_path / "scores").iterdir()} == {"report.md", "report.png", "report.html"}
+    assert {path.name for path in (tmp_path / "scores").iterdir()} == {"report.md", "report.svg", "report.html"}
     text = (tmp_path / "scores" / "report.md").read_text()
     assert table in text and "1,000 images (1000 samples, 2 skipped)" in text
     assert all(f"commit {commit}, torch 2" in text for commit in ("abc", "def"))
@@ -70,10 +72,37 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
     page = (tmp_path / "scores" / "report.html").read_text(encoding="utf-8")
     assert ("62.5% (+12.5 ± 4.3)", "better") in cells(page) and ("25.0% (-25.0 ± 4.1)", "worse") in cells(page)
     assert ("75.0%", "") in cells(page) and "<title>scores report</title>" in page
-    (picture,) = re.findall(r'<img src="data:image/png;base64,(\S+)" alt="scores"', page)
-    assert base64.b64decode(picture) == (tmp_path / "scores" / "report.png").read_bytes()
-    heights = [[bar.get_height() for bar in bars] for bars in figures[0].axes[0].containers]
-    np.testing.assert_equal(heights, [[50, np.nan], [62.5, 75], [np.nan, 25], [25, np.nan]])
+    (picture,) = re.findall(r'<img src="data:image/svg\+xml;base64,(\S+)" alt="scores"', page)
+    assert base64.b64decode(picture) == (tmp_path / "scores" / "report.svg").read_bytes()
+    dots = [container.lines[0].get_data() for container in figures[0].axes[0].containers]
+    np.testing.assert_equal([x for x, _ in dots], [[50, 62.5, np.nan, 25], [np.nan, 75, 25, np.nan]])
+    (bar, *_) = figures[0].axes[0].containers[0].lines[2][0].get_segments()
+    np.testing.assert_allclose(bar[:, 0], [50 - 196 * 0.5 / 1000**0.5, 50 + 196 * 0.5 / 1000**0.5], atol=0.01)
+
+
+def test_many_tasks_have_a_line_each_and_the_means_of_papers(tmp_path, figures):
+    """The mean over MoDE's 26 tasks takes the mean per class where there is one. Of a table that was measured in part
+    there is none."""
+    results = [
+        result(model, task, value=share + number / 1000, primary={"recall": "accuracy"}, title=task)
+        for model, share in (("dense", 0.25), ("sparse", 0.5))
+        for number, task in enumerate(GROUPS["mode_26"])
+    ]
+    for of_pets in (of_pets for of_pets in results if of_pets["task"] == "pets"):
+        of_pets["metrics"] = of_pets["primary"] = {"recall": 0.1, "mean_per_class_recall": 0.125}
+        of_pets["primary"] = {"recall": "accuracy", "mean_per_class_recall": "mean per class"}
+    header, _, *lines = lines_of(write_report(results, tmp_path, baseline="dense"))
+    assert header == ["task", "dense", "sparse"] and len(lines) == 28
+    assert lines[0] == ["imagenet1k: accuracy", "25.0%", "50.0% (+25.0 ± 4.1)"]
+    pets = GROUPS["mode_26"].index("pets")
+    mean = sum(0.125 if number == pets else 0.25 + number / 1000 for number in range(26)) / 26
+    difference = 0.25 * 25 / 26
+    assert lines[-1] == [
+        "mean of 26 benchmarks (mode_26)",
+        f"{mean:.1%}",
+        f"{mean + difference:.1%} (+{100 * difference:.1f})",
+    ]
+    assert len(figures[0].axes[0].get_yticks()) == 28
 
 
 def test_a_difference_within_its_interval_is_not_colored(tmp_path):
@@ -128,18 +157,24 @@ def test_any_text_is_only_text(tmp_path, text, figures):
     items = [html.unescape(line) for line in re.findall(r"<li>(.*?)</li>", page)]
     assert items[0].startswith(one_line(f"{text}: {text} (1000 samples")) and len(items) == 4
     body = page[page.index("<body>") :]
-    elements = "body h1 h2 table thead tbody tr th td p img ul li".split()
-    assert set(re.findall(r"<(\w+)", body)) == set(elements) and body.count("<img") == 1
-    width, height = PIL.Image.open(tmp_path / "report.png").size
-    assert width < 2000 and height < 2000
+    elements = "body h1 h2 table thead tbody tr th td p img ul li script".split()
+    assert set(re.findall(r"<(\w+)", body)) == set(elements) and body.count("<img") == 1 == body.count("<script")
+    picture = ElementTree.parse(tmp_path / "report.svg").getroot()
+    assert picture.get("width") == "374.4pt" and float(picture.get("height")[:-2]) < 400
     # matplotlib leaves out labels that begin with an underscore
-    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [plot_text(text), " _plain_"]
+    assert len(figures[0].legends[0].get_texts()) == 2
+    assert figures[0].axes[0].get_yticklabels()[1].get_text() == " _plain_"
 
 
-def test_a_page_runs_nothing_and_loads_nothing():
+def test_a_page_loads_nothing_and_runs_its_own_script_alone():
     page = html_page("<script>alert(1)</script>\n\n<b onclick='a()'>x</b>", {}, "</title><script>")
-    assert "<script" not in page and "<b " not in page and "&lt;script&gt;" in page
-    assert "content=\"default-src 'none'; img-src data:;" in page and "http" not in page.replace("http-equiv", "")
+    assert re.findall("<script>(.*?)</script>", page, re.DOTALL) == [SORT]
+    assert "<b " not in page and "&lt;script&gt;" in page
+    digest = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
+    assert (
+        f"content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    )
+    assert "http" not in page.replace("http-equiv", "")
 
 
 def test_texts_in_tables_and_pictures(tmp_path):

@@ -42,9 +42,9 @@ def test_mean_and_deviation(folders, tmp_path, figures, capsys):
     assert [metrics["recall"] for metrics in scores["sparse"]["retrieval"]] == [0.60, 0.62, 0.67]
     page = (tmp_path / "out" / "seeds.html").read_text(encoding="utf-8")
     assert cells(page)[3] == ("63.0 ± 3.6 (+12.0 ± 6.6)", "better") and 'alt="mean and spread"' in page
-    sparse, dense = (line.get_segments()[0] for line in figures[0].axes[0].collections)  # error bars
-    assert [dense[0][1], dense[1][1]] == pytest.approx([50, 52])
-    assert [sparse[0][1], sparse[1][1]] == pytest.approx([63 - 3.6056, 63 + 3.6056], abs=1e-3)
+    sparse, dense = figures[0].axes[0].collections[0].get_segments()  # error bars
+    assert dense[:, 0] == pytest.approx([50, 52])
+    assert sparse[:, 0] == pytest.approx([63 - 3.6056, 63 + 3.6056], abs=1e-3)
     write_seeds(folders[:2], tmp_path / "out", baseline="dense")
     assert cells((tmp_path / "out" / "seeds.html").read_text())[3] == ("61.0 ± 1.4 (+10.5 ± 6.4)", "better")
     write(folders[1], result("sparse", value=0.8))

@@ -22,7 +22,7 @@ from records.result_schema import ExpertSummary, require_result, require_summary
 from records.yaml_files import read_yaml
 
 # Stages whose results tell something of a model
-PICTURES = {"report.png": "scores", "routing.png": "routing"}
+PICTURES = {"report.svg": "scores", "routing.png": "routing"}
 TASK_TYPES = {
     "accuracy": ("zero-shot-image-classification", "Zero-shot image classification"),
     "mean_per_class_recall": ("zero-shot-image-classification", "Zero-shot image classification"),

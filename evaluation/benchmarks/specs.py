@@ -1,7 +1,7 @@
 """The benchmarks of the four papers, and all that lie on the Hub in CLIP_benchmark's layout: a row each; and which of
 them are in which table of a paper."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from evaluation.benchmarks.layouts import (
@@ -280,3 +280,22 @@ GROUPS = {
     "clip_benchmark": [row.name for row in _ROWS if row.hub and row.kind != "linear_probe"],
     **{table: [name for name in BENCHMARKS if name in names.split()] for table, names in _TABLES.items()},
 }
+# MoDE's benchmarks are SLIP's (https://arxiv.org/abs/2112.12750), which takes the mean per class where that is usual
+MEAN_PER_CLASS = ("mode_26",)
+
+
+def means_of(metrics: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]]:
+    """Title -> benchmark -> metric, for every table of classification benchmarks that was measured whole. Its mean is
+    what the paper calls the average.
+
+    Args:
+        metrics: benchmark -> the metrics that were measured, the main one first.
+    """
+    means: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for group, names in GROUPS.items():
+        if len(names) > 1 and all(name in metrics and BENCHMARKS[name].kind == "zero_shot" for name in names):
+            first = {name: next(iter(metrics[name])) for name in names}
+            if group in MEAN_PER_CLASS:
+                first |= {name: PER_CLASS[1] for name in names if PER_CLASS[1] in metrics[name]}
+            means.setdefault(tuple(first.items()), []).append(group)
+    return {f"mean of {len(of)} benchmarks ({', '.join(groups)})": dict(of) for of, groups in means.items()}

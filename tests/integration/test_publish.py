@@ -88,7 +88,7 @@ def test_the_folder_has_all_that_others_look_for(published):
     names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
     assert LEGACY <= names
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
-    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.png"} <= names
+    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg"} <= names
     assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
     assert not {"manifest.json", "log.jsonl"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
@@ -126,7 +126,7 @@ def test_the_card_renders(published):
     html = MarkdownIt("gfm-like", {"linkify": False}).render(ModelCard.load(published / "README.md").text)
     assert html.count("<table>") == 3 and "|" not in html  # towers, stages and scores; no row was left as text
     pictures = re.findall(r'<img src="(.*?)"', html)
-    assert pictures == ["report.png"] and (published / "report.png").is_file()
+    assert pictures == ["report.svg"] and (published / "report.svg").is_file()
     assert html.count("<pre>") == 6
 
 
