@@ -215,7 +215,7 @@ def openai(
     processor: str | None = None,
     trust_archive: Annotated[bool, Parameter(negative=())] = False,
 ) -> str:
-    """OpenAI's original CLIP weights, and open_clip's of the same architecture, as transformers' `CLIPModel`.
+    """OpenAI's CLIP weights, and open_clip's and Long-CLIP's of their architecture, as transformers' `CLIPModel`.
 
         clip-moe convert openai ViT-L-14.pt clip-vit-large-patch14 --processor openai/clip-vit-large-patch14
 
@@ -224,10 +224,11 @@ def openai(
     Args:
         archive: the TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of
             the published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within
-            an open_clip training checkpoint
+            an open_clip training checkpoint. If open_clip_config.json lies beside it, as on the Hub, it tells the
+            activation and the heads
         output: new folder for the CLIPModel
         activation: default: quick_gelu, with a warning if the file is not one of OpenAI's own
-        vision_heads: attention heads of the image encoder (default: width / 64)
+        vision_heads: attention heads of the image encoder (default: width / 64, wider ones from 1280 on as open_clip)
         text_heads: attention heads of the text encoder (default: width / 64)
         processor: folder or hub name whose processor is saved with the model
         trust_archive: load a TorchScript archive that OpenAI did not publish

@@ -71,8 +71,8 @@ def family_of_type(model_type: str) -> Family:
 
 
 def known() -> str:
-    """The types of dense models that become sparse, for errors."""
-    return "there are " + ", ".join(family.model_type for family in FAMILIES)
+    """The types of dense models of transformers that become sparse, for errors."""
+    return f"there are {', '.join(family.model_type for family in FAMILIES)}, see docs/families.md"
 
 
 def is_clip(config: PreTrainedConfig) -> bool:

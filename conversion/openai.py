@@ -1,4 +1,6 @@
-"""Converts OpenAI's original CLIP weights, and open_clip's of the same architecture, to transformers' `CLIPModel`."""
+"""Converts OpenAI's original CLIP weights, and open_clip's and Long-CLIP's of the same architecture, to transformers'
+`CLIPModel`.
+"""
 
 if __name__ == "__main__":
     from conversion.commands import openai
@@ -11,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +22,12 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import check_equal, load_model, sample_inputs
+from conversion.families import known
 from conversion.folders import loading
+from conversion.long_context import KEPT_POSITIONS
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
-from records.files import new_folder
+from records.files import new_folder, read_json
 from records.messages import cut
 from records.provenance import file_digest
 
@@ -34,6 +39,13 @@ SHA256 = {
     "ViT-L/14@336px": "3035c92b350959924f9f00213499208652fc7ea050643e8b385c2dac08641f02",
 }
 HEAD_WIDTH = 64
+# In open_clip's larger towers for images (ViT-H, -g, -bigG and -e) heads are wider, by the width of the tower
+HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
+# The configuration of open_clip's repositories on the Hub, and what it says of a tower that is CLIP's; whatever else it
+# sets changes what the tower computes
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP_FIELDS = {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "patch_dropout"}
+OPEN_CLIP_FIELDS |= {"context_length", "vocab_size", "heads", "hf_tokenizer_name", "tokenizer_kwargs"}
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
 # The tensors whose shapes give the config
@@ -126,6 +138,42 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     return {key.removeprefix("module."): value for key, value in content.items()}
 
 
+def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state dict with one table of text positions, where Long-CLIP has two: the first 20 rows are of
+    one, the others of `positional_embedding_res`."""
+    state = dict(state)
+    later = state.pop("positional_embedding_res", None)
+    if later is not None:
+        state["positional_embedding"] = torch.cat(
+            [state["positional_embedding"][:KEPT_POSITIONS], later[KEPT_POSITIONS:]]
+        )
+    return state
+
+
+def open_clip_settings(archive: Path) -> dict[str, Any]:
+    """The activation and the heads of a model by open_clip's configuration beside its archive, if there is one.
+
+    Raises:
+        ValueError: a tower is not CLIP's.
+    """
+    path = archive.with_name(OPEN_CLIP_CONFIG)
+    if not path.is_file():
+        return {}
+    model = read_json(path)
+    model = model.get("model_cfg", model)
+    for name in ("vision_cfg", "text_cfg"):
+        other = {key: value for key, value in model.get(name, {}).items() if key not in OPEN_CLIP_FIELDS and value}
+        if other:
+            settings = ", ".join(f"{key} {value!r}" for key, value in other.items())
+            raise ValueError(f"{path}: {name} has {settings}, which CLIPModel cannot express: {known()}")
+    vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
+    return {
+        "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
+        "vision_heads": vision.get("width", 768) // vision.get("head_width", HEAD_WIDTH),
+        "text_heads": text.get("heads", 8),
+    }
+
+
 def is_torchscript(archive: Path) -> bool:
     """Whether a file is a whole zip archive with TorchScript's constants."""
     try:
@@ -141,17 +189,32 @@ def infer_config(
     vision_heads: int | None = None,
     text_heads: int | None = None,
 ) -> CLIPConfig:
-    """The config of a model in OpenAI's naming, from its shapes; heads are width / 64 where not given."""
+    """The config of a model in OpenAI's naming, from its shapes; heads where not given are width / 64, but for
+    `HEAD_WIDTHS`."""
     if any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state):
         raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
+    if any(key.startswith(("visual.trunk.", "visual.blocks.")) for key in state):
+        raise ValueError(
+            "the image encoder is timm's, as those of EVA-CLIP and open_clip's SigLIP, which CLIPModel cannot express: "
+            f"{known()}"
+        )
     if "logit_bias" in state:
-        raise ValueError("the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express")
+        raise ValueError(
+            f"the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express: {known()}"
+        )
+    if "visual.conv1.weight" in state and "visual.ln_pre.weight" not in state:
+        raise ValueError(
+            f"the image encoder has no ln_pre, as CLIPA's, whose towers CLIPModel cannot express: {known()}"
+        )
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
             f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"
         )
     text = tower_sizes(state, "", text_heads)
-    vision = tower_sizes(state, "visual.", vision_heads)
+    width = state["visual.conv1.weight"].shape[0]
+    vision = tower_sizes(
+        state, "visual.", vision_heads or (width // HEAD_WIDTHS[width] if width in HEAD_WIDTHS else None)
+    )
     patch_size = state["visual.conv1.weight"].shape[-1]
     grid = math.isqrt(state["visual.positional_embedding"].shape[0] - 1)
     projection_dim = state["text_projection"].shape[1]
@@ -314,12 +377,17 @@ def write_model(
     """Write an archive as a new folder, and verify it."""
     with new_folder(output) as folder:
         state = read_state_dict(archive, trust_archive)
-        if activation is None and not all(key in state for key in SETTINGS):
+        said = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
+        settings = open_clip_settings(archive) | {name: value for name, value in said.items() if value is not None}
+        from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
+        if "activation" not in settings and not from_openai:
             print(
-                "warning: the file does not say which activation the model was trained with: took OpenAI's "
-                "quick_gelu; models trained with open_clip need --activation gelu unless named -quickgelu",
+                f"warning: neither the file nor an {OPEN_CLIP_CONFIG} beside it says which activation the model was "
+                "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
+                "named -quickgelu",
                 file=sys.stderr,
             )
-        model = convert(state, activation or "quick_gelu", vision_heads, text_heads)
+        state = one_position_table(state)
+        model = convert(state, **settings)
         write(model, folder, processor, archive)
         verify(state, load_model(CLIPModel, folder))

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import architecture, load_model
-from conversion.long_context import KEPT_POSITIONS
 from conversion.openai import (
     BLOCKS,
     HEAD_WIDTH,
@@ -28,6 +27,7 @@ from conversion.openai import (
     dense_ffn,
     infer_config,
     linear,
+    one_position_table,
     read_state_dict,
     write,
 )
@@ -53,16 +53,11 @@ EXPERTS = {
 }
 
 
-def position_table(first: Tensor, later: Tensor | None = None) -> Tensor:
-    """The text positions: the first 20 rows of one tensor and the others of the second, or all of the only one."""
-    return first if later is None else torch.cat([first[:KEPT_POSITIONS], later[KEPT_POSITIONS:]])
-
-
 LOADING_RULES = [
     *SHARED_RULES,
     *(renaming(theirs, ours) for theirs, ours in GATES.items()),
     *(renaming(theirs, ours, lambda *ffns: torch.stack(ffns), merges=True) for theirs, ours in EXPERTS.items()),
-    Rule("positional_embedding(?:_res)?", POSITIONS, position_table, merges=True),
+    Rule("positional_embedding", POSITIONS),
     Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
 ]
 
@@ -87,7 +82,9 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
 
 
 def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with experts and gate directly in their block, wherever the checkpoint has them."""
+    """The tensors with experts and gate directly in their block, wherever the checkpoint has them, and with one table
+    of positions."""
+    state = one_position_table(state)
     return {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
 
 
@@ -166,9 +163,7 @@ def mixture_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfi
 
 def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]:
     """Compares a checkpoint with a float32 model."""
-    state = normalize(state)
-    table = position_table(state["positional_embedding"], state.get("positional_embedding_res"))
-    return verify_archive(state | {"positional_embedding": table}, model, mixture_ffn)
+    return verify_archive(normalize(state), model, mixture_ffn)
 
 
 def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:

@@ -1,6 +1,7 @@
 """conversion/openai.py: converted weights compute what the published architecture does."""
 
 import hashlib
+import json
 import math
 
 import pytest
@@ -90,6 +91,42 @@ def test_other_numbers_of_heads_must_be_given(tmp_path):
         openai.convert(state)
 
 
+def test_long_clips_two_tables_become_one(tmp_path, capsys):
+    """The first 20 rows of one and the others of the second, up to the end of a text of 248 tokens."""
+    state = openai_state_dict(**SIZES["ViT-B/32"], settings=False, length=248)
+    first, later = state["positional_embedding"], torch.randn(248, 64, generator=torch.Generator().manual_seed(1))
+    torch.save(state | {"positional_embedding_res": later}, tmp_path / "longclip-B.pt")
+    model = convert(tmp_path / "longclip-B.pt", tmp_path / "out")
+    assert "activation" not in capsys.readouterr().err
+    assert model.config.text_config.max_position_embeddings == 248
+    openai.verify(state | {"positional_embedding": torch.cat([first[:20], later[20:]])}, model)
+
+
+def test_open_clips_configuration_tells_the_activation_and_the_heads(tmp_path, capsys):
+    state = openai_state_dict((1280, 64), (1, 1), patch=8, image=16, embedding=8, settings=False)
+    save_file(state, tmp_path / "open_clip_model.safetensors")
+    vision, text = {"width": 1280, "head_width": 40, "layers": 1}, {"width": 64, "heads": 4, "layers": 1}
+    for named, given, expected in (
+        ({"vision_cfg": vision, "text_cfg": text}, [], ("gelu", 32, 4)),
+        ({"vision_cfg": vision, "text_cfg": text, "quick_gelu": True}, ["--text-heads", 2], ("quick_gelu", 32, 2)),
+        (None, [], ("quick_gelu", 16, 1)),  # heads of 80, as of ViT-H
+    ):
+        config = tmp_path / "open_clip_config.json"
+        config.unlink(missing_ok=True)
+        if named is not None:
+            config.write_text(json.dumps({"model_cfg": named}))
+        made = convert(
+            tmp_path / "open_clip_model.safetensors", tmp_path / f"{len(given)} {named is None}", *given
+        ).config
+        vision_config, text_config = made.vision_config, made.text_config
+        heads = vision_config.num_attention_heads, text_config.num_attention_heads
+        assert (vision_config.hidden_act, *heads) == expected
+        assert ("activation" in capsys.readouterr().err) == (named is None)
+    config.write_text(json.dumps({"model_cfg": {"vision_cfg": vision | {"pool_type": "avg"}, "text_cfg": text}}))
+    error = error_of(openai_command.main, tmp_path / "open_clip_model.safetensors", tmp_path / "avg")
+    assert "vision_cfg has pool_type 'avg', which CLIPModel cannot express: there are clip" in error
+
+
 def test_verification_notices_a_wrong_model(tmp_path, monkeypatch):
     """The command's own comparison is not with the converted weights: a wrong rule does not get through."""
     first, second = (rule.target for rule in openai.RULES if "ln_p" in rule.source)
@@ -131,6 +168,8 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         ({"visual.layer1.0.conv1.weight": torch.ones(1)}, "ResNet"),
         ({"logit_bias": torch.ones(1)}, "logit_bias"),
+        ({"visual.trunk.cls_token": torch.ones(1)}, "is timm's, .*: there are clip, metaclip_2, siglip, siglip2"),
+        ({"visual.ln_pre.weight": None}, "has no ln_pre, as CLIPA's, .*: there are clip"),
         ({"visual.proj": None}, "missing visual.proj; it starts with positional_embedding"),
         (
             {"visual.transformer.resblocks.1.attn.in_proj_bias": None},
