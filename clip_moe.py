@@ -1,6 +1,13 @@
-"""The command line of this project: `clip-moe COMMAND`, or `python -m clip_moe COMMAND`."""
+"""The command line of this project: `clip-moe COMMAND`, or `python -m clip_moe COMMAND`.
+
+Importing it makes the rooms importable that lie beside this file: in a wheel, as in a checkout.
+"""
 
 import sys
+from pathlib import Path
+
+# First, since the user's own folder, where commands are started, may have a module `data` or `training`, too.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -16,8 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
         from training import commands as training
     except ModuleNotFoundError as error:
         sys.exit(
-            f"error: {error}: `pip install clip-moe` brings the models alone; the commands need a checkout and "
-            'pip install -c constraints.txt -e ".[training]"'
+            f"error: {error}: `pip install clip-moe` brings what the models need; the commands need "
+            'pip install "clip-moe[training]", or in a checkout pip install -c constraints.txt -e ".[training]"'
         )
     line = command_line(
         "clip-moe", help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it."
@@ -30,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         conversion.upcycle,
         training.train,
         training.curves,
+        training.recipes,
         evaluation.evaluate,
         evaluation.experts,
         evaluation.report,
@@ -42,4 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from records.processes import launch_cpu_processes
+
+    launch_cpu_processes("clip_moe", ["-m", "clip_moe", *sys.argv[1:]])
     main()

@@ -1,14 +1,20 @@
 """Installs CLIP-MoE.
 
-``pip install -e .`` in a checkout makes all its packages importable, and the command ``clip-moe``. A wheel carries
-``modeling_clip_moe`` and the command's first lines alone, so that no package called ``training`` lands in anybody's
-site-packages.
+``pip install -e .`` in a checkout makes all its rooms importable, and the command ``clip-moe``. A wheel has two
+packages: ``modeling_clip_moe``, and ``clip_moe`` with the other rooms in it, so that none called ``training`` lands in
+anybody's site-packages. ``import clip_moe``, with which the command begins, makes these importable.
 """
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
+REPOSITORY = "https://github.com/OWNER/clip-moe"
+ROOMS = ("records", "data", "conversion", "evaluation", "training", "examples")
+FILES = ("LICENSE", "model_cards/template.md", "model_cards/citations.yaml")  # of `clip-moe publish`
 training = [
     "accelerate>=1.15",
     "cyclopts>=5.5",
@@ -59,17 +65,51 @@ integrations = [
     "torchao>=0.18",
 ]
 
+
+class Wheel(build_py):
+    """Puts the rooms and `clip_moe.py` into the package `clip_moe` of a wheel."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            package = Path(self.build_lib, "clip_moe")
+            shutil.rmtree(package, ignore_errors=True)
+            for room in ROOMS:
+                shutil.copytree(room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
+            for file in FILES:
+                (package / file).parent.mkdir(exist_ok=True)
+                shutil.copy(file, package / file)
+            shutil.copy("clip_moe.py", package / "__main__.py")
+            shutil.move(package.with_suffix(".py"), package / "__init__.py")
+
+
+# Links of the page on PyPI, which has no other files
+readme = re.sub(r"\]\((?!https?://|#)", f"]({REPOSITORY}/blob/main/", Path("README.md").read_text(encoding="utf-8"))
+
 setup(
     name="clip-moe",
     version="0.1.0",
     description="Turns any dense CLIP into a sparse Mixture-of-Experts CLIP",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=readme,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    url=REPOSITORY,
+    project_urls={"Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md", "Issues": f"{REPOSITORY}/issues"},
+    keywords=["CLIP", "mixture of experts", "upcycling", "transformers"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+    ],
     python_requires=">=3.11",
     packages=["modeling_clip_moe"],
     py_modules=["clip_moe"],
     package_dir={"": "."},
+    cmdclass={"build_py": Wheel},
     entry_points={"console_scripts": ["clip-moe = clip_moe:main"]},
     install_requires=[
         "huggingface_hub>=1.0",

@@ -24,6 +24,7 @@ import torch
 import yaml
 from datasets import Dataset
 
+import modeling_clip_moe
 from conversion.publishing.bundle import copy_model
 from data.images import FORMATS, decode_image
 from evaluation.embedder import Embedder, usable_device
@@ -44,7 +45,7 @@ SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items()
 NUM_FOUND, MAX_SHOWN_SIDE = 8, 512  # images that a text finds, and their pixels
 SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
-ROOMS = ("modeling_clip_moe", "records", "data", "conversion", "evaluation", "examples")
+ROOMS = ("records", "data", "conversion", "evaluation", "examples")
 REQUIREMENTS = """
 accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
 safetensors scikit-learn threadpoolctl torch tqdm transformers
@@ -144,8 +145,8 @@ def import_gradio():
         import gradio
     except ImportError as error:
         raise ValueError(
-            "the page and a Space need gradio, which is not here: `make app` opens the page in an environment that has "
-            "it, and `.venv-app/bin/python -m examples.app` is this command there"
+            'the page and a Space need gradio, which is not here: pip install "clip-moe[app]"; in a checkout, '
+            "`make app` makes .venv-app, which has it: .venv-app/bin/python -m examples.app"
         ) from error
     return gradio
 
@@ -237,8 +238,8 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
     """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
     are in folders here, without what else lies there."""
     with new_folder(output) as space:
-        for room in ROOMS:
-            _copy_code(Path(__file__).parents[1] / room, space / room)
+        for room in (Path(modeling_clip_moe.__file__).parent, *(Path(__file__).parents[1] / room for room in ROOMS)):
+            _copy_code(room, space / room.name)
         arguments = [_carried(model, space / "model", copy_model)]
         if baseline:
             arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]

@@ -189,17 +189,19 @@ def input_fingerprint(model: str) -> str:
 
 
 def environment() -> dict:
-    """The commit of this checkout, if it is one, and the versions of what numbers depend on."""
+    """The commit of this checkout, or the tag of this release, and the versions of what numbers depend on."""
     import accelerate
     import numpy
     import torch
     import transformers
 
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
+    root, commit = Path(__file__).parents[1], None
+    with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
+        if (root / ".git").exists():  # not of a user's repository, in which a wheel is installed
+            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+            commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        else:
+            commit = f"v{version('clip-moe')}"
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

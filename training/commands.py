@@ -1,12 +1,16 @@
-"""The commands of this room: `clip-moe train` and `curves`, or `accelerate launch training/upcycle.py` and
-`python -m training.NAME`."""
+"""The commands of this room: `clip-moe train`, `curves` and `recipes`; or `python -m training.NAME`.
 
+Of several processes: `accelerate launch -m clip_moe train`, or `accelerate launch training/upcycle.py` in a checkout.
+"""
+
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from records.command_line import Folder, command
+from records.files import new_folder
 from records.yaml_files import read_yaml
 
 DEMO = Path(__file__).parent / "recipes" / "demo.yaml"
@@ -24,7 +28,7 @@ def train(
     """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
 
         clip-moe train --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
-        accelerate launch training/upcycle.py --config training/recipes/demo.yaml
+        accelerate launch -m clip_moe train --config training/recipes/demo.yaml
 
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
@@ -94,3 +98,20 @@ def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
     from training.curves import write_curves
 
     return write_curves(runs, output_dir, only)
+
+
+@command
+def recipes(output: Folder = Path(), /) -> str:
+    """Copy the recipes, and the small models that they start from, to OUTPUT/training, where an installed package shows
+    them. Recipes name these models by their place, so they run in OUTPUT. In a checkout, all is there.
+
+        clip-moe recipes
+        clip-moe train --config training/recipes/clip_moe_demo.yaml
+
+    Args:
+        output: a folder that has no folder `training` yet
+    """
+    with new_folder(output / "training") as folder:
+        for name in ("recipes", "accelerate", "symbol_clip", "name_clip_moe"):
+            shutil.copytree(Path(__file__).with_name(name), folder / name)
+    return f"wrote {output / 'training'}"

@@ -64,7 +64,9 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         path, overrides: see `training.recipe.load_recipe`.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no recipe at {path}; the project's are in training/recipes")
+        raise FileNotFoundError(
+            f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
+        )
     raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
     validated(RecipeFile, raw, path)
     for key, value in overrides.items():
