@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
@@ -13,6 +13,7 @@ from data.pairs import select_columns
 from data.sources import DataArguments, open_rows
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
+MAPPED = re.compile(r"(n\d{8})[\s:,]+(.*\S)")  # an id and its name
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
 
 
@@ -30,17 +31,21 @@ def labeled_rows(
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
+    of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, classes or ()) if match)
     synset = next(filter(SYNSET.match, classes or ()), None)
-    if as_prompts and synset is not None:
+    if as_prompts and synset is not None and len(of_ids) < len(classes):
         raise ValueError(
-            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names alone (--classes), one a "
-            "line, as tench, goldfish, great white shark, ..."
+            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names (--classes), one a line, "
+            "as tench, or each after its id, as n01440764 tench"
         )
     own = _own_names(rows, arguments)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them with --classes")
-    if as_prompts and _are_ids(own) and set(own).isdisjoint(classes or ()):
-        name_of = _names_of_ids(own, classes, arguments.source)
+    if as_prompts and are_ids(own) and set(own).isdisjoint(classes or ()):
+        name_of = of_ids or _names_of_ids(own, classes, arguments.source)
+        if missing := sorted(set(own) - name_of.keys()):
+            raise ValueError(f"the file of names (--classes) has none for {len(missing)} classes, such as {missing[0]}")
+        classes = [name_of[name] for name in own] if of_ids else classes
         names = [name_of[label] for label in _named_labels(labels, feature, column, own)]
     else:
         classes = own if classes is None else classes
@@ -58,14 +63,19 @@ def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
     return sorted({label for label in rows["caption"] if isinstance(label, str)})
 
 
-def _are_ids(names: Sequence[str]) -> bool:
+def in_order(ids: Iterable[str]) -> list[str]:
+    """Names of classes or their ids in alphabetical order, numbers by their value."""
+    return sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
+
+
+def are_ids(names: Sequence[str]) -> bool:
     """Whether one name is a synset, or half of them or more are numbers: they say nothing to a model."""
     return any(map(SYNSET.match, names)) or 0 < len(names) <= 2 * len(list(filter(NUMBER.fullmatch, names)))
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:
     """Id -> name, where the names are in the order of the ids. Raises a ValueError if they are not as many, or None."""
-    ids = sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
+    ids = in_order(ids)
     if classes is None or len(classes) != len(ids):
         lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
         raise ValueError(

@@ -150,7 +150,14 @@ MEASURES = {
 }
 # Kind of task -> its metrics, of which some data sets lack some. A slash and a group or an attribute may follow.
 METRICS = {
-    "zero_shot": ("accuracy", "accuracy_top5", "mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc"),
+    "zero_shot": (
+        "accuracy",
+        "accuracy_top5",
+        "mean_per_class_recall",
+        "mean_of_top1_and_top5",
+        "roc_auc",
+        "mean_average_precision",
+    ),
     "zero_shot_groups": ("accuracy",),
     "retrieval": (
         *(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),

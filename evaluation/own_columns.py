@@ -28,7 +28,7 @@ class OwnColumns:
         label_column: the classes, for zero_shot and linear_probe; for pairs, what differs in each, if there is such a
             column
         classes: file with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call
-            classes by numbers or WordNet ids, the names in the order of these
+            classes by numbers or WordNet ids, the names in the order of these, or each after its id (n01440764 tench)
         templates: for zero_shot, texts with a {} for the name of the class; or one file of them, one a line
     """
 

@@ -30,7 +30,7 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
-NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", *INFORMATION)
+NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", "mean_average_precision", *INFORMATION)
 # Columns of scores that a screen has room for: of more, each has a line, and each model a column
 MOST_COLUMNS = 6
 # The chart's, in inches: a telephone shows it whole

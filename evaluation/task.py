@@ -25,6 +25,7 @@ METRIC_TITLES = {
     "mean_per_class_recall": "mean per class",
     "mean_of_top1_and_top5": "mean of top-1 and top-5",
     "roc_auc": "ROC AUC",
+    "mean_average_precision": "mAP",
     "image": "image score",
     **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
     **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},

@@ -14,8 +14,8 @@ from pydantic import Discriminator, Tag, ValidationError
 from data.annotations import TABLES
 from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
-from evaluation.benchmarks.loading import NotDownloaded, benchmark_task
-from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
+from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
+from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask, in_one_line
 from evaluation.results import task_name
@@ -55,7 +55,7 @@ def problems_of_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> list
         own: kinds of tasks on own data that may occur as names, too.
     """
     own, problems = list(own), []
-    available = [*TASKS, *own, *GROUPS, *BENCHMARKS]
+    available = [*TASKS, *own, *GROUPS, *BENCHMARKS, *ALIASES]
     for name in dict.fromkeys(name for name in wanted if isinstance(name, str)):
         if name in OWN_TASKS and name not in own:
             problems.append(f"the task {name} needs data: in a recipe, {{task: {name}, dataset: FOLDER OR HUB NAME}}")
@@ -104,7 +104,7 @@ def find_tasks(
             task = entry.make()
             tasks[entry.name or task_name(entry.task, task.data)] = task
             continue
-        for name in GROUPS.get(entry, [entry]):  # groups may share benchmarks
+        for name in expand(entry):  # groups may share benchmarks
             if name not in tasks:
                 if name in TASKS:
                     tasks[name] = with_seed(TASKS[name], seed)
@@ -113,22 +113,21 @@ def find_tasks(
     return tasks
 
 
-def copied_benchmarks(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, Task]:
-    """Name -> task, for benchmarks that have a whole copy in `data_root`."""
-    names = [name for entry in wanted if isinstance(entry, str) for name in GROUPS.get(entry, [entry])]
-    tasks = {}
-    for name in dict.fromkeys(names):
+def copy_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
+    """Name -> a hash of its copy, for benchmarks that have one in `data_root`."""
+    fingerprints = {}
+    for name in (name for entry in wanted if isinstance(entry, str) for name in expand(entry)):
         if name in BENCHMARKS:
             with contextlib.suppress(ValueError, OSError):
-                tasks[name] = benchmark_task(BENCHMARKS[name], data_root, ask_hub=False)
-    return tasks
+                fingerprints[name] = copy_fingerprint(BENCHMARKS[name], data_root)
+    return {name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None}
 
 
 def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> list[str]:
     """Faults of the data of tasks whose names are known. The Hub is not asked, and no image is read."""
     problems = []
     for entry in wanted:
-        names = [entry] if isinstance(entry, OwnTask) else GROUPS.get(entry, [entry])
+        names = [entry] if isinstance(entry, OwnTask) else expand(entry)
         for name in names:
             try:
                 if isinstance(name, OwnTask):

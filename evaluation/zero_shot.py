@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from sklearn.metrics import accuracy_score, recall_score, roc_auc_score, top_k_accuracy_score
+from sklearn.metrics import accuracy_score, average_precision_score, recall_score, roc_auc_score, top_k_accuracy_score
 
 
 def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
@@ -28,13 +28,13 @@ def zero_shot_metrics(
     Args:
         image_embeds: (images, D), normalized.
         class_embeds: (classes, D), normalized.
-        labels: (images,), the right class of each.
+        labels: (images,), the right class of each; or (images, classes), 1 where a class is in the image, else 0.
         wanted: metrics that few protocols ask for: `mean_of_top1_and_top5`, of more than five classes (Kinetics-700),
             and `roc_auc` of two, whose score is the similarity to the second less that to the first (Hateful Memes).
 
     Returns:
         `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
-        that occur; and those that are wanted.
+        that occur; and those that are wanted. Of several classes an image, `mean_average_precision` over classes alone.
 
     Raises:
         ValueError: an embedding is not finite.
@@ -43,6 +43,8 @@ def zero_shot_metrics(
     if not (np.isfinite(image_embeds).all() and np.isfinite(class_embeds).all()):
         raise ValueError("image_embeds and class_embeds must be finite")
     similarity = image_embeds @ class_embeds.T
+    if labels.ndim == 2:
+        return {"mean_average_precision": float(average_precision_score(labels, similarity, average="macro"))}
     predicted = similarity.argmax(axis=1)
     metrics = {
         "accuracy": float(accuracy_score(labels, predicted)),

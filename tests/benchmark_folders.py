@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import PIL.Image
+from scipy.io import savemat
 from tiny_sources import write_shard
 
 NUMBER, STEP = 14, 18  # images, and by how much brighter each is than the one before
@@ -57,7 +58,8 @@ def shards(folder, split, suffix, texts):
         members = []
         for number in range(shard * 7, shard * 7 + 7):
             members.append((f"s{number:07}.webp", png(number, "webp", lossless=True)))
-            members.append((f"s{number:07}.{suffix}", texts[number].encode()))
+            text = texts[number]
+            members.append((f"s{number:07}.{suffix}", text if isinstance(text, bytes) else text.encode()))
         (folder / split).mkdir(exist_ok=True)
         write_shard(folder / split / f"{shard}.tar", members)
     write_lines(folder / split / "nshards.txt", ["2"])
@@ -133,6 +135,129 @@ def hateful_memes(file):
         return [(number, ["kind", "mean"][number % 2]) for number in range(NUMBER)]
 
     return make
+
+
+# ---- ImageNet and its variants
+
+
+def in_folders(*places, first=1440764, form="n{:08}"):
+    """A folder for each class, called by its id, in the first place; images of other splits in the others."""
+
+    def make(folder):
+        for number in range(NUMBER):
+            for place in places:
+                write_image(folder / place / form.format(first + number % 7) / f"val_{number:08}.JPEG", number)
+        write_names(folder, WORDS)
+        order = sorted(range(NUMBER), key=lambda number: (number % 7, number))
+        return [(number, WORDS[number % 7]) for number in order]
+
+    return make
+
+
+def kaggle(folder):
+    lines = []
+    for number in range(NUMBER):
+        write_image(folder / "ILSVRC" / "Data" / "CLS-LOC" / "val" / f"ILSVRC2012_val_{number:08}.JPEG", number)
+        lines.append(f"ILSVRC2012_val_{number:08},n{number % 7:08} 1 2 3 4 n00000009 5 6 7 8 ")
+    write_lines(folder / "LOC_val_solution.csv", ["ImageId,PredictionString", *lines])
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
+def devkit(folder):
+    """Its numbers of classes are in another order than the ids."""
+    for number in range(NUMBER):
+        write_image(folder / "val" / f"ILSVRC2012_val_{number + 1:08}.JPEG", number)
+    kit = folder / "ILSVRC2012_devkit_t12" / "data"
+    write_lines(kit / "ILSVRC2012_validation_ground_truth.txt", [str(7 - number % 7) for number in range(NUMBER)])
+    synsets = [(number, f"n{8 - number:08}", "words") for number in range(1, 8)]
+    fields = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
+    savemat(kit / "meta.mat", {"synsets": np.array(synsets, dtype=fields)})
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
+# ---- what torchvision downloads
+
+
+def cifar(labels, file, names):
+    def make(folder):
+        rows = [bytes([9] * (labels - 1) + [number % 7]) + bytes([STEP * number] * 3072) for number in range(NUMBER)]
+        (folder / file).write_bytes(b"".join(rows))
+        write(folder / names, "\n".join([*WORDS[:6], "aquarium_fish", "", ""]))
+        write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+        return [(number, [*WORDS[:6], "aquarium fish"][number % 7]) for number in range(NUMBER)]
+
+    return make
+
+
+def mnist(folder):
+    images = bytes(16) + b"".join(bytes([STEP * number] * 784) for number in range(NUMBER))
+    (folder / "t10k-images-idx3-ubyte").write_bytes(images)
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(bytes(8) + bytes(number % 7 for number in range(NUMBER)))
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
+def stl10(folder):
+    (folder / "test_X.bin").write_bytes(b"".join(bytes([STEP * number] * 27648) for number in range(NUMBER)))
+    (folder / "test_y.bin").write_bytes(bytes(number % 7 + 1 for number in range(NUMBER)))
+    write_lines(folder / "class_names.txt", WORDS)
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
+def listed(file, images, image, line, suffix=".jpg"):
+    """A list of images with their classes, or the numbers of these from 1 on."""
+
+    def make(folder):
+        lines = []
+        for number in range(NUMBER):
+            values = {"number": number, "word": WORDS[number % 7], "label": number % 7 + 1}
+            write_image(folder / images / f"{image.format(**values)}{suffix}", number)
+            lines.append(line.format(image=image.format(**values), **values))
+        write_lines(folder / file, lines)
+        write_names(folder, WORDS if "{label}" in line else sorted(WORDS))
+        return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+    return make
+
+
+def sentiment(folder):
+    for number in range(NUMBER):
+        write_image(folder / "test" / ["negative", "positive"][number % 2] / f"{number:02}.png", number)
+    write_lines(folder / "zeroshot_classification_templates.txt", ["the {c}."])
+    order = sorted(range(NUMBER), key=lambda number: (number % 2, number))
+    return [(number, ["negative", "positive"][number % 2]) for number in order]
+
+
+def classes_of(number):
+    """The first class is in no image alone."""
+    return [WORDS[0], WORDS[number % 7]] if number % 7 else [WORDS[1]]
+
+
+def voc(folder):
+    for number in range(NUMBER):
+        write_image(folder / "JPEGImages" / f"{number:06}.jpg", number)
+    for word in WORDS:
+        values = ["-1" if word not in classes_of(number) else str(number % 2) for number in range(NUMBER)]
+        lines = [f"{number:06} {value:>2}" for number, value in enumerate(values)]
+        write_lines(folder / "ImageSets" / "Main" / f"{word}_test.txt", lines)
+        write_lines(folder / "ImageSets" / "Main" / f"{word}_trainval.txt", lines[:1])
+    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+    return [(number, ", ".join(sorted(classes_of(number)))) for number in range(NUMBER)]
+
+
+def several_class_shards(folder):
+    labels = []
+    for number in range(NUMBER):
+        file = io.BytesIO()
+        np.save(file, np.array([word in classes_of(number) for word in WORDS], np.float32))
+        labels.append(file.getvalue())
+    shards(folder, "test", "npy", labels)
+    write_lines(folder / "dataset_type.txt", ["multilabel"])
+    write_names(folder, WORDS)
+    return [(number, ", ".join(sorted(classes_of(number), key=WORDS.index))) for number in range(NUMBER)]
 
 
 # ---- authors' layouts of captions
@@ -249,6 +374,7 @@ WEBDATASETS = """
     wds_vtab-dsprites_label_orientation wds_vtab-dsprites_label_x_position wds_vtab-dsprites_label_y_position
     wds_vtab-dtd wds_vtab-eurosat wds_vtab-kitti_closest_vehicle_distance wds_vtab-flowers wds_vtab-pets wds_vtab-pcam
     wds_vtab-resisc45 wds_vtab-smallnorb_label_azimuth wds_vtab-smallnorb_label_elevation wds_vtab-svhn
+    wds_voc2007_multilabel
 """.split()
 CAPTIONED = ("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k")
 # Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
@@ -258,7 +384,63 @@ COPIES = {
     ]
     for folder in WEBDATASETS
 } | {
-    "imagenet1k_linear_probe": [("wds_imagenet1k", probe_shards)],
+    "imagenet1k": [
+        ("wds_imagenet1k", class_shards),
+        ("imagenet", in_folders("val")),
+        ("ILSVRC2012", in_folders("validation")),
+        ("imagenet", devkit),
+        ("imagenet-1k", kaggle),
+    ],
+    "imagenet1k_linear_probe": [
+        ("wds_imagenet1k", probe_shards),
+        ("imagenet", in_folders("val", "train")),
+        ("imagenet", in_folders("validation", "train")),
+    ],
+    "imagenetv2": [
+        ("wds_imagenetv2", class_shards),
+        ("imagenetv2-matched-frequency-format-val", in_folders("", first=7, form="{}")),
+    ],
+    "imagenet_sketch": [("wds_imagenet_sketch", class_shards), ("sketch", in_folders(""))],
+    **{
+        f"imagenet_{letter}": [(f"wds_imagenet-{letter}", class_shards), (f"imagenet-{letter}", in_folders(""))]
+        for letter in "aor"
+    },
+    "cifar10": [
+        ("wds_vtab-cifar10", class_shards),
+        ("cifar-10-batches-bin", cifar(1, "test_batch.bin", "batches.meta.txt")),
+    ],
+    "cifar100": [
+        ("wds_vtab-cifar100", class_shards),
+        ("cifar-100-binary", cifar(2, "test.bin", "fine_label_names.txt")),
+    ],
+    "mnist": [("wds_mnist", class_shards), ("MNIST/raw", mnist)],
+    "stl10": [("wds_stl10", class_shards), ("stl10_binary", stl10)],
+    "fgvc_aircraft": [
+        ("wds_fgvc_aircraft", class_shards),
+        (
+            "fgvc-aircraft-2013b",
+            listed("data/images_variant_test.txt", "data/images", "{number:07}", "{image} {word}"),
+        ),
+    ],
+    "dtd": [
+        ("wds_vtab-dtd", class_shards),
+        ("dtd/dtd", listed("labels/test1.txt", "images", "{word}/{word}_{number:04}.jpg", "{image}", "")),
+    ],
+    "pets": [
+        ("wds_vtab-pets", class_shards),
+        ("oxford-iiit-pet", listed("annotations/test.txt", "images", "{word}_{number}", "{image} {label} 1 1")),
+    ],
+    "gtsrb": [
+        ("wds_gtsrb", class_shards),
+        (
+            "gtsrb",
+            listed(
+                "GT-final_test.csv", "GTSRB/Final_Test/Images", "{number:05}.ppm", "{image};53;54;6;5;48;49;{label}", ""
+            ),
+        ),
+    ],
+    "renderedsst2": [("wds_renderedsst2", class_shards), ("rendered-sst2", sentiment)],
+    "voc2007_multilabel": [("wds_voc2007_multilabel", several_class_shards), ("VOCdevkit/VOC2007", voc)],
     "food101": [("food-101", food101), ("wds_food101", shards_of("test"))],
     "cub200": [("CUB_200_2011", cub200), ("wds_cub200", shards_of("test"))],
     "ucf101": [("ucf101", frames("test")), ("wds_ucf101", shards_of("test"))],

@@ -1,6 +1,7 @@
 """Benchmarks by name: every one on a tiny data set in each of its layouts, copies that are not as they should be, class
 names and templates of packages, and the Hub."""
 
+import io
 import json
 import re
 import runpy
@@ -9,16 +10,20 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 import small_evaluation
 from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, make_all, make_copy, write_names
+from tiny_sources import write_shard
 
+from data import symbols
 from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from evaluation.commands import evaluate
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import find_tasks, problems_of_data
+from evaluation.zero_shot import zero_shot_metrics
 from training.recipe import load_recipe
 from training.stages.evaluate import EvaluateStage, MeasuringStage
 
@@ -61,7 +66,7 @@ def test_all_have_copies_and_groups():
 def test_a_copy_in_each_layout(tmp_path, name, number):
     """Under the name of the folder that its authors gave it."""
     benchmark, (folder, make) = BENCHMARKS[name], COPIES[name][number]
-    (tmp_path / folder).mkdir()
+    (tmp_path / folder).mkdir(parents=True)
     expected = make(tmp_path / folder)
     task = benchmark_task(benchmark, tmp_path)
     assert not re.search(r"\d,\d{3}", task.protocol)  # no number of images that was not read
@@ -72,7 +77,10 @@ def test_a_copy_in_each_layout(tmp_path, name, number):
     else:
         found = [(brightness(row["image"]), row["caption"]) for row in rows]
     assert found == expected and skipped == 0
-    if task.classes:
+    if task.metrics == ["mean_average_precision"]:
+        several = [[name for name, there in zip(task.classes, label, strict=True) if there] for label in rows["label"]]
+        assert list(map(", ".join, several)) == list(rows["caption"])
+    elif task.classes:
         assert [task.classes[label] for label in rows["label"]] == list(rows["caption"])
         assert set(task.templates) <= {"a photo of a {}.", "the {}."}
     if benchmark.kind == "linear_probe":
@@ -89,6 +97,7 @@ def copies(tmp_path_factory):
 def test_other_names_of_a_folder(copies, tmp_path):
     for benchmark in BENCHMARKS.values():
         for name in benchmark.folders:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(copies / benchmark.name)
             assert (
                 benchmark_task(benchmark, tmp_path).data["version"] == benchmark_task(benchmark, copies).data["version"]
@@ -188,7 +197,22 @@ def damage(path, change):
         ("cars", "test/1.tar", None, "nshards.txt says '2.*', but there are 1 shards: copy all"),
         ("cars", "test/1.tar", b"x", "1.tar is no tar, or is cut"),
         ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
-        ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*classnames.txt"),
+        (
+            "mnist",
+            CLASSES,
+            None,
+            "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot",
+        ),
+        (
+            "imagenet_a",
+            "n01440764",
+            None,
+            "needs images of all 7 classes in .*txt, but has 6 classes, from n01440765",
+        ),
+        ("imagenet_r", "tench/0.jpg", b"", "needs a WordNet id for each class.* calls 1 of 8 otherwise, such as tench"),
+        ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
+        ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
+        ("cifar10", "test_batch.bin", None, "there must be .*binary version .Python's has pickles, which are not read"),
         ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} for the name: write them into .*_templates.txt"),
         ("food101", "meta/test.txt", ("a/b\n",), "1 images of the split test are not in .*; one is a/b"),
         ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
@@ -201,7 +225,8 @@ def damage(path, change):
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
-    damage(make(tmp_path, name, int(name == "urban1k")) / file, change)
+    layouts = {"urban1k": 1, "imagenet_a": 1, "imagenet_r": 1, "cifar10": 1, "imagenet1k": 3}
+    damage(make(tmp_path, name, layouts.get(name, 0)) / file, change)
     with pytest.raises((ValueError, OSError), match=message) as error:
         benchmark_task(BENCHMARKS[name], tmp_path).load()
     assert "\n" not in str(error.value)
@@ -295,3 +320,68 @@ def test_from_the_hub(hub, tmp_path):
         make(tmp_path / "copies", name)
         copied = find_tasks([name], tmp_path / "copies")[name].data
         assert {key for key in copied.keys() | task.data.keys() if copied[key] != task.data[key]} == {"version"}
+
+
+def test_names_and_templates_come_from_the_hub_where_the_data_have_ids(hub, tmp_path):
+    folder = make(tmp_path, "imagenet1k", 1)
+    for name in (CLASSES, TEMPLATES):
+        (folder / name).unlink()
+    with pytest.raises(NotDownloaded, match="imagenet1k lacks the names.*; imagenet1k cannot be had from the Hub"):
+        find_tasks(["imagenet"], tmp_path)
+    assert problems_of_data(["imagenet"], tmp_path) == []  # it is asked when the task is measured
+    expected = hub("imagenet1k")
+    (task,) = find_tasks(["imagenet"], tmp_path).values()
+    assert list(task.load()[0]["caption"]) == [text for _, text in sorted(expected, key=lambda pair: pair[0] % 7)]
+    assert task.templates == ["a photo of a {}.", "the {}."] and task.data["layout"] == "ClassFolders"
+
+
+# ---- ImageNet's folders
+
+
+@pytest.mark.parametrize(("name", "classes"), [("imagenet1k", 1000), ("imagenet_a", 200), ("imagenet_r", 200)])
+def test_folders_of_synsets_score_as_shards_of_the_same_pictures(dense, tmp_path, name, classes):
+    """As many as the real one has, with a picture each."""
+    place, members = tmp_path / "folders" / name, []
+    for number in range(classes):
+        file, picture = io.BytesIO(), np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        PIL.Image.fromarray(picture).save(file, "png")
+        image = place / ("val" if name == "imagenet1k" else "") / f"n{7 * number:08}" / "ILSVRC2012_val_00000001.JPEG"
+        image.parent.mkdir(parents=True)
+        image.write_bytes(file.getvalue())
+        members += [(f"s{number:07}.png", file.getvalue()), (f"s{number:07}.cls", str(number).encode())]
+    shards = tmp_path / "shards" / name
+    (shards / "test").mkdir(parents=True)
+    write_shard(shards / "test" / "0.tar", members)
+    for folder in (place, shards):
+        pairs = (divmod(number, len(symbols.KINDS)) for number in range(classes))
+        write_names(folder, [f"{symbols.KINDS[a]} {symbols.KINDS[b]}" for a, b in pairs], ["a {c}"])
+    results = [
+        evaluate_model(dense, find_tasks([name], folder.parent), folder.parent / "scores") for folder in (place, shards)
+    ]
+    metrics = [result["metrics"] for (result,) in results]
+    assert metrics[0] == metrics[1] and metrics[0]["accuracy_top5"] > 0
+    layouts = [result["data"]["layout"] for (result,) in results]
+    assert layouts == ["ClassFolders", "Shards"]
+
+
+def test_other_names_of_benchmarks(copies):
+    names = ["imagenet", "imagenet-a", "vtab/cifar10", "clip-benchmark/wds_vtab-dtd", "wds_cars"]
+    expected = ["imagenet1k", "imagenet_a", "cifar10", "dtd", "cars"]
+    assert list(find_tasks(names, copies)) == expected and problems_of_data(names, copies) == []
+    assert len(find_tasks([*names, *expected], copies)) == 5
+
+
+def test_mean_average_precision_by_a_loop():
+    """As clip_benchmark/metrics/zeroshot_classification.py has it."""
+    random = np.random.default_rng(0)
+    images, classes = (unit(random.normal(size=(number, 8))) for number in (40, 5))
+    labels = random.random((40, 5)) < 0.3
+    precisions = []
+    for of_class, scores in zip(labels.T, (images @ classes.T).T, strict=True):
+        right = of_class[np.argsort(-scores)]
+        precisions.append((np.cumsum(right) / np.arange(1, 41))[right].mean())
+    assert zero_shot_metrics(images, classes, labels) == {"mean_average_precision": pytest.approx(np.mean(precisions))}
+
+
+def unit(embeds):
+    return embeds / np.linalg.norm(embeds, axis=-1, keepdims=True)

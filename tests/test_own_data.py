@@ -106,6 +106,7 @@ def labeled(tmp_path, labels, features=None):
         (["one", "two", "two"], None, None, ["one", "two", "two"]),
         ([0, 1, 1], datasets.ClassLabel(names=["cat", "dog", "emu"]), ["dog", "cat"], ["cat", "dog", "dog"]),  # by name
         (["n01443537", "n01440764"], None, ["tench", "goldfish"], ["goldfish", "tench"]),
+        (["n01443537", "n01440764"], None, ["n01440764 tench", "n01443537\tgoldfish"], ["goldfish", "tench"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["0", "1"], ["0", "1"]),  # digits that are called so
         (["cat", "1", "dog"], None, None, ["cat", "1", "dog"]),
@@ -132,6 +133,8 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         ([0.0, 1.0], ["one", "two"], "row 0 of column label has 0.0"),
         ([0, 1], ["crane", "crane"], "each with a name of its own, not 'crane'"),
         (["n01440764", "cat", "n01443537"], None, "calls its classes cat, n01440764, n01443537, ..., which"),
+        (["n01440764", "n01443537"], ["n01440764 tench"], "has none for 1 classes, such as n01443537"),
+        (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
         (["one", "one"], None, "two classes or more are needed, each with a name of its own, not 'one'"),
     ],

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
+from evaluation.benchmarks.specs import BENCHMARKS, expand
 from evaluation.own_data import OwnTask
-from evaluation.results import content_hash
 from evaluation.task import Task
 from evaluation.tasks import (
     TASKS,
     Wanted,
-    copied_benchmarks,
+    copy_fingerprints,
     find_tasks,
     loaded_once,
     problems_of_data,
@@ -40,7 +39,7 @@ class MeasuredTasks:
     def kinds(self) -> dict[str, str | None]:
         """Name of a task -> its kind, by which one on own data goes that has no name; None: there is no such task."""
         own = {task.name or task.task: task.task for task in self.tasks if isinstance(task, OwnTask)}
-        names = [name for task in self.tasks if isinstance(task, str) for name in GROUPS.get(task, [task])]
+        names = [name for task in self.tasks if isinstance(task, str) for name in expand(task)]
         by_name = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
         return {name: by_name.get(name) for name in names} | own
 
@@ -54,7 +53,6 @@ class MeasuredTasks:
         own = {f"tasks.{number}": task for number, task in enumerate(self.tasks) if isinstance(task, OwnTask)}
         found = {key: task.fingerprint() for key, task in own.items()}
         found |= {
-            f"tasks.{name}": content_hash(task.data)
-            for name, task in copied_benchmarks(self.tasks, self.data_root).items()
+            f"tasks.{name}": fingerprint for name, fingerprint in copy_fingerprints(self.tasks, self.data_root).items()
         }
         return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}

@@ -1,7 +1,7 @@
 """How the data of benchmarks lie: a class a layout, each of which gives rows.
 
-Rows have a column `image`, and `label` (the number of the class) or `caption` (a list of texts); pairs have `image_0`,
-`image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
+Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
+texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
 """
 
 import csv
@@ -12,15 +12,21 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from datasets import Dataset
+import numpy as np
+import PIL.Image
+from datasets import Dataset, Image
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from scipy.io import loadmat
+from scipy.io.matlab import MatReadError
 
 from data.annotations import read_annotations
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
+from evaluation.class_names import in_order
 from evaluation.own_data import read_text
 from evaluation.results import content_hash
 from records.files import read_json
@@ -38,10 +44,12 @@ class Layout(ABC):
     Args:
         files: patterns of the files that say what a split holds, with SPLIT for its name.
         images: the folder of the images.
+        test: what the test split is called in it.
     """
 
     files: Sequence[str] = ()
     images: str = ""
+    test: str = "test"
     content: ClassVar[str] = ""  # of the files, in words
 
     @property
@@ -49,21 +57,24 @@ class Layout(ABC):
         """The layout in words."""
         return f"{' and '.join(self.files)} with {self.content}, and images in {self.images or 'the same folder'}"
 
+    def of_split(self, text: str, split: str) -> str:
+        """A pattern or a text with the name of a split in the place of SPLIT."""
+        return text.replace("SPLIT", self.test if split == "test" else split)
+
     def annotations(self, folder: Path, split: str) -> list[Path]:
         """The files that say what a split holds."""
-        patterns = [pattern.replace("SPLIT", split) for pattern in self.files]
-        return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+        return [file for pattern in self.files for file in sorted(folder.glob(self.of_split(pattern, split)))]
 
     def fits(self, folder: Path, split: str) -> bool:
         """Whether a folder has this layout, as far as its names tell."""
-        return all(any(folder.glob(pattern.replace("SPLIT", split))) for pattern in self.files)
+        return all(any(folder.glob(self.of_split(pattern, split))) for pattern in self.files)
 
     def stamp(self, folder: Path, split: str) -> str:
         """A hash that tells copies apart, wherever they lie: of what is said about a split. Images are not read."""
         return content_hash([read_text(file) for file in self.annotations(folder, split)])
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
-        """The names of classes that the data carry besides those in a file of names, by the number of the class."""
+        """The names or the ids of classes that the data carry themselves, by the number of the class."""
         return None
 
     @abstractmethod
@@ -93,19 +104,16 @@ class Shards(Layout):
     """Webdataset shards, as CLIP_benchmark exports them (clip_benchmark/webdataset_builder.py).
 
     Args:
-        captions: whether they have captions, one a line, and not the numbers of classes.
+        text: the suffix of what is said about an image: the number of its class (cls), an array with a 1 for each of
+            its classes (npy), or captions, one a line (txt).
     """
 
     files: Sequence[str] = ("SPLIT/*.tar",)
-    captions: bool = False
-
-    @property
-    def text(self) -> str:
-        return "txt" if self.captions else "cls"
+    text: Literal["cls", "npy", "txt"] = "cls"
 
     @property
     def shape(self) -> str:
-        names = "" if self.captions else f", {CLASSES} and {TEMPLATES}"
+        names = "" if self.text == "txt" else f", {CLASSES} and {TEMPLATES}"
         return f"SPLIT/0.tar, SPLIT/1.tar, ... with a webp, png or jpg and a {self.text} each{names}"
 
     def rows(self, folder: Path, split: str) -> Dataset:
@@ -115,7 +123,7 @@ class Shards(Layout):
         arguments = DataArguments(source=f"{glob.escape(str(folder / split))}/*.tar", split=split)
         rows = open_rows(arguments)
         image = next((name for name in SHARD_IMAGES if name in rows.column_names), "webp, png or jpg")
-        if self.captions:
+        if self.text == "txt":
             columns = {"image_column": image, "caption_column": self.text, "captions_per_line": True}
             return select_columns(rows, DataArguments(source=arguments.source, split=split, **columns))
         return rename_columns(rows, {image: "image", self.text: "label"}, arguments)
@@ -126,7 +134,8 @@ class Shards(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders(Layout):
-    """A folder of images for each class, all within `images`. Classes have the numbers of their folders in order.
+    """A folder of images for each class, all within `images`, called by the class or its id, such as WordNet's. Classes
+    have the numbers of their folders in order.
 
     `files` list the images of a split. With none, all are. Of one, each line is CLASS/NAME. CUB's are two: `images.txt`
     has NUMBER CLASS/NAME.jpg in each line, `train_test_split.txt` NUMBER 1 for what is trained on, else NUMBER 0.
@@ -137,15 +146,15 @@ class ClassFolders(Layout):
     @property
     def shape(self) -> str:
         lists = "".join(f" and {name}" for name in self.files)
-        return f"{self.images}/CLASS/NAME.jpg{lists} (classes in the order of their folders)"
+        return f"{self.images and f'{self.images}/'}CLASS/NAME.jpg{lists} (classes in the order of their folders)"
 
     def fits(self, folder: Path, split: str) -> bool:
         return bool(self._classes(folder, split)) and super().fits(folder, split)
 
     def _classes(self, folder: Path, split: str) -> list[Path]:
-        root = folder / self.images.replace("SPLIT", split)
-        folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        return [path for path in folders if not path.name.startswith((".", "__MACOSX"))]
+        root = folder / self.of_split(self.images, split)
+        names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        return [root / name for name in in_order(names) if not name.startswith((".", "__MACOSX"))]
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         """Names of folders as words: `001.Black_footed_Albatross` and `ApplyEyeMakeup` have three each."""
@@ -178,6 +187,159 @@ class ClassFolders(Layout):
         names, is_train = (dict(zip(words[::2], words[1::2], strict=True)) for words in lists)
         wanted = "1" if split == "train" else "0"
         return {str(Path(name).with_suffix("")) for number, name in names.items() if is_train[number] == wanted}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelLines(Layout):
+    """A line for each image, with its class or the id of that. Classes have the numbers of their labels in order.
+
+    Args:
+        line: regular expression of a line, with the groups `name`, of the image, and `label`; other lines count for
+            nothing.
+        suffix: of images, where their names have none.
+    """
+
+    line: str = ""
+    suffix: str = ""
+    content: ClassVar[str] = "the name of an image and its class in each line"
+
+    def labels(self, folder: Path, split: str) -> dict[str, str]:
+        """Name of an image -> its label."""
+        (file,) = self.annotations(folder, split)
+        lines = filter(None, (re.fullmatch(self.line, line.strip()) for line in read_text(file).split("\n")))
+        return {f"{line['name']}{self.suffix}": line["label"] for line in lines}
+
+    def class_names(self, folder: Path, split: str) -> list[str]:
+        return in_order(set(self.labels(folder, split).values()))
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        labels, classes = self.labels(folder, split), self.class_names(folder, split)
+        images = [str(folder / self.of_split(self.images, split) / name) for name in labels]
+        return Dataset.from_dict({"image": images, "label": [classes.index(label) for label in labels.values()]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devkit(LabelLines):
+    """ImageNet's validation images in one folder, with the development kit that numbers their classes otherwise."""
+
+    files: Sequence[str] = tuple(
+        f"ILSVRC2012_devkit_t12/data/{name}" for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat")
+    )
+    images: str = "val"
+    content: ClassVar[str] = "the number of a class in each line, and its WordNet id"
+
+    def stamp(self, folder: Path, split: str) -> str:
+        return content_hash(self.labels(folder, split))
+
+    def labels(self, folder: Path, split: str) -> dict[str, str]:
+        file, meta = self.annotations(folder, split)
+        images, numbers = sorted(_by_stem((folder / self.images).iterdir()).values()), read_text(file).split()
+        if len(images) != len(numbers):
+            raise ValueError(f"{folder / self.images} has {len(images)} images, but {file} has {len(numbers)} lines")
+        try:
+            synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
+            synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
+            return {image.name: synset_of[int(number)] for image, number in zip(images, numbers, strict=True)}
+        except (MatReadError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{meta} or {file} is not that of ImageNet's development kit ({error!r})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class VOCLists(Layout):
+    """A list for each class, which says of every image whether it is in it: 1, -1, or 0 where it is hard to see (VOC
+    2007, as clip_benchmark/datasets/voc2007.py takes the latter)."""
+
+    files: Sequence[str] = ("ImageSets/Main/*_SPLIT.txt",)
+    images: str = "JPEGImages"
+    content: ClassVar[str] = "an image and 1, 0 or -1 in each line"
+
+    def class_names(self, folder: Path, split: str) -> list[str]:
+        return [file.stem.removesuffix(f"_{split}") for file in self.annotations(folder, split)]
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        labels = defaultdict(list)
+        for file in self.annotations(folder, split):
+            words = read_text(file).split()
+            for name, value in zip(words[::2], words[1::2], strict=True):
+                labels[name].append(float(value != "-1"))
+        images = [str(folder / self.images / f"{name}.jpg") for name in labels]
+        return Dataset.from_dict({"image": images, "label": list(labels.values())})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(Layout):
+    """Images as bytes one after another in a file.
+
+    Args:
+        names: the file of the names of the classes, one a line.
+    """
+
+    names: str = ""
+
+    @abstractmethod
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
+
+    def stamp(self, folder: Path, split: str) -> str:
+        return content_hash([sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)])
+
+    def class_names(self, folder: Path, split: str) -> list[str] | None:
+        return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        pixels, labels = self.arrays(folder, split)
+        rows = Dataset.from_dict({"image": list(map(PIL.Image.fromarray, pixels)), "label": labels.tolist()})
+        return rows.cast_column("image", Image(decode=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR(Pixels):
+    """CIFAR's binary version.
+
+    Args:
+        labels: bytes before an image, the last of which is the number of its class.
+    """
+
+    files: Sequence[str] = ("SPLIT_batch.bin",)
+    names: str = "batches.meta.txt"
+    labels: int = 1
+
+    @property
+    def shape(self) -> str:
+        return f"{self.files[0]} and {self.names} of the binary version (Python's has pickles, which are not read)"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        (file,) = self.annotations(folder, split)
+        images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
+        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(pixels), images[:, self.labels - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNIST(Pixels):
+    """MNIST's own files, unpacked."""
+
+    files: Sequence[str] = ("SPLIT-images*idx3-ubyte", "SPLIT-labels*idx1-ubyte")
+    test: str = "t10k"
+    content: ClassVar[str] = "a header of 16 and of 8 bytes"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = self.annotations(folder, split)
+        return np.fromfile(images, np.uint8, offset=16).reshape(-1, 28, 28), np.fromfile(labels, np.uint8, offset=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class STL10(Pixels):
+    """STL-10's binary version, whose classes begin at 1."""
+
+    files: Sequence[str] = ("SPLIT_X.bin", "SPLIT_y.bin")
+    names: str = "class_names.txt"
+    content: ClassVar[str] = "images of 96 x 96 pixels, column by column, and a byte each"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = self.annotations(folder, split)
+        pixels = np.fromfile(images, np.uint8).reshape(-1, 3, 96, 96).transpose(0, 3, 2, 1)
+        return np.ascontiguousarray(pixels), np.fromfile(labels, np.uint8) - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,17 @@ import csv
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 
 from data.pairs import readable_pairs
 from data.sources import DataArguments
-from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout, Shards
+from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
-from evaluation.own_data import read_classes, read_templates, readable_image_pairs
+from evaluation.class_names import SYNSET, are_ids
+from evaluation.own_data import read_classes, read_templates, read_text, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
 
@@ -35,10 +37,10 @@ def benchmark_task(
     folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
     classes, templates, protocol = [], [], benchmark.protocol
     if benchmark.kind in ("zero_shot", "linear_probe"):
-        classes = _class_names(benchmark, folder, layout)
+        classes = _class_names(benchmark, folder, layout, ask_hub)
         protocol += f"; {len(classes)} classes"
     if benchmark.kind == "zero_shot":
-        templates = _templates(benchmark, folder)
+        templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES, ask_hub))])
         protocol += f", {len(templates)} templates"
     stamps = [layout.stamp(local, split) for split in benchmark.splits] if local else []
     version = content_hash(stamps) if local else f"commit {folder.name}"
@@ -84,7 +86,7 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     if benchmark.hub is None:
         where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (--data-root), with {benchmark.shapes}"
         raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
-    return None, Shards(captions=benchmark.kind == "retrieval")
+    return None, benchmark.layouts[0]
 
 
 def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None) -> Path:
@@ -102,40 +104,53 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, comm
         ) from error
 
 
-def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
-    """By the number of the class: of a file beside the data, or of the data themselves."""
-    file, of_data = folder / CLASSES, layout.class_names(folder, benchmark.split)
-    if not file.is_file():
-        if of_data:
-            return of_data
-        raise ValueError(f"{benchmark.name} lacks the names of its classes: write them into {file}, one a line")
+def _class_names(benchmark: Benchmark, folder: Path, layout: Layout, ask_hub: bool) -> list[str]:
+    """By the number of the class: of a file beside the data, of the data themselves, or of the copy on the Hub."""
+    of_data = layout.class_names(folder, benchmark.split)
+    if of_data and not are_ids(of_data) and not (folder / CLASSES).is_file():
+        return of_data
+    file = _text_file(benchmark, folder, CLASSES, ask_hub)
     names = read_classes(file)
     if of_data:
-        _require_order(names, of_data, file)
+        _require_order(names, of_data, file, folder)
     return names
 
 
-def _require_order(names: Sequence[str], of_folders: Sequence[str], file: Path) -> None:
-    """Raises a ValueError if there is not one name for each folder of a class, or a name belongs to another folder."""
-    if len(of_folders) != len(names):
-        raise ValueError(f"{file} has {len(names)} classes, but there are {len(of_folders)} folders of classes")
-    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, of_folders))
+def _text_file(benchmark: Benchmark, folder: Path, name: str, ask_hub: bool) -> Path:
+    """A file of class names or templates, beside the data or of the copy on the Hub."""
+    file = folder / name
+    if file.is_file():
+        return file
+    what = "the names of its classes" if name == CLASSES else "templates with {c} for the name"
+    lacks = f"{benchmark.name} lacks {what}: write them into {file}, one a line"
+    if benchmark.hub is None:
+        raise ValueError(lacks)
+    try:
+        return _from_hub(benchmark, ["*.txt"], ask_hub) / name
+    except NotDownloaded as error:
+        raise NotDownloaded(f"{lacks}; {error}") from error
+
+
+def _require_order(names: Sequence[str], of_data: Sequence[str], file: Path, folder: Path) -> None:
+    """Raises a ValueError if there is not one name for each class of the data, or a name belongs to another class."""
+    others = [name for name in of_data if not SYNSET.match(name)]
+    if others and len(others) < len(of_data):
+        raise ValueError(
+            f"{folder} needs a WordNet id for each class, such as n01440764, but calls {len(others)} of {len(of_data)} "
+            f"otherwise, such as {others[0]}"
+        )
+    if len(of_data) != len(names):
+        raise ValueError(
+            f"{folder} needs images of all {len(names)} classes in {file}, but has {len(of_data)} classes, from "
+            f"{of_data[0]} to {of_data[-1]}"
+        )
+    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, of_data))
     for number, name in enumerate(plain):
         if name != wanted[number] and name in wanted:
             raise ValueError(
                 f"line {number + 1} of {file} is {names[number]!r}, but the folder with this number is "
-                f"{of_folders[number]!r}: put the names into the order of the folders"
+                f"{of_data[number]!r}: put the names into the order of the folders"
             )
-
-
-def _templates(benchmark: Benchmark, folder: Path) -> list[str]:
-    """The templates in a file beside the data."""
-    file = folder / TEMPLATES
-    if not file.is_file():
-        raise ValueError(
-            f"{benchmark.name} lacks templates with {{c}} for the name: write them into {file}, one a line"
-        )
-    return read_templates([str(file)])
 
 
 def _load(
@@ -155,11 +170,24 @@ def _load(
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
     if classes:
-        labels = list(rows["label"])
-        bad = [label for label in labels if not isinstance(label, int) or not 0 <= label < len(classes)]
-        if bad:
-            raise ValueError(
-                f"{folder}: the label {bad[0]!r} is none of the numbers of {len(classes)} classes, from 0 on"
-            )
-        rows = rows.add_column("caption", [classes[label] for label in labels])
+        rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
     return readable_pairs(rows, arguments)
+
+
+def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:
+    """The class of a number, or the classes of a list of 1 and 0."""
+    if isinstance(label, list) and len(label) == len(classes) and set(label) <= {0, 1}:
+        return ", ".join(name for name, there in zip(classes, label, strict=True) if there) or "none"
+    if not isinstance(label, int) or not 0 <= label < len(classes):
+        raise ValueError(f"{folder}: the label {label!r} is none of the numbers of {len(classes)} classes, from 0 on")
+    return classes[label]
+
+
+def copy_fingerprint(benchmark: Benchmark, data_root: str | Path | None) -> str | None:
+    """A hash of the local copy of a benchmark, with its own names and templates; None: there is none. Raises as
+    `benchmark_task`."""
+    folder, layout = _find(benchmark, data_root)
+    if folder is None:
+        return None
+    texts = [read_text(folder / name) for name in (CLASSES, TEMPLATES) if (folder / name).is_file()]
+    return content_hash([*(layout.stamp(folder, split) for split in benchmark.splits), *texts])

@@ -5,14 +5,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from evaluation.benchmarks.layouts import (
+    CIFAR,
+    MNIST,
+    STL10,
     Annotations,
     CaptionFiles,
     CaptionLines,
     ClassFolders,
+    Devkit,
     ImagePairs,
+    LabelLines,
     Layout,
     Records,
     Shards,
+    VOCLists,
 )
 from evaluation.task import Kind
 
@@ -53,7 +59,7 @@ class Benchmark:
     @property
     def shapes(self) -> str:
         """How a copy may lie, in words."""
-        shapes = " or ".join(layout.shape.replace("SPLIT", self.split) for layout in self.layouts)
+        shapes = " or ".join(layout.of_split(layout.shape, self.split) for layout in self.layouts)
         return shapes + "".join(f", and the same for {split}" for split in self.splits[1:])
 
 
@@ -64,15 +70,15 @@ RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text"
 RECALL_10 = (*RECALL_5, "image_to_text_recall@10", "text_to_image_recall@10")
 
 
-def _shards(dataset: str, title: str, **changes) -> Benchmark:
-    """Classification in CLIP_benchmark's layout: `dataset` is its name there, without vtab/."""
+def _shards(dataset: str, title: str, *more: Layout, folders: Sequence[str] = (), **changes) -> Benchmark:
+    """Classification in CLIP_benchmark's layout, where `dataset` is its name without vtab/, or in layouts of others."""
     vtab, name = dataset.startswith("vtab-"), dataset.removeprefix("vtab-").replace("-", "_")
     settings = {
         "name": name,
         "kind": "zero_shot",
-        "layouts": [Shards()],
+        "layouts": [Shards(), *more],
         "protocol": f"{title}, CLIP_benchmark's test split{' (that of VTAB)' if vtab else ''}",
-        "folders": (f"wds_{dataset}", f"wds_{name}", dataset),
+        "folders": (f"wds_{dataset}", f"wds_{name}", dataset, *folders),
         "hub": f"clip-benchmark/wds_{dataset}",
     }
     return Benchmark(title=title, **settings | changes)
@@ -80,7 +86,7 @@ def _shards(dataset: str, title: str, **changes) -> Benchmark:
 
 def _caption_shards(dataset: str, title: str, metrics: Sequence[str], *more: Layout) -> Benchmark:
     protocol = f"{title}, Karpathy's test split, images with all their captions"
-    layouts = [Shards(captions=True), *more]
+    layouts = [Shards(text="txt"), *more]
     return _shards(dataset, title, kind="retrieval", layouts=layouts, protocol=protocol, metrics=metrics)
 
 
@@ -116,8 +122,38 @@ URBAN = [_flair("annotations/annotations.json", "images"), CaptionFiles(files=["
 MEMES = [Records(files=[file], image="img", label="label") for file in ("dev.jsonl", "dev_seen.jsonl")]
 CUB = ClassFolders(images="images", files=["images.txt", "train_test_split.txt"])
 
+# ImageNet as it is downloaded, as torchvision and timm have it, and as Kaggle does
+IMAGENET = [
+    ClassFolders(images="SPLIT", test="val"),
+    ClassFolders(images="SPLIT", test="validation"),
+    Devkit(),
+    LabelLines(
+        files=["LOC_val_solution.csv"],
+        images="ILSVRC/Data/CLS-LOC/val",
+        line=r"(?P<name>\w+),(?P<label>n\d{8}) .*",
+        suffix=".JPEG",
+    ),
+]
+IMAGENET_FOLDERS = ("imagenet", "imagenet-1k", "ILSVRC2012", "ilsvrc2012")
+IMAGENET_V2 = "imagenetv2-matched-frequency-format-val"
+CLASSES_ALONE = ClassFolders(images="")
+# What torchvision downloads
+CIFAR_100 = CIFAR(files=["SPLIT.bin"], names="fine_label_names.txt", labels=2)
+AIRCRAFT = LabelLines(
+    files=["data/images_variant_SPLIT.txt"], images="data/images", line=r"(?P<name>\d+) (?P<label>.+)", suffix=".jpg"
+)
+DTD = LabelLines(files=["labels/SPLIT1.txt"], images="images", line=r"(?P<name>(?P<label>\S+)/\S+)")
+PETS = LabelLines(
+    files=["annotations/SPLIT.txt"], images="images", line=r"(?P<name>\w+) (?P<label>\d+) .*", suffix=".jpg"
+)
+GTSRB = LabelLines(
+    files=["GT-final_SPLIT.csv"],
+    images="GTSRB/Final_Test/Images",
+    line=r"(?P<name>\w+\.ppm);.*;(?P<label>\d+)",
+)
+
 _ROWS = (
-    _shards("imagenet1k", "ImageNet", metrics=TOP_5),
+    _shards("imagenet1k", "ImageNet", *IMAGENET, folders=IMAGENET_FOLDERS, metrics=TOP_5),
     _classes(
         "food101",
         "Food-101",
@@ -125,22 +161,22 @@ _ROWS = (
         "its authors' test split",
         "food-101",
     ),
-    _shards("vtab-cifar10", "CIFAR-10"),
-    _shards("vtab-cifar100", "CIFAR-100"),
+    _shards("vtab-cifar10", "CIFAR-10", CIFAR(), folders=["cifar-10-batches-bin", "cifar-10-batches-py"]),
+    _shards("vtab-cifar100", "CIFAR-100", CIFAR_100, folders=["cifar-100-binary", "cifar-100-python"]),
     _classes("cub200", "CUB-200-2011", [CUB], "its authors' test split", "CUB_200_2011"),
     _shards("sun397", "SUN397"),
     _shards("cars", "Stanford Cars"),
-    _shards("fgvc_aircraft", "FGVC-Aircraft", metrics=PER_CLASS),
-    _shards("vtab-dtd", "DTD"),
-    _shards("vtab-pets", "Oxford-IIIT Pets", metrics=PER_CLASS),
+    _shards("fgvc_aircraft", "FGVC-Aircraft", AIRCRAFT, folders=["fgvc-aircraft-2013b"], metrics=PER_CLASS),
+    _shards("vtab-dtd", "DTD", DTD, folders=["dtd/dtd"]),
+    _shards("vtab-pets", "Oxford-IIIT Pets", PETS, folders=["oxford-iiit-pet"], metrics=PER_CLASS),
     _shards("vtab-caltech101", "Caltech-101", metrics=PER_CLASS),
     _shards("vtab-flowers", "Flowers-102", metrics=PER_CLASS),
-    _shards("mnist", "MNIST"),
+    _shards("mnist", "MNIST", MNIST(), folders=["MNIST/raw"]),
     _shards("fer2013", "FER-2013"),
-    _shards("stl10", "STL-10"),
+    _shards("stl10", "STL-10", STL10(), folders=["stl10_binary"]),
     _shards("vtab-eurosat", "EuroSAT"),
     _shards("vtab-resisc45", "RESISC45"),
-    _shards("gtsrb", "GTSRB"),
+    _shards("gtsrb", "GTSRB", GTSRB),
     _shards("vtab-kitti_closest_vehicle_distance", "KITTI distance"),
     _shards("country211", "Country211"),
     _shards("vtab-pcam", "PatchCamelyon"),
@@ -155,13 +191,13 @@ _ROWS = (
     ),
     _shards("vtab-clevr_count_all", "CLEVR counts"),
     _classes("hateful_memes", "Hateful Memes", MEMES, "its development set", split="dev", metrics=["roc_auc"]),
-    _shards("renderedsst2", "Rendered SST2"),
+    _shards("renderedsst2", "Rendered SST2", ClassFolders(), folders=["rendered-sst2"]),
     # Robustness
-    _shards("imagenet_sketch", "ImageNet-Sketch"),
-    _shards("imagenetv2", "ImageNet-V2", metrics=TOP_5),
-    _shards("imagenet-a", "ImageNet-A", metrics=TOP_5),
-    _shards("imagenet-o", "ImageNet-O"),
-    _shards("imagenet-r", "ImageNet-R", metrics=TOP_5),
+    _shards("imagenet_sketch", "ImageNet-Sketch", CLASSES_ALONE, folders=["sketch", "ImageNet-Sketch"]),
+    _shards("imagenetv2", "ImageNet-V2", CLASSES_ALONE, folders=[IMAGENET_V2], metrics=TOP_5),
+    _shards("imagenet-a", "ImageNet-A", CLASSES_ALONE, metrics=TOP_5),
+    _shards("imagenet-o", "ImageNet-O", CLASSES_ALONE),
+    _shards("imagenet-r", "ImageNet-R", CLASSES_ALONE, metrics=TOP_5),
     # Retrieval
     _caption_shards("mscoco_captions", "COCO", RECALL_10),
     _captions(
@@ -226,6 +262,8 @@ _ROWS = (
     _shards(
         "imagenet1k",
         "ImageNet, linear probe",
+        *IMAGENET[:2],
+        folders=IMAGENET_FOLDERS,
         name="imagenet1k_linear_probe",
         kind="linear_probe",
         protocol="ImageNet, CLIP_benchmark's test split, fitted to its training split",
@@ -233,6 +271,14 @@ _ROWS = (
     # In no paper's table
     _shards("objectnet", "ObjectNet"),
     _shards("voc2007", "VOC 2007"),
+    _shards(
+        "voc2007_multilabel",
+        "VOC 2007, several classes an image",
+        layouts=[Shards(text="npy"), VOCLists()],
+        folders=["VOCdevkit/VOC2007"],
+        protocol="VOC 2007, CLIP_benchmark's test split, several classes an image",
+        metrics=["mean_average_precision"],
+    ),
     _shards("vtab-clevr_closest_object_distance", "CLEVR distance"),
     _shards("vtab-diabetic_retinopathy", "Diabetic retinopathy"),
     _shards("vtab-dmlab", "DMLab"),
@@ -245,6 +291,13 @@ _ROWS = (
 )
 
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ROWS}
+# Other names of benchmarks: on the Hub, in CLIP_benchmark, and the usual one of ImageNet
+ALIASES = {"imagenet": "imagenet1k"}
+for _row in _ROWS:
+    if _row.hub and _row.kind != "linear_probe":
+        _dataset = _row.hub.removeprefix("clip-benchmark/wds_")
+        _names = (_row.hub, f"wds_{_dataset}", _dataset, _dataset.replace("vtab-", "vtab/"))
+        ALIASES |= {name: _row.name for name in _names if name not in BENCHMARKS}
 
 FMOE_TRANSFER = "food101 sun397 cars caltech101 eurosat imagenet1k"
 FMOE_11 = f"{FMOE_TRANSFER} fgvc_aircraft pets flowers country211 imagenetv2"
@@ -299,3 +352,8 @@ def means_of(metrics: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]
                 first |= {name: PER_CLASS[1] for name in names if PER_CLASS[1] in metrics[name]}
             means.setdefault(tuple(first.items()), []).append(group)
     return {f"mean of {len(of)} benchmarks ({', '.join(groups)})": dict(of) for of, groups in means.items()}
+
+
+def expand(name: str) -> list[str]:
+    """The names of the benchmarks of a group, or that of one, or the name itself, which may be of another task."""
+    return GROUPS.get(name) or [ALIASES.get(name, name)]
