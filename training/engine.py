@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
@@ -24,7 +26,7 @@ from records.provenance import LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
 from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
-from training.settings import dump
+from training.settings import STRICT, dump
 from training.training_state import (
     after_not_finite,
     finished_steps,
@@ -43,24 +45,41 @@ CHECKPOINTS = "checkpoints"
 MANY_DROPPED = 0.5
 
 
-class LoopSettings(OptimizerSettings, Protocol):
-    """What the loop asks of the stage that trains: see `training.stages.train.StepsStage`."""
+@dataclass(config=STRICT, kw_only=True)
+class LoopSettings(OptimizerSettings):
+    """Settings of the loop, for a stage, whose `name` stands in messages."""
 
-    global_batch_size: int
-    gradient_accumulation_steps: int
-    mini_batch_size: int | None
-    warmup_steps: float
-    max_grad_norm: float | None
-    max_logit_scale: float
-    ema_decay: float | None
-    gradient_checkpointing: bool
-    lora: Any
-    logging_steps: int
-    save_steps: int | None
-    save_total_limit: int
+    # Settings of stages that train a CLIP, which have them as fields. Not annotated: here they would be fields, too
+    mini_batch_size = lora = None
+
+    # Samples of one optimizer step, over all processes and accumulation steps.
+    global_batch_size: int = Field(gt=0)
+    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
+    gradient_accumulation_steps: int = Field(default=1, gt=0)
+    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
+    warmup_steps: float = Field(default=0, ge=0)
+    # Longer gradients are scaled to this length; None: no gradient is.
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
+    # None: the trained model has the last weights.
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    # Compute activations again in the backward pass: less memory, more time.
+    gradient_checkpointing: bool = False
+
+    # Log losses every so many steps.
+    logging_steps: int = Field(default=10, gt=0)
+    # A checkpoint every so many steps; None: only the finished model.
+    save_steps: int | None = Field(default=None, gt=0)
+    # How many checkpoints are kept.
+    save_total_limit: int = Field(default=1, gt=0)
 
     def task(self, model: PreTrainedModel) -> nn.Module:
         """The model, as its attribute `model`, and its loss in one module: see `training.contrastive_task`."""
+
+    @property
+    def bytes_of_states(self) -> int:
+        """Bytes that a parameter that trains has besides its value and gradient: two moments, and the average."""
+        return self.bytes_of_moments + (0 if self.ema_decay is None else 4)
 
 
 class Meter(Protocol):

@@ -26,7 +26,7 @@ from conversion.families import is_clip
 from data import annotations
 from data.once import once
 from data.pairs import all_captions, load_pairs, select_columns
-from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, split_files
+from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, read_entries, split_files
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
 from records.local_names import is_hub_name
@@ -185,7 +185,10 @@ def _count_rows(arguments: DataArguments) -> int:
     if not is_here(source):
         raise Unknown(f"{source} is not here")
     if source.endswith(".json"):
-        return len(annotations.read_annotations(Path(source), arguments.split)[0])
+        of_list = annotations.holds_list(source)  # whose entries, pairs or conversations, are read by the stage
+        return len(
+            read_entries(arguments) if of_list else annotations.read_annotations(Path(source), arguments.split)[0]
+        )
     if is_saved(source):
         saved = datasets.load_from_disk(source)
         return len(saved[arguments.split] if isinstance(saved, dict) else saved)

@@ -4,11 +4,15 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from training.settings import STRICT
 
 # Biases, norms, the class embedding and the temperature: as CLIP (section 2.5) and everybody after it.
 NO_DECAY = re.compile(r"(bias|norm\d?\.weight|class_embedding|logit_scale)$")
@@ -51,23 +55,39 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 
-OptimizerName = Literal["adamw", "adamw_8bit"]
-INSTALL_TORCHAO = "adamw_8bit is torchao's: pip install torchao, or take adamw"
 # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
 FUSED = ("cuda", "xpu")
 
 
-class OptimizerSettings(Protocol):
-    """What an optimizer is made of: see `training.stages.train.StepsStage`."""
+@dataclass(config=STRICT, kw_only=True)
+class OptimizerSettings:
+    """Settings of the optimizer."""
 
-    name: str
-    optimizer: OptimizerName
-    learning_rate: float
-    weight_decay: float
-    decay_all: bool
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
+    # AdamW's learning rate after warm-up: about how far each weight moves in a step.
+    learning_rate: float = Field(gt=0, le=1)
+    # AdamW's weight decay of matrices: biases, norms, the class embedding and the temperature have none.
+    weight_decay: float = Field(default=0.0, ge=0)
+    # Weight decay on all that trains (CLIP-MoE's released code).
+    decay_all: bool = False
+    # AdamW's decay of the gradient's mean.
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    # AdamW's decay of the squared gradient's mean.
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    # AdamW's epsilon.
+    adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
+    # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
+    # memory.
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+
+    def missing_optimizer(self) -> str:
+        """What has to be installed for it, or nothing."""
+        missing = self.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None
+        return "adamw_8bit is torchao's: pip install torchao, or take adamw" if missing else ""
+
+    @property
+    def bytes_of_moments(self) -> int:
+        """Bytes that both moments of a parameter take."""
+        return 8 if self.optimizer == "adamw" else 2
 
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -83,10 +103,6 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
 
         return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
-
-
-def has_torchao() -> bool:
-    return importlib.util.find_spec("torchao") is not None
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

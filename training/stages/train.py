@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -40,7 +39,7 @@ from records.provenance import LOG
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
-from training.engine import CHECKPOINTS, train
+from training.engine import CHECKPOINTS, LoopSettings, train
 from training.estimates import (
     AtMost,
     Expected,
@@ -55,7 +54,7 @@ from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
 from training.losses import contrastive_loss, multi_positive_loss
-from training.optimizers import INSTALL_TORCHAO, OptimizerName, has_torchao, set_trainable
+from training.optimizers import set_trainable
 from training.router_settings import BalanceMean, RouterSettings
 from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
 from training.scores import Evaluation, Scores
@@ -64,62 +63,25 @@ from training.stages.base import Data, Model, NumberedData, Stage, inherited, na
 
 
 @dataclass(config=STRICT, kw_only=True)
-class StepsStage(Stage):
+class StepsStage(LoopSettings, Stage):
     """A stage that trains with the loop of `training.engine`. A kind of it has `trainable`, `task` and `run`."""
 
     makes_model: ClassVar[bool] = True
     # What its data are made of, as it is printed
     samples: ClassVar[str] = "samples"
-    # Settings of stages that train a CLIP, which have them as fields. Not annotated: here they would be fields, too
-    mini_batch_size = lora = None
 
     # An earlier stage, a folder or a hub name.
     model: Model
     # The pairs that it trains on.
     data: Data
 
-    # Samples of one optimizer step, over all processes and accumulation steps.
-    global_batch_size: int = Field(gt=0)
-    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
-    gradient_accumulation_steps: int = Field(default=1, gt=0)
     # Steps of the optimizer. Either this or num_epochs is set.
     max_steps: int | None = Field(default=None, gt=0)
     # Passes through the data.
     num_epochs: int | None = Field(default=None, gt=0)
 
-    # AdamW's learning rate after warm-up: about how far each weight moves in a step.
-    learning_rate: float = Field(gt=0, le=1)
-    # AdamW's weight decay of matrices: biases, norms, the class embedding and the temperature have none.
-    weight_decay: float = Field(default=0.0, ge=0)
-    # Weight decay on all that trains (CLIP-MoE's released code).
-    decay_all: bool = False
-    # AdamW's decay of the gradient's mean.
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    # AdamW's decay of the squared gradient's mean.
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
-    # AdamW's epsilon.
-    adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
-    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
-    warmup_steps: float = Field(default=0, ge=0)
-    # Longer gradients are scaled to this length; None: no gradient is.
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
-    # memory.
-    optimizer: OptimizerName = "adamw"
-    # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
-    # None: the trained model has the last weights.
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    # Compute activations again in the backward pass: less memory, more time.
-    gradient_checkpointing: bool = False
     # Seed of the order of the data; None: the recipe's. Models that differ in nothing else make an ensemble.
     seed: int | None = Field(default=None, ge=0)
-
-    # Log losses every so many steps.
-    logging_steps: int = Field(default=10, gt=0)
-    # A checkpoint every so many steps; None: only the finished model.
-    save_steps: int | None = Field(default=None, gt=0)
-    # How many checkpoints are kept.
-    save_total_limit: int = Field(default=1, gt=0)
 
     @model_validator(mode="after")
     def _check_steps(self):
@@ -130,9 +92,6 @@ class StepsStage(Stage):
         if self.num_epochs is not None and self.data.streaming:
             raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
         return self
-
-    def task(self, model: PreTrainedModel) -> nn.Module:
-        """The model and its loss in one module: see `training.contrastive_task.ContrastiveTask`."""
 
     def train_model(
         self,
@@ -196,8 +155,7 @@ class StepsStage(Stage):
         if batch % (processes * accumulation):
             shares = f"{processes} processes x {accumulation} accumulation steps"
             yield "global_batch_size", f"{batch} cannot be shared by {shares}"
-        if self.optimizer == "adamw_8bit" and not has_torchao():
-            yield "optimizer", INSTALL_TORCHAO
+        yield "optimizer", self.missing_optimizer()
         with contextlib.suppress(Unknown):
             least = batch if self.max_steps is None else batch // accumulation
             if inputs.data.known_pairs < least:
@@ -223,7 +181,7 @@ class StepsStage(Stage):
 
         def memory() -> int:
             weights = 4 * self.trained_model(inputs).num_parameters()
-            return weights + (4 + self._bytes_of_states()) * sum(sizes()) + 12 * max(sizes())
+            return weights + (4 + self.bytes_of_states) * sum(sizes()) + 12 * max(sizes())
 
         def most() -> int:
             weights = cost["disk"]()
@@ -234,7 +192,7 @@ class StepsStage(Stage):
             except Unknown:
                 steps = AtMost(self.save_steps * (self.save_total_limit + 2))
             # AdamW counts its steps of each weight
-            checkpoint = weights + self._bytes_of_states() * sum(sizes()) + 4 * len(sizes())
+            checkpoint = weights + self.bytes_of_states * sum(sizes()) + 4 * len(sizes())
             written = (steps - 1) // self.save_steps
             kept, at_once = min(written, self.save_total_limit), min(written, self.save_total_limit + 1)
             return type(steps)(max(weights + kept * checkpoint, at_once * checkpoint))
@@ -246,10 +204,6 @@ class StepsStage(Stage):
             "memory": memory,
             "disk at most": most,
         }
-
-    def _bytes_of_states(self) -> int:
-        """Bytes that a parameter that trains has besides its value and gradient: two moments, and the average."""
-        return (8 if self.optimizer == "adamw" else 2) + (0 if self.ema_decay is None else 4)
 
     def _share(self, accelerator: Accelerator, context: Context) -> Share:
         rank, world_size = accelerator.process_index, accelerator.num_processes
