@@ -185,10 +185,9 @@ def _count_rows(arguments: DataArguments) -> int:
     if not is_here(source):
         raise Unknown(f"{source} is not here")
     if source.endswith(".json"):
-        of_list = annotations.holds_list(source)  # whose entries, pairs or conversations, are read by the stage
-        return len(
-            read_entries(arguments) if of_list else annotations.read_annotations(Path(source), arguments.split)[0]
-        )
+        if annotations.holds_list(source):  # of pairs or of conversations
+            return len(read_entries(arguments))
+        return len(annotations.read_annotations(Path(source), arguments.split)[0])
     if is_saved(source):
         saved = datasets.load_from_disk(source)
         return len(saved[arguments.split] if isinstance(saved, dict) else saved)

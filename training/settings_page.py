@@ -64,11 +64,8 @@ def outlines() -> str:
     """The outlines of all classes as JSON, a line each."""
     recipe = {"settings": setting_names(Recipe) | {"stages": {}}}  # each has those of its kind
     every = {"recipe": recipe} | {kind: outline(stage) for kind, stage in STAGES.items()}
-    return (
-        "{\n"
-        + ",\n".join(f"{json.dumps(kind)}: {json.dumps(what, sort_keys=True)}" for kind, what in every.items())
-        + "\n}\n"
-    )
+    lines = (f"{json.dumps(kind)}: {json.dumps(what, sort_keys=True)}" for kind, what in every.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def comments_above(cls: type) -> dict[str, str]:
