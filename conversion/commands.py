@@ -287,7 +287,7 @@ def llava(llava: str, tower: str, output: Folder, /) -> str:
 
     Args:
         llava: folder or hub name of a LlavaForConditionalGeneration
-        tower: folder or hub name of a CLIPMoEModel or CLIPMoEVisionModel
+        tower: folder or hub name of a sparse model, or of its vision tower alone
         output: new folder for the LLaVA
     """
     from conversion.llava import convert

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    MODEL_MAPPING,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from conversion.checkpoints import HINTS, check_equal, load_model, load_weights
@@ -23,20 +25,23 @@ from conversion.processors import (
     load_processor,
     require_fit,
 )
-from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from records.files import save
 
 
-def load_tower(source: str | Path, **kwargs) -> CLIPMoEVisionModel:
-    """Loads the vision tower of a whole model or of a folder of its own."""
+def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads the sparse vision tower of a whole model or of a folder of its own."""
     config = load_config(source)
-    if not isinstance(getattr(config, "vision_config", config), CLIPMoEVisionConfig):
+    vision = getattr(config, "vision_config", config)
+    if not isinstance(vision, CLIPMoETowerConfig) or not hasattr(vision, "image_size"):
         hint = HINTS.get(config.model_type, "")
-        raise ValueError(f"{source} has no vision tower of a CLIP-MoE: it is of type {config.model_type!r}{hint}")
-    return load_weights(CLIPMoEVisionModel, source, **kwargs)
+        raise ValueError(
+            f"{source} has no sparse vision tower of one image size: it is of type {config.model_type!r}{hint}"
+        )
+    return load_weights(MODEL_MAPPING[type(vision)], source, **kwargs)
 
 
-def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> None:
+def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
     """Replaces the vision tower of a LLaVA, in place; the tower takes its dtype."""
     config, old, new = llava.config, llava.config.vision_config, tower.config
     if new.hidden_size != old.hidden_size:
@@ -45,8 +50,9 @@ def swap(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> Non
             "a tower made from the CLIP that this LLaVA was trained with"
         )
     config.vision_config = new
-    with_class_token = config.vision_feature_select_strategy == "full"
-    config.image_seq_length = (new.image_size // new.patch_size) ** 2 + with_class_token
+    patches, has_class_token = (new.image_size // new.patch_size) ** 2, hasattr(tower.embeddings, "class_embedding")
+    is_first_dropped = config.vision_feature_select_strategy == "default"
+    config.image_seq_length = patches + has_class_token - is_first_dropped
     llava.model.vision_tower = tower.to(llava.dtype)
 
 
@@ -56,7 +62,7 @@ def feature_layers(config: LlavaConfig) -> list[int]:
     return [layers] if isinstance(layers, int) else list(layers)
 
 
-def sample_llava_inputs(vision_config: CLIPMoEVisionConfig, text_config: PreTrainedConfig) -> dict[str, Tensor]:
+def sample_llava_inputs(vision_config: CLIPMoETowerConfig, text_config: PreTrainedConfig) -> dict[str, Tensor]:
     """Random images (2, channels, height, width) and token ids (1, at most 16)."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, vision_config.num_channels, vision_config.image_size, vision_config.image_size)
@@ -65,7 +71,7 @@ def sample_llava_inputs(vision_config: CLIPMoEVisionConfig, text_config: PreTrai
 
 
 @torch.no_grad()
-def expected_outputs(llava: LlavaForConditionalGeneration, tower: CLIPMoEVisionModel) -> dict[str, Tensor]:
+def expected_outputs(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> dict[str, Tensor]:
     """The outputs that a LLaVA with this tower must have: the tower's hidden states, projected, and text as before."""
     config, tower = llava.config, tower.to(llava.dtype)
     inputs = sample_llava_inputs(tower.config, config.text_config)

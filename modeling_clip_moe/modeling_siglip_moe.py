@@ -151,7 +151,9 @@ class _SiglipMoEModel:
         return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
     @can_return_tuple
-    def forward(self, *args, return_loss: bool | None = None, output_router_logits: bool | None = None, **kwargs):
+    def forward(
+        self, *args, return_loss: bool | None = None, output_router_logits: bool | None = None, **kwargs
+    ) -> SiglipMoEOutput | Siglip2MoEOutput:
         """
         Args:
             args, kwargs: as the dense model takes them.

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
+from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from .configuration_clip_mode import CLIPMoDEConfig
-from .modeling_clip_moe import CLIPMoEModel
 
 
 class OpenCLIPAdapter(nn.Module):
@@ -22,11 +21,11 @@ class OpenCLIPAdapter(nn.Module):
     A CLIP of transformers with the calls of open_clip's models.
 
     Args:
-        model: a `CLIPMoEModel`, or a dense `CLIPModel` to compare with.
+        model: a sparse model of any family, or a dense one to compare with.
         eos_token_id: of its tokenizer. What follows it in a text is padding.
     """
 
-    def __init__(self, model: CLIPMoEModel | CLIPModel, eos_token_id: int):
+    def __init__(self, model: PreTrainedModel, eos_token_id: int):
         super().__init__()
         self.model = model
         self.eos_token_id = eos_token_id
@@ -43,9 +42,11 @@ class OpenCLIPAdapter(nn.Module):
 
     def encode_text(self, text: torch.Tensor, normalize: bool = False) -> torch.Tensor:
         """Embeddings (B, projection_dim) of token ids (B, S)."""
-        is_end = (text == self.eos_token_id).long()
-        mask = is_end.cumsum(dim=-1) - is_end == 0  # up to the first end
-        features = self.model.get_text_features(text, attention_mask=mask.long(), return_dict=True).pooler_output
+        mask = None
+        if not hasattr(self.model, "logit_bias"):  # SigLIP reads padding, too
+            is_end = (text == self.eos_token_id).long()
+            mask = (is_end.cumsum(dim=-1) - is_end == 0).long()  # up to the first end
+        features = self.model.get_text_features(text, attention_mask=mask, return_dict=True).pooler_output
         return F.normalize(features, dim=-1) if normalize else features
 
     def forward(
@@ -57,7 +58,7 @@ class OpenCLIPAdapter(nn.Module):
         return image_features, text_features, self.logit_scale.exp()
 
 
-def get_tokenizer(processor: CLIPProcessor, context_length: int) -> Callable[[str | Sequence[str]], torch.Tensor]:
+def get_tokenizer(processor: ProcessorMixin, context_length: int) -> Callable[[str | Sequence[str]], torch.Tensor]:
     """A function of texts, one or several, to token ids (B, context_length), padded and cut."""
 
     def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
@@ -77,7 +78,7 @@ def load_clip(
     What CLIP_benchmark's function of this name returns.
 
     Args:
-        name: folder or hub name of a `CLIPMoEModel` or `CLIPModel` with its processor.
+        name: folder or hub name of a sparse or dense model with its processor.
         kwargs: of `AutoModel.from_pretrained`.
 
     Returns:

@@ -4,17 +4,29 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
+from sentence_transformers import SentenceTransformer
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
-from transformers import AutoModel, AutoProcessor
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    pipeline,
+)
 
-from conversion.commands import publish
+from conversion.commands import llava, publish
 from conversion.families import FAMILIES
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
+from modeling_clip_moe.open_clip_adapter import load_clip
 
 LENGTH = 64  # transformers' pipeline pads SigLIP's texts to it
 TEXTS = ["a red cat", "a round cat"]
@@ -86,3 +98,86 @@ def test_without_the_package_a_pipeline_scores_as_the_model(family, published, i
     expected = logits.sigmoid() if family.sigmoid else logits.softmax(dim=-1)
     assert module == "transformers_modules"
     assert [float(score) for score in scores] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.fixture
+def model(published):
+    return AutoModel.from_pretrained(published).eval()
+
+
+@torch.no_grad()
+def test_sentence_transformers_and_open_clips_calls_embed_as_the_model(family, published, model, inputs, image):
+    sentences = SentenceTransformer(str(published), device="cpu")
+    if family.sigmoid:
+        sentences[0].processing_kwargs = {"text": {"padding": "max_length"}}
+    adapter, transform, tokenize = load_clip(str(published))
+    texts = model.encode_text(inputs["input_ids"], inputs.get("attention_mask")).numpy()
+    images = model.encode_image(inputs["pixel_values"]).numpy()
+    for found, expected in (
+        (sentences.encode(TEXTS), texts),
+        (adapter.encode_text(tokenize(TEXTS)).numpy(), texts),
+        (sentences.encode([Image.open(image)]), images),
+        (adapter.encode_image(transform(Image.open(image))[None]).numpy(), images),
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@torch.no_grad()
+def test_a_vision_tower_alone_is_exported_and_extracts_features(published, model, inputs, image, tmp_path):
+    tower = model.vision_model
+    tower.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(published).image_processor.save_pretrained(tmp_path)
+    pooled = pipeline("image-feature-extraction", model=str(tmp_path))(Image.open(image), pool=True)
+    torch.testing.assert_close(torch.tensor(pooled), tower(inputs["pixel_values"]).pooler_output)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
+    program = torch.export.export(tower, (), {"pixel_values": torch.randn(2, 3, 16, 16)}, dynamic_shapes=shapes)
+    images = torch.randn(5, 3, 16, 16)
+    exported = program.module()(pixel_values=images).pooler_output
+    torch.testing.assert_close(exported, tower(images).pooler_output, atol=1e-5, rtol=1e-5)
+
+
+def test_lora_adapts_experts_and_merges(model, inputs):
+    experts = ["experts.up_proj", "experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts, modules_to_save=["router"])
+    adapted = get_peft_model(model, config)
+    batch = inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
+    for _ in range(4):
+        loss = adapted(**batch, return_loss=True, output_router_logits=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        expected = adapted(**batch).logits_per_image
+        merged = adapted.merge_and_unload()
+        assert type(merged) is type(model)
+        torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
+    vision = tiny_dense(family, LENGTH).config.vision_config.to_dict()
+    if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
+        vision["model_type"] = "clip_vision_model"
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    whole = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=vision,
+            text_config=LlamaConfig(**text, num_hidden_layers=1).to_dict(),
+            image_token_index=39,
+            vision_feature_select_strategy="full" if family.sigmoid else "default",
+        )
+    )
+    whole.save_pretrained(tmp_path / "llava")
+    parts = AutoProcessor.from_pretrained(published)
+    LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8).save_pretrained(
+        tmp_path / "llava"
+    )
+    llava.main([str(tmp_path / "llava"), str(published), str(tmp_path / "out")])  # compares features with the tower's
+    swapped = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert type(swapped.model.vision_tower) is type(AutoModel.from_pretrained(published).vision_model)
+    ids = torch.tensor([[3, *[39] * swapped.config.image_seq_length, 4]])
+    logits = swapped(input_ids=ids, pixel_values=torch.randn(1, 3, 16, 16), attention_mask=torch.ones_like(ids)).logits
+    assert swapped.config.image_seq_length == 4 and logits.isfinite().all()

@@ -108,7 +108,7 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         SystemExit, match="error: the image processor of .* makes images of 3 x 32 x 32, but .* takes 3 x 64 x 64"
     ):
         llava_command.main([str(dense_llava), str(tmp_path / "large"), str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="error: .*has no vision tower of a CLIP-MoE: it is of type 'clip'"):
+    with pytest.raises(SystemExit, match="error: .*has no sparse vision tower of one image size: it is of type 'clip'"):
         llava_command.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="error: .*a model of type 'llava' is needed"):
         llava_command.main([str(BASE), str(tmp_path / "narrow"), str(tmp_path / "out")])
