@@ -4,8 +4,10 @@ A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES`
 docs/worlds.md.
 
     python -m data.worlds symbols --contact-sheet symbols.png
+    python -m data.worlds icons --kinds "brands 1024" --folder my/logos --number 4096
 """
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +15,8 @@ from transformers import CLIPProcessor
 
 from data import icons, names, symbols
 from data.drawing import SPLITS, build_image_processor
-from records.command_line import command
+from records.command_line import Folder, command
+from records.files import new_folder
 
 WORLDS = {"icons": icons, "names": names, "symbols": symbols}
 
@@ -25,26 +28,44 @@ def build_processor(world: str, context_length: int, image_size: int) -> CLIPPro
 
 
 @command
-def draw_contact_sheet(
-    world: Literal[*WORLDS], /, *, contact_sheet: Path, kinds: str = "all", number: int = 192
+def draw(
+    world: Literal[*WORLDS],
+    /,
+    *,
+    contact_sheet: Path | None = None,
+    folder: Folder | None = None,
+    kinds: str = "all",
+    number: int = 192,
 ) -> None:
-    """Draw kinds of a world: a training and a test picture of each.
+    """Draw pictures of a world: a sheet to look at, or folders as other programs read them.
 
     Args:
         world: its name.
-        contact_sheet: PNG file to draw into.
+        contact_sheet: PNG file, with a training and a test picture of each kind.
+        folder: gets folders `train` and `test` with pictures, each with their captions in `metadata.jsonl`.
         kinds: a set of the world's kinds.
-        number: of kinds, the first ones of the set.
+        number: of kinds on the sheet, the first ones of the set; of pictures in each folder.
     """
-    from data.contact_sheet import grid  # which reads pairs, also of worlds
+    numbers = WORLDS[world].kind_set(kinds)
+    if contact_sheet is not None:
+        from data.contact_sheet import grid  # which reads pairs, also of worlds
 
-    cells = []
-    for seed, kind in enumerate(WORLDS[world].kind_set(kinds)[:number]):
-        rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
-        cells.append(([row["image"] for row in rows], rows[0]["kind"]))
-    # Few colors take a fourth of the size
-    grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(contact_sheet, "png", optimize=True)
+        cells = []
+        for seed, kind in enumerate(numbers[:number]):
+            rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
+            cells.append(([row["image"] for row in rows], rows[0]["kind"]))
+        # Few colors take a fourth of the size
+        grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(contact_sheet, "png", optimize=True)
+    if folder is not None:
+        with new_folder(folder) as new:
+            for split in SPLITS:
+                (new / split).mkdir()
+                lines = []
+                for index, row in enumerate(WORLDS[world].load(split, "web", number, numbers)):
+                    lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
+                    row["image"].save(new / split / f"{index:06}.png")
+                (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    draw_contact_sheet.main()
+    draw.main()

@@ -13,6 +13,7 @@ from PIL import Image
 from data import symbols
 from evaluation.pairs import pair_metrics
 from evaluation.retrieval import retrieval_metrics
+from evaluation.task import INFORMATION
 from evaluation.tasks import TASKS
 from model_cards.claims import write_claims
 from model_cards.verdicts import measure_claim, read_claims, read_scores
@@ -50,9 +51,8 @@ CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_
 CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense_same_multiply_adds
 CLIP-UP above a larger dense model, 4,096 names | 3.1 M | clip_up_names_long | clip_up_8
 CLIP-UP above a larger dense model, 4,096 names | 4.1 M | clip_up_names_long | dense_wide
-CLIP-UP above sparse from scratch | 92,800 | clip_up_tables_symbols | separated_looks separated_seed separated_upcycled
-CLIP-UP above sparse from scratch | 92,800 | clip_up_tables_symbols | separated_scratch_looks \
-separated_scratch_web separated_scratch
+CLIP-UP above sparse from scratch, 4,096 names | 4.1 M | clip_up_names_long | seed_model clip_up_8
+CLIP-UP above sparse from scratch, 4,096 names | 3.8 M | clip_up_names_long | scratch_seed scratch
 CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
 CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
 CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
@@ -101,7 +101,7 @@ def test_the_best_learning_rates_are_the_best():
 def metrics_of(task):
     two = np.stack([np.eye(2)] * len(symbols.DIFFERENCES))
     names = {
-        "retrieval": retrieval_metrics(np.eye(10), np.eye(10), np.arange(10)),
+        "retrieval": [*retrieval_metrics(np.eye(10), np.eye(10), np.arange(10)), *INFORMATION],
         "pairs": pair_metrics(two, two, symbols.DIFFERENCES),
         "zero_shot": ["accuracy", "accuracy_top5", "mean_per_class_recall"],
         "zero_shot_groups": ["accuracy", *(f"accuracy/{topic}" for topic in symbols.TOPICS)],
