@@ -402,7 +402,13 @@ def save_centers(directory: Path, centers: np.ndarray, encoder: str) -> None:
     save_arrays(directory / CENTERS, {"centers": centers}, {"encoder": encoder})
 
 
-def load_centers(directory: Path) -> tuple[np.ndarray, str]:
-    """The centers (m, d) of a cluster_fine stage and the name of their encoder."""
+def load_centers(directory: Path, encoder: str | None = None) -> np.ndarray:
+    """The centers (m, d) of a cluster_fine stage.
+
+    Args:
+        encoder: the name of that which made what they are compared with; None: they are compared with nothing.
+    """
     with open_arrays(directory / CENTERS, "a cluster_fine stage") as file:
-        return file.get_tensor("centers"), file.metadata()["encoder"]
+        if encoder not in (None, made_by := file.metadata()["encoder"]):
+            raise ValueError(f"the centers in {directory} were made with {made_by}, not with {encoder}")
+        return file.get_tensor("centers")

@@ -151,8 +151,10 @@ def train(
         _take_step(optimizer, scheduler, model, settings, average)
         step += 1
         is_logged = step % settings.logging_steps == 0 or step == total_steps
-        values = _mean_values(accelerator, metrics, grad_norm, learning_rate) if is_logged else None
-        progress.update(log.write(step, values) if values else "")
+        if is_logged:
+            values = _mean_values(accelerator, metrics, grad_norm, learning_rate)
+            log.write(step, values | {"images_per_second": (speed := log.images_per_second(step))})
+        progress.update(_summary(values, speed) if is_logged else "")
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             kept_of_it = checkpoints, step, settings.save_total_limit, average
@@ -327,7 +329,8 @@ def _measure(
     """Log what the model scores after a step, if it is time to."""
     if scores is not None and scores.due(step, total_steps):
         started = time.perf_counter()
-        log.write_scores(step, scores.measure(step, weights()))
+        if values := scores.measure(step, weights()):
+            log.write(step, values)
         log.started += time.perf_counter() - started  # no image was trained on meanwhile
 
 
@@ -367,24 +370,16 @@ class Log:
             with new_file(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 
-    def write(self, step: int, values: dict[str, float]) -> str:
-        """Log the values of a step, and return a summary of them."""
-        images_per_second = (step - self.first) * self.batch_size / (time.perf_counter() - self.started)
+    def images_per_second(self, step: int) -> float:
+        """The speed since the beginning of this attempt."""
+        return round((step - self.first) * self.batch_size / (time.perf_counter() - self.started), 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log the values of a step, or what the model scores after it."""
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
-                record = {"step": step, **values, "images_per_second": round(images_per_second, 1)}
-                file.write(json.dumps(record) + "\n")
-        scalars = {**values, "images_per_second": images_per_second}
-        self.accelerator.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
-        return _summary(values, images_per_second)
-
-    def write_scores(self, step: int, scores: dict[str, float]) -> None:
-        """Log what a model scores after a step; elsewhere than in the main process there is nothing to log."""
-        if not self.accelerator.is_main_process:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **scores}) + "\n")
-        self.accelerator.log({f"{self.stage}/{name}": value for name, value in scores.items()}, step=step)
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        self.accelerator.log({f"{self.stage}/{name}": value for name, value in values.items()}, step=step)
 
 
 def _step(line: str) -> float:

@@ -64,8 +64,6 @@ class PairLoader:
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
                 f"{arguments.num_workers} workers share has no first pairs. Load it, or read it with one"
             )
-        if arguments.streaming and sampler is not None:
-            raise ValueError("a stream has no numbered pairs for a sampler")
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         self.hidden_states, self._in_order = hidden_states, None

@@ -178,12 +178,6 @@ def _sparse_towers(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor)
 
 def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
     """What has router losses of its own: a tower's configuration, a weight, router logits and their mask."""
-    if balance_mean in ("token", "shared"):
-        choices = {(tower.num_experts, tower.num_experts_per_tok) for tower, _, _, _ in towers}
-        if len(choices) > 1:
-            raise ValueError(
-                f"balance_mean {balance_mean} needs towers of one E and K, but they have {sorted(choices)}"
-            )
     if balance_mean == "token":
         return [(towers[0][0], 1.0, *_all_tokens(towers))]
     if balance_mean == "shared":

@@ -69,16 +69,13 @@ class RouterSettings:
         for tower in sparse.values():
             if self.balance_top_k is not None and self.balance_top_k > tower.num_experts:
                 yield "balance_top_k", f"{self.balance_top_k} of {tower.num_experts} experts"
-        if self.balance_mean == "shared":
-            text, vision = (getattr(tower, "num_experts_per_tok", None) for tower in towers.values())
-            if not getattr(config, "shared_encoder", False):
-                yield "balance_mean", "shared needs a model with shared_encoder: true; this one has two encoders"
-            elif text != vision:
-                yield (
-                    "balance_mean",
-                    f"shared needs one num_experts_per_tok, but it is {text} for texts and {vision} for images: take "
-                    "tower",
-                )
+        if self.balance_mean == "shared" and not getattr(config, "shared_encoder", False):
+            yield "balance_mean", "shared needs a model with shared_encoder: true; this one has two encoders"
+        elif self.balance_mean in ("token", "shared"):
+            choices = {(tower.num_experts, tower.num_experts_per_tok) for tower in sparse.values()}
+            if len(choices) > 1:
+                told = f"{self.balance_mean} takes the tokens of both towers together, whose num_experts and "
+                yield "balance_mean", f"{told}num_experts_per_tok differ: {sorted(choices)}; take tower"
         for setting in ("local_entropy_coef", "global_entropy_coef"):
             for name in getattr(self, setting):
                 if name not in sparse:

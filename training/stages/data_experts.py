@@ -164,7 +164,7 @@ class ClusterFineStage(Stage):
         if accelerator.is_main_process and not (directory / CENTERS).is_file():
             self._save_centers(inputs, embedded, context, directory)
         accelerator.wait_for_everyone()
-        centers, _ = load_centers(directory)
+        centers = load_centers(directory)
         on_device = torch.as_tensor(centers, device=accelerator.device)
         if self.data is None:
             store = FeatureStore(directory, embedded.num_rows, embedded.shard_size, embedded.about)
@@ -206,9 +206,7 @@ class ClusterFineStage(Stage):
     def _save_centers(self, inputs: SimpleNamespace, embedded: FeatureStore, context: Context, directory: Path) -> None:
         name = embedded.about["encoder"]
         if self.num_centers is None:
-            centers, encoder_name = load_centers(Path(inputs.centers))
-            if encoder_name != name:
-                raise ValueError(f"{self.name}: the centers were made with {encoder_name}, the captions with {name}")
+            centers = load_centers(Path(inputs.centers), name)
         else:
             sample = embedded["embeddings"].sample(self.num_samples or embedded.num_rows, context.seed)
             device = context.accelerator.device
@@ -245,7 +243,7 @@ class ClusterCoarseStage(LabelsStage):
     random: bool = False
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        centers, _ = load_centers(Path(inputs.fine))
+        centers = load_centers(Path(inputs.fine))
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
         _save_experts(self, inputs, context, directory, (centers, expert_of_center, coarse_centers), self.random)
 
@@ -267,12 +265,8 @@ class SelectStage(LabelsStage):
     num_nearest: int = Field(default=1, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        centers, encoder_name = load_centers(Path(inputs.fine))
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
-        if encoder.name != encoder_name:
-            raise ValueError(
-                f"{self.name}: the centers were made with {encoder_name}, {self.captions} with {encoder.name}"
-            )
+        centers = load_centers(Path(inputs.fine), encoder.name)
         if encoder.modality != "text":
             raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
         metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
