@@ -24,8 +24,9 @@ from evaluation.commands import evaluate
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import find_tasks, problems_of_data
 from evaluation.zero_shot import zero_shot_metrics
+from training.measured_tasks import MeasuredTasks
 from training.recipe import load_recipe
-from training.stages.evaluate import EvaluateStage, MeasuringStage
+from training.stages.evaluate import EvaluateStage
 
 dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
@@ -140,7 +141,7 @@ def test_recipes_at_the_papers_size_end_with_their_benchmarks(path):
     """Tables of the paper that the recipe is named after, of its own model beside the one that it starts from; what the
     header gives to change the latter changes the row of the baseline, too."""
     paper, stages = re.match("clip_up|clip_moe|clip_fmoe|mode", path.stem)[0], load_recipe(path).stages
-    measuring = [stage for stage in stages if isinstance(stage, MeasuringStage)]
+    measuring = [stage for stage in stages if isinstance(stage, MeasuredTasks)]
     assert measuring and stages[-len(measuring) :] == measuring
     assert all(task.startswith(paper) and task in GROUPS for stage in measuring for task in stage.tasks)
     (evaluation,) = (stage for stage in measuring if isinstance(stage, EvaluateStage))

@@ -1,6 +1,7 @@
 """The tasks that a stage measures models on, as settings."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -43,16 +44,15 @@ class MeasuredTasks:
         by_name = {name: task.kind for name, task in (BENCHMARKS | TASKS).items()}
         return {name: by_name.get(name) for name in names} | own
 
-    def wrong_tasks(self) -> Iterator[tuple[str, str]]:
+    def problems(self, inputs: Any = None) -> Iterator[tuple[str, str]]:
         """See `Stage.problems`."""
         for problem in (*problems_of_tasks(self.tasks), *problems_of_data(self.tasks, self.data_root)):
             yield "tasks", problem
 
-    def data_fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, inputs: Any = None) -> dict[str, str]:
         """See `Stage.fingerprints`: of own data, and of the benchmarks that are in `data_root`."""
         own = {f"tasks.{number}": task for number, task in enumerate(self.tasks) if isinstance(task, OwnTask)}
-        found = {key: task.fingerprint() for key, task in own.items()}
-        found |= {
-            f"tasks.{name}": fingerprint for name, fingerprint in copy_fingerprints(self.tasks, self.data_root).items()
-        }
-        return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
+        copies = copy_fingerprints(self.tasks, self.data_root)
+        hashes = {key: task.fingerprint() for key, task in own.items()}
+        hashes |= {f"tasks.{name}": fingerprint for name, fingerprint in copies.items()}
+        return {key: fingerprint for key, fingerprint in hashes.items() if fingerprint is not None}

@@ -23,23 +23,11 @@ from training.stages.base import Model, Stage, models_of
 
 
 @dataclass(config=STRICT, kw_only=True)
-class MeasuringStage(MeasuredTasks, Stage):
-    """A stage that measures models."""
-
-    main_process_only: ClassVar[bool] = True
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        return self.wrong_tasks()
-
-    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        return self.data_fingerprints()
-
-
-@dataclass(config=STRICT, kw_only=True)
-class EvaluateStage(MeasuringStage):
+class EvaluateStage(MeasuredTasks, Stage):
     """Models side by side on evaluation tasks, with a report."""
 
     kind: ClassVar[str] = "evaluate"
+    main_process_only: ClassVar[bool] = True
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
@@ -92,10 +80,11 @@ class EvaluateStage(MeasuringStage):
 
 
 @dataclass(config=STRICT, kw_only=True)
-class AnalyzeStage(MeasuringStage):
+class AnalyzeStage(MeasuredTasks, Stage):
     """What each expert of a sparse model knows and which tokens it gets: `evaluation.experts`."""
 
     kind: ClassVar[str] = "analyze"
+    main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model

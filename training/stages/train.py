@@ -398,7 +398,7 @@ class TrainStage(RouterSettings, StepsStage):
         if self.mini_batch_size is not None and share % self.mini_batch_size:
             yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
-            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.wrong_tasks())
+            yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.problems())
         if inputs.hidden_states is not None:
             yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
         with contextlib.suppress(Unknown):
@@ -448,7 +448,7 @@ class TrainStage(RouterSettings, StepsStage):
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
             return {}
-        return {f"evaluation.{setting}": value for setting, value in self.evaluation.data_fingerprints().items()}
+        return {f"evaluation.{setting}": value for setting, value in self.evaluation.fingerprints().items()}
 
     def trained_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
         config = copy.deepcopy(inputs.model.clip)
