@@ -1,6 +1,5 @@
 """Stages that measure models."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from evaluation.experts import analyze_experts, faults
 from evaluation.report import best_of, write_report
 from evaluation.results import write_result
 from training.context import Context
-from training.estimates import AtMost, Expected, Unknown, bytes_at_a_time, bytes_in_memory
+from training.estimates import AtMost, Expected, bytes_at_a_time, bytes_in_memory
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
 from training.stages.base import Model, Stage, models_of
@@ -101,9 +100,8 @@ class AnalyzeStage(MeasuredTasks, Stage):
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
-        with contextlib.suppress(Unknown):
-            chosen = (self.num_experts_per_tok, self.layers, self.expert, self.capacity_factors)
-            yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
+        chosen = (self.num_experts_per_tok, self.layers, self.expert, self.capacity_factors)
+        yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model.clip, self.batch_size)}

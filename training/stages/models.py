@@ -1,6 +1,5 @@
 """Stages that make models without training them: from nothing, from another model, or from several."""
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -270,12 +269,11 @@ class UnifyStage(Stage):
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield "experts", read_otherwise([inputs.model, *inputs.experts])
-        with contextlib.suppress(Unknown):
-            parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
-            for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
-                differing = [one for one in sorted(trained_apart(inputs.model, expert)) if not parts.match(one)]
-                with named_errors(self, f"experts.{number}"):
-                    unify.require_expert(name, differing)
+        parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
+        for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
+            differing = [one for one in sorted(trained_apart(inputs.model, expert)) if not parts.match(one)]
+            with named_errors(self, f"experts.{number}"):
+                unify.require_expert(name, differing)
 
     def _require_fit(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""

@@ -401,8 +401,7 @@ class TrainStage(RouterSettings, StepsStage):
             yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.problems())
         if inputs.hidden_states is not None:
             yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
-        with contextlib.suppress(Unknown):
-            yield from self._problems_of_model(inputs, inputs.model.clip)
+        yield from self._problems_of_model(inputs, inputs.model.clip)
 
     def _problems_of_model(self, inputs: SimpleNamespace, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
         sparse = is_sparse(config)
