@@ -140,10 +140,15 @@ def newest_file(arguments: DataArguments) -> str:
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
-    """The hashes of images, each a path or with `bytes` or a `path`."""
+    """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box`."""
     images = [{"path": image} if isinstance(image, str) else image for image in images]
     in_files = iter(content_digests(image["path"] for image in images if not image.get("bytes")))
-    return [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
+    whole = [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
+    boxes = [image.get("box") for image in images]
+    return [
+        digest if box is None else hashlib.sha256(f"{digest} {box}".encode()).hexdigest()
+        for digest, box in zip(whole, boxes, strict=True)
+    ]
 
 
 def content_digests(paths: Iterable[str]) -> list[str]:

@@ -26,7 +26,8 @@ MAX_ASPECT_RATIO = 100
 
 
 def decode_image(value: Any, image_root: str | None = None, draft: int | None = None) -> PIL.Image.Image:
-    """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path.
+    """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path, which may have a
+    `box` (left, upper, right, lower) that alone counts.
 
     It is turned as EXIF says. Transparent parts are laid on white. Gray of more than 8 bits is scaled, not clipped. The
     first of several frames counts.
@@ -47,6 +48,8 @@ def decode_image(value: Any, image_root: str | None = None, draft: int | None = 
             if draft is not None:
                 image.draft(None, (draft, draft))  # does nothing to other formats
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
+            if isinstance(value, dict) and value.get("box") is not None:
+                return _rgb(image.crop(value["box"]))
             # JPEGs are RGB without a copy: nothing else is read of their files
             return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image)
     except PIL.UnidentifiedImageError as error:

@@ -10,7 +10,7 @@ from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
 from evaluation.ensemble import Ensemble, concatenate
 from evaluation.linear_probe import linear_probe_metrics
-from evaluation.pairs import pair_metrics
+from evaluation.pairs import choice_metrics, pair_metrics
 from evaluation.retrieval import retrieval_metrics
 from evaluation.task import INFORMATION, Task
 from evaluation.texts import count_texts, require_told_apart
@@ -127,6 +127,22 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
     return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images}, counts)
 
 
+def measure_choice(task: Task, model: Model) -> dict[str, Any]:
+    """Each image against its right caption and those wrong ones that have other words."""
+    rows, num_skipped = task.load()
+    choices = [list(texts) for texts in rows["caption"]]
+    different = [[right, *(text for text in wrong if text != right)] for right, *wrong in choices]
+    image_of_text = np.repeat(np.arange(len(rows)), list(map(len, different)))
+    corpus = [text for texts in different for text in texts]
+    counts = count_texts(task, "captions", _read_texts(model, corpus), range(len(corpus)), image_of_text.tolist())
+    images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
+    weights, of_images = model.weights(choices), model.image_weights(rows)
+    embeds = concatenate(images, of_images), concatenate(texts, weights[image_of_text])
+    attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
+    metrics = choice_metrics(*embeds, image_of_text, attributes)
+    return _result(model, metrics, len(rows), num_skipped, {"choices": weights, "images": of_images}, counts)
+
+
 def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
     """A classifier that is fitted to the embeddings of training images."""
     (rows, num_skipped), (train_rows, train_skipped) = task.load(), task.load_train()
@@ -146,6 +162,7 @@ MEASURES = {
     "zero_shot_groups": measure_zero_shot_groups,
     "retrieval": measure_retrieval,
     "pairs": measure_pairs,
+    "choice": measure_choice,
     "linear_probe": measure_linear_probe,
 }
 # Kind of task -> its metrics, of which some data sets lack some. A slash and a group or an attribute may follow.
@@ -164,6 +181,7 @@ METRICS = {
         *INFORMATION,
     ),
     "pairs": ("text", "image", "group"),
+    "choice": ("accuracy", "mean_per_attribute"),
     "linear_probe": ("accuracy", "mean_per_class_recall"),
 }
 

@@ -1,4 +1,4 @@
-"""Pairs of captioned images that differ in one attribute: does the model see it?"""
+"""Pairs of captioned images, or captions of one image, that differ in one attribute: does the model see it?"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -42,3 +42,38 @@ def pair_metrics(
     for attribute in sorted(set(() if attributes is None else attributes)):
         metrics[f"{score}/{attribute}"] = float(scores[score][np.array(attributes) == attribute].mean())
     return metrics
+
+
+def choice_metrics(
+    image_embeds: np.ndarray,
+    text_embeds: np.ndarray,
+    image_of_text: Sequence[int],
+    attributes: Sequence[str | None] | None = None,
+) -> dict[str, float]:
+    """Shares of images to which the right caption is closer than all wrong ones (ARO, SugarCrepe). Ties, to 1e-6, count
+    as wrong.
+
+    Args:
+        image_embeds: (images, D), normalized.
+        text_embeds: (texts, D), normalized; those of one image follow each other, the right one first.
+        image_of_text: (texts,), the image of each, from 0 on.
+        attributes: (images,), what the wrong captions of each change; None where that is not said.
+
+    Returns:
+        `accuracy`; where there are attributes, that of each as `mean_per_attribute/ATTRIBUTE`, and the mean of these.
+
+    Raises:
+        ValueError: an embedding is not finite.
+    """
+    if not (np.isfinite(image_embeds).all() and np.isfinite(text_embeds).all()):
+        raise ValueError("image_embeds and text_embeds must be finite")
+    similarity = np.einsum("td,td->t", image_embeds[image_of_text], text_embeds)
+    first = np.flatnonzero(np.diff(image_of_text, prepend=-1))
+    own = similarity[first]
+    similarity[first] = -np.inf
+    right = own > np.maximum.reduceat(similarity, first) + TIE
+    metrics, attributes = {"accuracy": float(right.mean())}, np.array([] if attributes is None else attributes)
+    of_attribute = {name: float(right[attributes == name].mean()) for name in sorted({*attributes} - {None})}
+    if of_attribute:
+        metrics["mean_per_attribute"] = float(np.mean(list(of_attribute.values())))
+    return metrics | {f"mean_per_attribute/{name}": value for name, value in of_attribute.items()}

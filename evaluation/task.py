@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-Kind = Literal["zero_shot", "zero_shot_groups", "retrieval", "pairs", "linear_probe"]
+Kind = Literal["zero_shot", "zero_shot_groups", "retrieval", "pairs", "choice", "linear_probe"]
 
 # Kind -> the metrics that a table shows -> the titles of their columns
 PRIMARY_METRICS = {
@@ -14,6 +14,7 @@ PRIMARY_METRICS = {
     "zero_shot_groups": {"accuracy": "mean accuracy"},
     "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
     "pairs": {"group": "group score"},
+    "choice": {"accuracy": "accuracy"},
     "linear_probe": {"accuracy": "accuracy"},
 }
 # How much a model knows in retrieval: `evaluation.retrieval.information`
@@ -27,6 +28,9 @@ METRIC_TITLES = {
     "roc_auc": "ROC AUC",
     "mean_average_precision": "mAP",
     "image": "image score",
+    "text": "text score",
+    "group": "group score",
+    "mean_per_attribute": "mean over attributes",
     **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
     **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},
     **dict(zip(INFORMATION, ("information image→text", "information text→image"), strict=True)),
@@ -38,8 +42,9 @@ class Task:
     """One kind of measure on one dataset.
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
-    Rows have the columns `image` and `caption` (of retrieval, a text or a list of texts),
-    or for pairs those of `data.symbols.load_minimal_pairs`.
+    Rows have the columns `image` and `caption`, or for pairs those of `data.symbols.load_minimal_pairs`. The caption of
+    retrieval is a text or a list of texts, that of a choice several texts, of which the first is right. A choice may
+    have an `attribute`.
     `group_of_class` parts the classes of one that is the mean of several zero-shot tasks, each among its own classes.
     The caption of a zero-shot row is the name of its class. A column `label` has the class's number, which counts where
     two classes have one name.

@@ -45,7 +45,7 @@ def count_texts(
         repeated=sum(with_text[text] > 1 for text in texts),
     )
     # Images of one caption tie by nature, but a pair of one can never be right
-    if counts.cut or counts.alike or (counts.repeated and task.kind == "pairs"):
+    if counts.cut or counts.alike or (counts.repeated and task.kind in ("pairs", "choice")):
         _warn(f"{task.title}: {counts.sentence}")
     return counts
 

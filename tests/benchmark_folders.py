@@ -5,6 +5,7 @@ import csv
 import io
 import json
 
+import datasets
 import numpy as np
 import PIL.Image
 from scipy.io import savemat
@@ -365,6 +366,125 @@ def mmvp(folder):
     return [(number, f"a photo of {rows[number + 1][2]}") for number in range(NUMBER)]
 
 
+# ---- compositional suites, and languages
+
+
+def wrong_captions(number):
+    """Of two parts, in turns."""
+    return [f"a {WORDS[number % 7]} thing", f"a thing {WORDS[number % 7]}"]
+
+
+def sugar_crepe(place):
+    def make(folder):
+        parts, expected = (
+            ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj"),
+            [],
+        )
+        for part, name in enumerate(parts):
+            entries = {}
+            for number in (part, part + 7):
+                write_image(folder / "val2017" / f"{number:012}.jpg", number)
+                caption, negative = wrong_captions(number)
+                entries[str(number)] = {
+                    "filename": f"{number:012}.jpg", "caption": caption, "negative_caption": negative,
+                }  # fmt: skip
+                expected.append((number, [caption, negative]))
+            write(folder / place / f"{name}.json", entries)
+        return expected
+
+    return make
+
+
+def aro(file, attribute, entries_an_image=1):
+    """A box in a white image counts."""
+
+    def make(folder):
+        entries, numbers = [], [*range(NUMBER)] * entries_an_image
+        for number in numbers:
+            image = PIL.Image.new("RGB", (20, 10), "white")
+            image.paste((STEP * number,) * 3, (4, 2, 12, 9))
+            (folder / "images").mkdir(exist_ok=True)
+            image.save(folder / "images" / f"{number}.jpg", "png")
+            right, wrong = wrong_captions(number)
+            box = {"bbox_x": 4, "bbox_y": 2, "bbox_w": 8, "bbox_h": 7}
+            entry = {
+                "image_id": str(number),
+                "image_path": f"{number}.jpg",
+                "true_caption": right,
+                "false_caption": wrong,
+            }
+            entries.append(entry | box | attribute(number))
+        write(folder / file, entries)
+        return [(number, wrong_captions(number)) for number in numbers]
+
+    return make
+
+
+def write_parquet(folder, columns):
+    """Two files of the test split, as the Hub has them."""
+    rows = datasets.Dataset.from_dict(columns)
+    for name in columns:
+        if name.startswith("image"):
+            rows = rows.cast_column(name, datasets.Image())
+    (folder / "data").mkdir()
+    for shard in range(2):
+        part = rows.shard(2, shard, contiguous=True)
+        part.to_parquet(folder / "data" / f"test-0000{shard}-of-00002.parquet")
+
+
+def order(folder):
+    """The second order is that of the caption itself, which is no wrong one."""
+    captions = [[f"a {WORDS[number % 7]} thing {number}"] for number in range(NUMBER)]
+    captions = [[right, f"thing a {number}", right, "thing", "a"] for number, (right,) in enumerate(captions)]
+    names = ["correct_caption", "hard_text_1", "hard_text_2", "hard_text_3", "hard_text_4"]
+    columns = dict(zip(names, map(list, zip(*captions, strict=True)), strict=True))
+    images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
+    write_parquet(folder, {"images": images, **columns, "id": list(range(NUMBER))})
+    return list(enumerate(captions))
+
+
+TAGS = ["Object", "Relation", "Both"]
+
+
+def winoground_pairs():
+    return [(2 * pair + side, f"a {WORDS[(pair + side) % 7]} thing") for pair in range(7) for side in range(2)]
+
+
+def winoground_parquet(folder):
+    columns = {"id": list(range(7)), "collapsed_tag": [TAGS[pair % 3] for pair in range(7)], "tag": ["x"] * 7}
+    for side in range(2):
+        of_side = winoground_pairs()[side::2]
+        columns[f"image_{side}"] = [{"bytes": png(number), "path": None} for number, _ in of_side]
+        columns[f"caption_{side}"] = [caption for _, caption in of_side]
+    write_parquet(folder, columns)
+    return winoground_pairs()
+
+
+def winoground_lines(folder):
+    entries = []
+    for pair in range(7):
+        entry = {"id": pair, "collapsed_tag": TAGS[pair % 3], "tag": "x", "secondary_tag": "", "num_main_preds": 1}
+        for side, (number, caption) in enumerate(winoground_pairs()[2 * pair : 2 * pair + 2]):
+            entry |= {f"image_{side}": f"ex_{pair}_img_{side}", f"caption_{side}": caption}
+            write_image(folder / "data" / "images" / f"ex_{pair}_img_{side}.png", number)
+        entries.append(entry)
+    write_lines(folder / "data" / "examples.jsonl", entries)
+    return winoground_pairs()
+
+
+def xm3600(language):
+    def make(folder):
+        entries = []
+        for number in range(NUMBER):
+            write_image(folder / "images" / f"{number:016x}.jpg", number)
+            captions = {of: {"caption": [f"{of} {text}" for text in captions_of(number)]} for of in ("en", language)}
+            entries.append({"image/key": f"{number:016x}", "image/locale": "de", **captions})
+        write_lines(folder / "captions.jsonl", entries)
+        return [(number, [f"{language} {text}" for text in captions_of(number)]) for number in range(NUMBER)]
+
+    return make
+
+
 # benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark
 WEBDATASETS = """
     wds_mscoco_captions wds_flickr8k wds_flickr30k wds_imagenet1k wds_imagenetv2 wds_imagenet_sketch wds_imagenet-a
@@ -376,6 +496,8 @@ WEBDATASETS = """
     wds_vtab-resisc45 wds_vtab-smallnorb_label_azimuth wds_vtab-smallnorb_label_elevation wds_vtab-svhn
     wds_voc2007_multilabel
 """.split()
+LANGUAGES = """ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk
+    vi zh""".split()
 CAPTIONED = ("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k")
 # Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
 COPIES = {
@@ -460,6 +582,20 @@ COPIES = {
     "iiw_long": [("imageinwords", iiw)],
     "iiw": [("imageinwords", flair("finegrained_annotations.json", ".", "docci_aar/"))],
     "mmvp_vlm": [("MMVP_VLM", mmvp)],
+    "sugar_crepe": [("sugar-crepe", sugar_crepe("data")), ("sugar_crepe", sugar_crepe(""))],
+    "winoground": [("winoground", winoground_parquet), ("winoground", winoground_lines)],
+    "aro_vg_relation": [
+        ("aro", aro("visual_genome_relation.json", lambda number: {"relation_name": ["on", "under"][number > 3]}))
+    ],
+    "aro_vg_attribution": [
+        (
+            "aro",
+            aro("visual_genome_attribution.json", lambda number: {"attributes": ["a", "bc"[number > 8]]}, 3),
+        )
+    ],
+    "aro_coco_order": [("ARO-COCO-order", order)],
+    "aro_flickr30k_order": [("ARO-Flickr-Order", order)],
+    **{f"xm3600_{language}": [("xm3600", xm3600(language))] for language in LANGUAGES},
 }
 
 

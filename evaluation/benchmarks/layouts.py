@@ -1,7 +1,8 @@
 """How the data of benchmarks lie: a class a layout, each of which gives rows.
 
 Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
-texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
+texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`; choices have captions of which the
+first is right, and may have an `attribute`. No image is decoded here.
 """
 
 import csv
@@ -9,9 +10,9 @@ import glob
 import json
 import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -475,3 +476,111 @@ class ImagePairs(Layout):
                 columns[f"image_{side}"].append(str(folder / self.images / first[1] / f"{number}.jpg"))
                 columns[f"caption_{side}"].append(f"a photo of {statement}")
         return Dataset.from_dict(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(Records):
+    """An image with a right caption and wrong ones in each entry of JSON (ARO, SugarCrepe), under the keys `texts`.
+
+    Args:
+        attribute: the key of what the wrong captions change, which is a text or a list; None: the name of the file.
+        least: an attribute that fewer entries have counts for nothing.
+        numbered: whether a file holds an object of entries by their numbers, and not a list.
+        boxed: whether the image is a box of another one: bbox_x, bbox_y, bbox_w and bbox_h.
+    """
+
+    attribute: str | None = None
+    least: int = 1
+    numbered: bool = False
+    boxed: bool = False
+
+    @property
+    def content(self) -> str:
+        keys = filter(None, [self.image, *self.texts, self.attribute, "bbox_x, bbox_y, bbox_w, bbox_h" * self.boxed])
+        return f"the keys {', '.join(keys)} in an entry"
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        columns = defaultdict(list)
+        for file in self.annotations(folder, split):
+            content = read_json(file)
+            for entry in content.values() if self.numbered else content:
+                image = str(folder / self.images / entry[self.image])
+                if self.boxed:
+                    left, top, width, height = (entry[f"bbox_{side}"] for side in "xywh")
+                    image = {"path": image, "bytes": None, "box": [left, top, left + width, top + height]}
+                columns["image"].append(image)
+                columns["caption"].append([entry[key] for key in self.texts])
+                attribute = entry[self.attribute] if self.attribute else file.stem
+                columns["attribute"].append(attribute if isinstance(attribute, str) else "_".join(attribute))
+        times = Counter(columns["attribute"])
+        columns["attribute"] = [name if times[name] >= self.least else None for name in columns["attribute"]]
+        return Dataset.from_dict(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(Layout):
+    """Files of parquet, as the Hub has them.
+
+    Args:
+        columns: name in the files -> name of the column here.
+        choice: columns of captions, the right one first, in place of `caption`.
+    """
+
+    files: Sequence[str] = ("data/SPLIT-*.parquet",)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    choice: Sequence[str] = ()
+
+    @property
+    def shape(self) -> str:
+        return f"{self.files[0]} with the columns {', '.join([*self.columns, *self.choice])}"
+
+    def stamp(self, folder: Path, split: str) -> str:
+        return _stamp_of_sizes(folder, self.annotations(folder, split))
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        pattern = f"{glob.escape(str(folder))}/{self.of_split(self.files[0], split)}"
+        arguments = DataArguments(source=pattern, split=split)
+        rows = rename_columns(open_rows(arguments), self.columns | {name: name for name in self.choice}, arguments)
+        if not self.choice:
+            return rows
+        captions = list(zip(*(rows[name] for name in self.choice), strict=True))
+        return rows.remove_columns(list(self.choice)).add_column("caption", list(map(list, captions)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinogroundLines(Layout):
+    """Winoground's examples, an object a line, with its unpacked images."""
+
+    files: Sequence[str] = ("data/examples.jsonl",)
+    images: str = "data/images"
+    content: ClassVar[str] = "the keys image_0, image_1, caption_0, caption_1, collapsed_tag in a line"
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        columns = defaultdict(list)
+        for file in self.annotations(folder, split):
+            for entry in map(json.loads, filter(str.strip, read_text(file).split("\n"))):
+                for side in range(2):
+                    columns[f"image_{side}"].append(str(folder / self.images / f"{entry[f'image_{side}']}.png"))
+                    columns[f"caption_{side}"].append(entry[f"caption_{side}"])
+                columns["attribute"].append(entry["collapsed_tag"])
+        return Dataset.from_dict(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XM3600(Layout):
+    """Crossmodal-3600: an image in each line, with its captions in 36 languages.
+
+    Args:
+        language: whose captions count, all of them.
+    """
+
+    files: Sequence[str] = ("captions.jsonl",)
+    images: str = "images"
+    language: str = "en"
+    content: ClassVar[str] = "image/key and captions by language in a line"
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        (file,) = self.annotations(folder, split)
+        entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
+        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
+        return _captioned(folder / self.images, captions)

@@ -51,7 +51,8 @@ def benchmark_task(
 
     def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
         def load() -> tuple[Dataset, int]:
-            place = local or _from_hub(benchmark, ["*.txt", f"{split}/*"], ask_hub=True, commit=folder.name)
+            files = [layout.of_split(pattern, split) for pattern in layout.files]
+            place = local or _from_hub(benchmark, ["*.txt", *files], ask_hub=True, commit=folder.name)
             arguments = DataArguments(source=str(place), split=split, num_workers=num_workers or 0, max_unreadable=0)
             return _load(benchmark, layout, place, arguments, classes)
 

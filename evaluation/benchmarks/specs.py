@@ -2,23 +2,28 @@
 them are in which table of a paper."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from evaluation.benchmarks.layouts import (
     CIFAR,
     MNIST,
     STL10,
+    XM3600,
     Annotations,
     CaptionFiles,
     CaptionLines,
+    Choices,
     ClassFolders,
     Devkit,
     ImagePairs,
     LabelLines,
     Layout,
+    Parquet,
     Records,
     Shards,
     VOCLists,
+    WinogroundLines,
 )
 from evaluation.task import Kind
 
@@ -34,7 +39,7 @@ class Benchmark:
         layouts: in which a copy may lie, of which the first that fits is read.
         protocol: what is measured, in words.
         folders: names that its folder may have besides `name`.
-        hub: its name on the Hub, where it is in the layout `Shards`.
+        hub: its name on the Hub, where it is in the first of the layouts.
         split: what is measured.
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
@@ -121,6 +126,35 @@ FLICKR30K = Annotations(files=["dataset_flickr30k.json"], images="flickr30k-imag
 URBAN = [_flair("annotations/annotations.json", "images"), CaptionFiles(files=["caption/*.txt"], images="image")]
 MEMES = [Records(files=[file], image="img", label="label") for file in ("dev.jsonl", "dev_seen.jsonl")]
 CUB = ClassFolders(images="images", files=["images.txt", "train_test_split.txt"])
+
+SUGAR_CREPE = Choices(
+    files=[
+        f"data/{part}.json" for part in "add_att add_obj replace_att replace_obj replace_rel swap_att swap_obj".split()
+    ],
+    images="val2017",
+    image="filename",
+    texts=["caption", "negative_caption"],
+    numbered=True,
+)
+# Of Crossmodal-3600
+LANGUAGES = """
+    ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
+""".split()
+
+
+def _aro(file: str, attribute: str, **changes: Any) -> Choices:
+    texts = ["true_caption", "false_caption"]
+    settings = {"image": "image_path", "texts": texts, "attribute": attribute, "boxed": True}
+    return Choices(files=[file], images="images", **settings, **changes)
+
+
+def _order(name: str, title: str, hub: str) -> Benchmark:
+    """Captions in other orders, which ARO draws anew and mteb publishes as they were drawn once."""
+    choice = ["correct_caption", *(f"hard_text_{number}" for number in range(1, 5))]
+    layout = Parquet(columns={"images": "image"}, choice=choice)
+    protocol = f"ARO, {title}, the caption or one of four other orders of its words, as mteb publishes them"
+    return Benchmark(name, f"ARO, {title}", "choice", (layout,), protocol, (hub.removeprefix("mteb/"),), hub)
+
 
 # ImageNet as it is downloaded, as torchvision and timm have it, and as Kaggle does
 IMAGENET = [
@@ -258,6 +292,63 @@ _ROWS = (
         ("MMVP_VLM",),
         metrics=("image",),
     ),
+    Benchmark(
+        "winoground",
+        "Winoground",
+        "pairs",
+        (
+            Parquet(
+                columns={f"{what}_{side}": f"{what}_{side}" for what in ("image", "caption") for side in range(2)}
+                | {"collapsed_tag": "attribute"}
+            ),
+            WinogroundLines(),
+        ),
+        "Winoground, all examples; the group score of each tag, too",
+        hub="facebook/winoground",
+        metrics=("group", "text", "image"),
+    ),
+    # Captions that differ in words or their order
+    Benchmark(
+        "sugar_crepe",
+        "SugarCrepe",
+        "choice",
+        (SUGAR_CREPE, replace(SUGAR_CREPE, files=[name.removeprefix("data/") for name in SUGAR_CREPE.files])),
+        "SugarCrepe, the caption or its hard negative; the mean of its seven parts, and each of them",
+        ("sugar-crepe",),
+        metrics=("mean_per_attribute",),
+    ),
+    Benchmark(
+        "aro_vg_relation",
+        "ARO, VG-Relation",
+        "choice",
+        (_aro("visual_genome_relation.json", "relation_name"),),
+        "ARO, VG-Relation, boxes of images; the mean over relations, also over those that the authors' notebook leaves "
+        "out as symmetric",
+        ("aro",),
+        metrics=("accuracy", "mean_per_attribute"),
+    ),
+    Benchmark(
+        "aro_vg_attribution",
+        "ARO, VG-Attribution",
+        "choice",
+        (_aro("visual_genome_attribution.json", "attributes", least=25),),
+        "ARO, VG-Attribution, boxes of images; the mean over pairs of attributes with 25 images or more",
+        ("aro",),
+        metrics=("accuracy", "mean_per_attribute"),
+    ),
+    _order("aro_coco_order", "COCO-Order", "mteb/ARO-COCO-order"),
+    _order("aro_flickr30k_order", "Flickr30k-Order", "mteb/ARO-Flickr-Order"),
+    # Languages
+    *(
+        _captions(
+            f"xm3600_{language}",
+            f"XM3600, {language}",
+            [XM3600(language=language)],
+            f"Crossmodal-3600, all captions in {language}",
+            "xm3600",
+        )
+        for language in LANGUAGES
+    ),
     # Image features
     _shards(
         "imagenet1k",
@@ -296,7 +387,7 @@ ALIASES = {"imagenet": "imagenet1k"}
 for _row in _ROWS:
     if _row.hub and _row.kind != "linear_probe":
         _dataset = _row.hub.removeprefix("clip-benchmark/wds_")
-        _names = (_row.hub, f"wds_{_dataset}", _dataset, _dataset.replace("vtab-", "vtab/"))
+        _names = (_row.hub, _row.hub.removeprefix("clip-benchmark/"), _dataset, _dataset.replace("vtab-", "vtab/"))
         ALIASES |= {name: _row.name for name in _names if name not in BENCHMARKS}
 
 FMOE_TRANSFER = "food101 sun397 cars caltech101 eurosat imagenet1k"
@@ -330,7 +421,12 @@ _TABLES = {
 }
 # Name of a group -> the names of its benchmarks, in the order of the rows above
 GROUPS = {
-    "clip_benchmark": [row.name for row in _ROWS if row.hub and row.kind != "linear_probe"],
+    "clip_benchmark": [
+        row.name for row in _ROWS if (row.hub or "").startswith("clip-benchmark/") and row.kind != "linear_probe"
+    ],
+    "aro": [name for name in BENCHMARKS if name.startswith("aro_")],
+    "compositional": [row.name for row in _ROWS if row.kind in ("choice", "pairs")],
+    "xm3600": [f"xm3600_{language}" for language in LANGUAGES],
     **{table: [name for name in BENCHMARKS if name in names.split()] for table, names in _TABLES.items()},
 }
 # MoDE's benchmarks are SLIP's (https://arxiv.org/abs/2112.12750), which takes the mean per class where that is usual
