@@ -1,11 +1,14 @@
 """Recipes: what is read, what is overridden, what is refused."""
 
+import subprocess
+import sys
 import types
 import typing
 from pathlib import Path
 
 import pytest
 import yaml
+from documents import ROOT
 
 from data.augmentation import Augmentation
 from data.captions import CaptionPolicy
@@ -165,6 +168,14 @@ def test_mistakes_are_named(recipe, old, new, message):
     assert old in RECIPE
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe(RECIPE.replace(old, new)))
+
+
+def test_a_misspelt_name_is_refused_before_torch_is_imported(recipe):
+    code = "import sys\nfrom training.commands import train\ntry:\n    train.main(sys.argv[1:])\n"
+    code += "except SystemExit as error:\n    print(error.code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "--config", str(recipe()), "--tuned.max_stepz", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+    assert "did you mean 'max_steps'" in told and told.endswith("False\n")
 
 
 @pytest.mark.parametrize(
