@@ -58,6 +58,7 @@ integrations = [
     *test,
     *icons,
     "diffusers>=0.42",
+    "mteb>=2.26",
     "onnx>=1.23",
     "onnxruntime>=1.31",
     "onnxscript>=0.7",

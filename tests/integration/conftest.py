@@ -14,8 +14,8 @@ from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 PACKAGES = """
-accelerate clip-benchmark diffusers huggingface_hub llava-torch mkdocs-material numpy onnxruntime peft resvg_py
-sentence-transformers torch torchao transformers
+accelerate clip-benchmark diffusers huggingface_hub llava-torch mkdocs-material mteb numpy onnxruntime peft
+resvg_py sentence-transformers torch torchao transformers
 """.split()
 
 
