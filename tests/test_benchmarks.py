@@ -58,7 +58,13 @@ def test_all_have_copies_and_groups():
     for name, copies in COPIES.items():
         assert len(copies) == len(BENCHMARKS[name].layouts)
         assert BENCHMARKS[name].hub is None or BENCHMARKS[name].hub.split("/")[1] == copies[0][0]
-    sizes = {"mode_26": 26, "clip_fmoe_table_1": 11, "clip_fmoe_table_6": 17, "clip_fmoe_table_4": 13}
+    sizes = {
+        "clip_benchmark": 41,
+        "mode_26": 26,
+        "clip_fmoe_table_1": 11,
+        "clip_fmoe_table_6": 17,
+        "clip_fmoe_table_4": 13,
+    }
     assert sizes == {group: len(GROUPS[group]) for group in sizes}
 
 
