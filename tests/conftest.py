@@ -1,5 +1,6 @@
 """Set before torch and huggingface_hub are imported, here and in the processes that tests start."""
 
+import functools
 import os
 from importlib.util import find_spec
 
@@ -43,6 +44,14 @@ def whole(tmp_path_factory):
         return done[key]
 
     return whole
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`tiny_runs.run_stages` in the test's own folder."""
+    from tiny_runs import run_stages
+
+    return functools.partial(run_stages, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,6 @@ from data.images import decode_image
 from data.sources import DataArguments
 from data.worlds import build_processor
 from training.loader import PairLoader
-from training.stages.features import EmbedStage
-from training.stages.train import TrainStage
 
 BOTH = Augmentation(random_resized_crop=[0.5, 1.0], horizontal_flip=True)
 
@@ -111,16 +109,3 @@ def test_a_draft_is_smaller_and_differs_little():
     assert decode_image(photo(640, 480), draft=241).size == (640, 480)
     assert Augmentation(jpeg_draft=True).draft(224) == 224 and BOTH.draft(224) is None
     assert Augmentation(jpeg_draft=True, random_resized_crop=[0.25, 1.0]).draft(224) == 448
-
-
-def test_only_training_changes_images():
-    data, flip = {"source": "symbols", "num_samples": 8}, {"horizontal_flip": True}
-    with pytest.raises(ValueError, match="augmentation"):
-        EmbedStage(name="x", stage="embed", model="x", data=data, augmentation=flip)
-    training = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": 0}
-    stage = {"name": "x", "stage": "train", "model": "x", "augmentation": flip, **training}
-    assert TrainStage(**stage, data=data).augmentation == Augmentation(**flip)
-    with pytest.raises(ValueError, match="augmentation changes images in every epoch, but data.in_memory keeps"):
-        TrainStage(**stage, data=data | {"in_memory": True})
-    with pytest.raises(ValueError, match="augmentation changes images in every epoch, but hidden_states keeps"):
-        TrainStage(**stage, data=data, hidden_states="y")

@@ -64,11 +64,10 @@ def of_several(path):
 
 
 # "settings => what is said of the first one", or "settings -> what is said", * for any text, also at the end
-FAULTS = """
+FAULTS = r"""
 # Kinds of stages and keys
 trained.stage: trian => there is no kind of stage 'trian': did you mean 'train'?
 trained.learning_rte: 1 => there is no such key, * did you mean 'learning_rate'?
-trained.data.num_sample: 1 => there is no such key, * did you mean 'num_samples'?
 several.captions: [{polcy: full, policy: full, column: caption}] -> several.captions.0.polcy: * did you mean 'policy'
 defaults.trian.max_steps: 1 -> defaults.trian: no stage uses them: did you mean 'train'?
 dense.text_config.hidden_siz: 1 -> dense.text_config: * no field 'hidden_siz': did you mean 'hidden_size'?
@@ -83,9 +82,23 @@ sparse.model: trained => trained is a later stage: move it up
 sparse.model: sparse => sparse is this stage itself
 expert.clusters: features => features is a stage of type embed, not cluster
 expert.clusters: ./captions => ./captions is the folder of a stage of type captions, not cluster
-dense.tokenizer: several => several is a stage of type captions, not tokenizer
-trained.model: ./nowhere => there is no stage './nowhere', and no such folder
 trained.model: empty => empty is the folder of neither a model nor a stage: *config.json
+
+# New models
+dense.changes.num_experts: 4 -> dense: num_experts: of sparse models alone; set preset
+dense.text_config.capacity_factor: 2 -> dense: capacity_factor: of sparse models alone; set preset
+dense.text_config.vocab_size: 700 -> dense: the tokenizer of symbols has 1313 tokens, but vocab_size is 700
+dense.text_config.eos_token_id: 5 -> dense: the tokenizer of symbols ends texts with 1312 *, but eos_token_id is 5
+dense.text_config.max_position_embeddings: 2 -> dense: *model_max_length is 2 and max_position_embeddings is 2
+dense.text_config.layer_norm_eps: .nan -> dense.text_config.layer_norm_eps.float: Input should be a finite number
+learned.family: siglip, learned.projection_dim: 8 -> learned: projection_dim is 8, but * must be the hidden_size of
+learned.shared_encoder: true, learned.text_config.hidden_size: 32 => *hidden_size, but it is 32 in text_config and 16
+learned.preset: clip_up, learned.changes.num_experts_per_tok: 9 -> learned.changes: num_experts_per_tok must be between
+learned.preset: clip_up, learned.text_config.norm_before_capacity: true -> learned.*=True needs norm_topk_prob=True
+learned.preset: clip_up, learned.shared_encoder: true, learned.towers: [text] => *needs towers of one moe_layers
+pre.loss: sigmoid => sigmoid needs a model with a logit_bias, as SigLIP; 'clip' has none
+long.label_smoothing: 0.1, long.model: learned, learned.family: siglip => it goes with the softmax loss; this model's is
+pre.expert_dropout: 0.1 => it goes with a sparse model, but dense is dense
 
 # Tasks, presets and what they change
 scores.tasks: [symbol_pairs] => unknown task symbol_pairs: did you mean 'symbols_pairs'?
@@ -95,35 +108,60 @@ sparse.changes.num_experts_per_tok: 5 -> sparse.changes: *num_experts_per_tok*5
 unified.changes.num_experts_per_tok: 3 -> unified.changes: *num_experts_per_tok*3
 sparse.text_config.capacity_factor: -1 -> sparse.text_config: *capacity_factor*-1
 sparse.changes.sparse_layers: [2] -> sparse.*: *2
+sparse.text_config.num_experts: 1 -> sparse.text_config: an upcycled tower has no field 'num_experts' to set here
 sparse.model: unified => unified is sparse already, and a dense CLIP is needed
 looked.model: dense => a dense CLIP has no experts to analyze
 looked.expert: 4 => 4, but the experts are 0 to 1
 looked.layers: {text: 0} -> looked.layers.text: 0, but the sparse layers are 1
-looked.capacity_factors: [0] -> looked.capacity_factors*greater than 0
 looked.num_experts_per_tok: [1, 5] => 5 of 2 experts
 looked.tasks: [symbols_linear_probe] => no text of a linear probe reaches the sparse
 trained.balance_top_k: 5 => *5 of 2 experts
+trained.balance_mean: shared => shared needs a model with shared_encoder: true; this one has two encoders
+trained.text_router_weight: 0.5, trained.balance_mean: token -> trained: text_router_weight goes with a sum over
+trained.global_entropy_coef: {text: 1} -> trained: global_entropy_coef is for text, but *min_experts for no tower
+trained.global_entropy_min_experts: {text: 2} -> trained: global_entropy_coef is for no tower, but *min_experts for text
+trained.global_entropy_min_experts: {text: 5}, trained.global_entropy_coef: {text: 1} -> *text: 5 of 2 experts
+trained.local_entropy_coef: {text: 1}, sparse.towers: [vision] -> trained.*.text: that tower has no sparse layers: leave
+trained.lora: {r: 2, target_modules: [q_proj], trainable: nothing} => *'nothing' is found in no parameter's name
 trained.trainable: nothing => *'nothing' is found in no parameter's name
+
+# Together
+mixture.captions: null -> mixture: clusters and captions go together
+scores.oracles: {best: [one, three]} -> scores: oracles.best needs rows of the models
+scores.changes: {other: {routing: paper}} -> scores: changes.other is none of the models
 
 # Data
 trained.data.source: rows/*.tar => there is no file or folder rows/*.tar
-trained.data.source: no.json => there is no file or folder no.json
 trained.data: {source: rows, split: tets} => rows has no split 'tets', only train
 trained.data: {source: entries.json, split: test} -> trained.data.split: * has no split 'test',
 trained.data: {source: rows, caption_column: text} => rows has no column 'text'; its columns are 'image', 'caption',
-trained.data: {source: rows, image_column: img} => rows has no column 'img'; its columns are 'image',
 trained.data: {source: rows, image_root: nowhere} -> trained.data.image_root: there is no folder nowhere
 trained.data: {source: several, caption_column: text} -> trained.data.caption_column: several makes the column caption
 several.captions: [{policy: full, column: alt}, {policy: full, column: caption}] => symbols has no column 'alt'; its
 pre.data.split: validation -> pre.data: symbols have no split 'validation', only train, test
 features.data: {source: rows, num_samples: null, skip: 40} -> features.data.skip: 40 leaves no pair of rows
+scores.tasks: [retrieval] => the task retrieval needs data: in a recipe, {task: retrieval
+scores.tasks: [dci] => dci is not read from the Hub: put it into
+scores.tasks: [{task: retrieval}] -> scores.tasks.0.own.dataset: Field required
+scores.tasks: [{task: pairs, dataset: rows, split: train}] => rows has no column 'picture_0', 'picture_1', 'caption_0'
+scores.tasks: [{task: retrieval, dataset: rows, split: train, caption_column: text}] => rows has no column 'text'
 scores.tasks: [{task: retrieval, dataset: ./nowhere}] => retrieval: there is no file or folder ./nowhere
 pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]} -> pre.evaluation.tasks: *no.parquet
+
+# What has no numbers, and what changes in every epoch
+words.data.streaming: true => *streaming: a stream has no numbered samples
+features.data.streaming: true => *streaming: a stream has no numbered samples
+expert.data.streaming: true => *streaming: a stream has no numbered samples
+tuned.data.streaming: true -> tuned: data.streaming: caption_weights and hidden_states need samples with numbers
+features.augmentation: {horizontal_flip: true} => there is no such key
+tuned.augmentation: {horizontal_flip: true} -> tuned: augmentation changes images in every epoch, but hidden_states
+pre.augmentation: {horizontal_flip: true}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory keeps
 
 # Batches
 expert.mini_batch_size: 3 => 3 does not divide a process's batch of 8 pairs
 trained.gradient_accumulation_steps: 3 -> trained.global_batch_size: 8 cannot be shared by 1 processes x 3
 trained.global_batch_size: 48, trained.data.source: rows => a dataset of 40 samples does not fill *48
+
 
 # Models that do not fit
 expert.trainable: . -> unified.experts.0: expert was not trained from this base, or more *: it differs in logit_scale
@@ -133,6 +171,14 @@ second.model: learned -> mixture.experts: second has vocab_size 600, but first h
 first.model: one, second.model: other, mean.models: [first, other] -> mixture.experts, mean.models: the image processor
 pre.model: one, expert.model: other -> unified.experts: the image processor of other makes something else of images
 scores.models.trained: bert => a dense or sparse CLIP is needed, not a model of type 'bert'
+stacked.experts: [dense] => a model of type 'clip_moe' is needed
+tuned.model: dense, tuned.trainable: mlp -> tuned.hidden_states: they go with a sparse model, but dense is dense
+tuned.model: stacked, tuned.trainable: '0\.mlp', kept.model: stacked -> tuned.hidden_states: frozen layers below
+unified.towers: [vision], expert.trainable: 'vision.*mlp' -> kept.model: text_model has no sparse layer
+stacked.towers: [vision] -> stacked: fused is sparse already, which settles towers
+stacked.changes: {fusion_gate: false} -> stacked: the experts were trained with fusion gates, which cannot be left out
+taken.take: 4 => *there is no expert 4, only 0 to 1
+taken.take: base => *there is no base FFN
 taken.scale: => the weights of a token's experts do not sum to 1
 """
 
@@ -247,6 +293,7 @@ def test_adapters_change_more_than_an_expert_may(path):
     assert line.startswith("unified.experts.0: expert was not trained from this base") and "q_proj" in line
 
 
+EPOCH = [f"expert.{key}" for key in ("max_steps", "num_epochs", "gradient_accumulation_steps", "global_batch_size")]
 UNKNOWN = {
     # Only decoding tells
     "images that cannot be read": (
@@ -258,6 +305,11 @@ UNKNOWN = {
     "clusters smaller than a batch": (
         {"expert.global_batch_size": 40},
         "expert: none of the 2 clusters fills a global batch of 40 *",
+        ["dense", "pre", "features", "clusters", "expert"],
+    ),
+    "an epoch smaller than a step": (
+        dict(zip(EPOCH, (None, 1, 10, 40), strict=True)),
+        "expert: an epoch of * batches has no step of 10 accumulation",
         ["dense", "pre", "features", "clusters", "expert"],
     ),
     # Only the stage compares its data with those of the labels

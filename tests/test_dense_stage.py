@@ -54,19 +54,3 @@ def test_scales_of_an_analysis_reach_the_last_layer(run, tmp_path):
         for layer, scale in layers.items():
             name = f"{tower}_model.encoder.layers.{layer}.mlp.fc2.weight"
             assert torch.equal(after[name], before[name] * scale)
-
-
-@pytest.mark.parametrize(
-    ("preset", "settings", "message"),
-    [
-        ("clip_moe", {"take": 4}, "expert.take: text_config: there is no expert 4, only 0 to 3"),
-        ("clip_moe", {"take": "base"}, "expert.take: text_config: there is no base FFN"),
-        ("clip_moe", {"take": -1}, "expert.take"),
-        ("clip_up", {"take": 0}, "expert.scale: the weights of a token's experts do not sum to 1"),
-        ("clip_moe", {"take": 0, "scale": "sparse"}, "expert.scale: sparse is a stage of type upcycle, not analyze"),
-    ],
-)
-def test_what_cannot_be_taken_is_named(run, tmp_path, preset, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run(preset, **settings)
-    assert not (tmp_path / "out").exists()  # before anything runs

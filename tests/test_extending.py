@@ -11,12 +11,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_losses import BATCH, Model, data, gradients
+from test_losses import Model, data, gradients, plain_sigmoid_loss
 
 from conversion.commands import publish
 from training.commands import train
 from training.recipe import load_recipe, stage_class
-from training.samplers import DistributedBatchSampler
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +65,9 @@ def there(done, monkeypatch):
 
 
 def _working_in(folder, monkeypatch):
-    _forget()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
-    _forget()
-
-
-def _forget():
     for name in [name for name in sys.modules if name.split(".")[0] in ("my_method", "losses", "wrong")]:
         del sys.modules[name]
 
@@ -101,10 +95,7 @@ def test_the_method_runs(done):
         torch.testing.assert_close(tensor, (unified[name] + routed[name]) / 2, msg=name)
     report = (run / "evaluation" / "report.md").read_text()
     assert "| dense " in report and "| mine " in report
-
-
-def test_manifests_name_the_class_and_its_code(done):
-    run = done / "runs/my_method"
+    # Manifests name the class and its code
     expert, router = manifest(run, "expert_1"), manifest(run, "routed")
     assert (expert["stage"]["stage"], expert["stage"]["bias"]) == (EXPERTS, -10)
     assert router["stage"]["stage"] == ROUTER and "clusters" in router["inputs"]
@@ -119,9 +110,6 @@ def test_the_second_run_skips_all_but_what_changed(there, capsys):
     assert [f"{name}: done before, skipped" in out for name in NAMES] == [True] * len(NAMES)
     with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .stage.bias: -10.0 -> -9.0.\. Delete"):
         train.main(["--config", RECIPE, "--expert_1.bias", "-9"])
-
-
-def test_changed_code_is_refused(there):
     path = there / "my_method/stages.py"
     before = path.read_text()
     path.write_text(before.replace("arXiv:", ""))
@@ -143,40 +131,21 @@ def test_it_is_published_with_a_card(there, tmp_path, capsys):
     assert "Data: 256 pairs of symbols (detailed captions of half 1)." in card and "Attribute pairs" in card
 
 
-def own_loss(function, share=slice(None)):
-    """The page's loss of a share of the pairs, and its gradients."""
-    from my_method.stages import SigmoidLoss
-
-    model = function(Model())
-    loss = model(lambda m: SigmoidLoss(bias=-0.5).contrastive_loss(*embeds(m, share), m.logit_scale.exp(), None))
-    loss.backward()
-    return loss.detach(), gradients(getattr(model, "module", model))
-
-
-def embeds(model, share):
-    return model.embeds(*(tensor[share] for tensor in data()[:2]))
-
-
-def plain_sigmoid_loss():
-    """SigLIP's equation, one pair at a time."""
-    model = Model()
-    images, texts = embeds(model, slice(None))
-    loss = 0.0
-    for i in range(BATCH):
-        for j in range(BATCH):
-            z = 1 if i == j else -1
-            loss = loss - (1 / (1 + (z * (-model.logit_scale.exp() * images[i] @ texts[j] + 0.5)).exp())).log() / BATCH
-    loss.sum().backward()
-    return loss.detach(), gradients(model)
-
-
 def test_the_loss_is_siglips(own, monkeypatch):
     monkeypatch.syspath_prepend(own)
-    expected, expected_gradients = plain_sigmoid_loss()
-    loss, found = own_loss(lambda model: model)
-    torch.testing.assert_close(loss, expected.squeeze())
-    torch.testing.assert_close(found, expected_gradients)
-    assert set(found) == {"image.weight", "image.bias", "text.weight", "text.bias", "logit_scale"}
+    from my_method.stages import SigmoidLoss
+
+    results = []
+    for function in (
+        lambda *inputs: SigmoidLoss(bias=-0.5).contrastive_loss(*inputs, None),
+        lambda *inputs: plain_sigmoid_loss(*inputs, -0.5),
+    ):
+        model = Model()
+        loss = function(*model.embeds(*data()[:2]), model.logit_scale.exp()).squeeze()
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    torch.testing.assert_close(*results)
+    assert results[0][1].keys() == {"image.weight", "image.bias", "text.weight", "text.bias", "logit_scale"}
 
 
 def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
@@ -189,15 +158,6 @@ def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
     assert [sorted(labels[batch].tolist()) for batch in whole] == [[0] * 4 + [1] * 4 + [2] * 4] * 3
     assert len({sample for batch in whole for sample in batch}) == 36
-
-
-def test_batches_of_another_size_are_refused():
-    class Small(DistributedBatchSampler):
-        def global_batches(self, rng):
-            return [rng.permutation(3)]
-
-    with pytest.raises(ValueError, match=r"size 3 into shape \(2,2\)"):
-        next(iter(Small(2, 0, 2)))
 
 
 WRONG = """

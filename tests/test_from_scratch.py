@@ -1,10 +1,8 @@
 """Sparse models and shared encoders from scratch, and what is done with a dense shared one, through recipes."""
 
-import functools
-
 import pytest
 import torch
-from tiny_runs import DENSE, losses, run_stages, same_weights, weights
+from tiny_runs import DENSE, losses, same_weights, weights
 from transformers import AutoModel, CLIPModel
 
 from modeling_clip_moe import CLIPMoEModel
@@ -28,11 +26,6 @@ ENTROPY = {
     "global_entropy_coef": {"text": 0.1, "vision": 0.1},
     "global_entropy_min_experts": {"text": 2, "vision": 4},
 }
-
-
-@pytest.fixture
-def run(tmp_path):
-    return functools.partial(run_stages, tmp_path)
 
 
 def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
@@ -100,55 +93,3 @@ def test_a_siglip_from_scratch_trains_by_its_sigmoid_loss_or_by_softmax(run):
         torch.testing.assert_close(weights_of["parts"][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
     assert weights_of["whole"]["logit_bias"] != -10 and weights_of["softmax"]["logit_bias"] == -10
     assert losses(output / "softmax")[0] != losses(output / "whole")[0]
-
-
-@pytest.mark.parametrize(
-    "stage, settings, message",
-    [
-        (DENSE, {"loss": "sigmoid"}, "tuned.loss: sigmoid needs a model with a logit_bias, as SigLIP; 'clip' has none"),
-        (SIGLIP, {"label_smoothing": 0.1}, "tuned.label_smoothing: it goes with the softmax loss"),
-        (SIGLIP | {"projection_dim": 8}, {}, "projection_dim is 8, but the images of a SigLIP have no projection"),
-    ],
-)
-def test_losses_and_sizes_that_a_family_cannot_have_are_refused(run, stage, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run([stage, {**TRAIN, "name": "tuned", "model": stage["name"], **settings}])
-
-
-@pytest.mark.parametrize(
-    "stage, settings, message",
-    [
-        (DENSE, {"dense.changes.num_experts": 4}, "num_experts: of sparse models alone; set preset"),
-        (DENSE, {"dense.text_config.capacity_factor": 2}, "capacity_factor: of sparse models alone"),
-        (SCRATCH, {"scratch.text_config.norm_before_capacity": True}, "=True needs norm_topk_prob=True"),
-        (SCRATCH, {"scratch.changes.num_experts_per_tok": 9}, "scratch.changes: .*num_experts_per_tok"),
-        (SCRATCH, {"scratch.shared_encoder": True, "scratch.towers": ["text"]}, "scratch.*one moe_layers"),
-        (
-            DENSE | {"shared_encoder": True},
-            {"dense.text_config.hidden_size": 32},
-            "dense.shared_encoder: .*hidden_size, but it is 32 in text_config and 16",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(run, stage, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run([stage], settings)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"global_entropy_coef": {"text": 1}}, "global_entropy_coef is for text, but .*min_experts for no tower"),
-        ({"global_entropy_min_experts": {"text": 2}}, "is for no tower, but .*min_experts for text"),
-        ({"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 1}}, "greater than 1"),
-        (
-            {"global_entropy_coef": {"text": 1}, "global_entropy_min_experts": {"text": 5}},
-            "global_entropy_min_experts.text: 5 of 4 experts",
-        ),
-        ({"local_entropy_coef": {"vision": 1}}, "local_entropy_coef.vision: that tower has no sparse layers: leave it"),
-        ({"balance_mean": "shared"}, "tuned.balance_mean: shared needs a model with shared_encoder: true"),
-    ],
-)
-def test_losses_that_no_router_has_are_refused(run, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run([{**SCRATCH, "towers": ["text"]}, {**TRAIN, "name": "tuned", "model": "scratch", **settings}])

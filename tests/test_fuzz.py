@@ -6,11 +6,7 @@ import itertools
 import json
 import logging as python_logging
 import math
-import os
-import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,13 +14,14 @@ import datasets
 import numpy as np
 import PIL.Image
 import pytest
-import yaml
 from converters import COMMANDS, make_sources
 from converters import run as convert
+from published_runs import made, write_analysis, write_result
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load, save
 from test_report import result
 from tiny_clip import WORDS
+from tiny_runs import full_disk
 from transformers import logging
 
 from conversion.commands import publish
@@ -34,12 +31,10 @@ from evaluation.commands import evaluate, experts, report
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
 from model_cards.seeds import write_seeds
-from records.provenance import weights_fingerprint
 from records.result_schema import read_result
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 pytestmark = pytest.mark.slow
+made  # noqa: B018, a fixture
 
 # --- Damages
 
@@ -111,7 +106,7 @@ def quiet():
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
+def sources(tmp_path_factory, made):
     """Models, data, a file of classes, results of two seeds, and a run."""
     folder = tmp_path_factory.mktemp("sources")
     make_sources(folder)
@@ -126,18 +121,10 @@ def sources(tmp_path_factory):
         (folder / f"seed_{seed}").mkdir(exist_ok=True)
         content = json.dumps(result(model, value=0.5 + seed / 10, texts=texts, **weights))
         (folder / f"seed_{seed}" / f"retrieval--{model}.json").write_text(content)
-    stage = {"name": "sparse", "stage": "upcycle", "model": str(folder / "dense"), "preset": "clip_moe"}
-    (folder / "run.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "run"), "stages": [stage]}))
-    scores = run_recipe(load_recipe(folder / "run.yaml")) / "scores"
-    scores.mkdir()
-    of_model = {"weights": weights_fingerprint(str(folder / "run" / "sparse")), "source": "sparse"}
-    score = {"task": "symbols_pairs", "metrics": {"group": 0.5}, "primary": {"group": "group score"}}
-    (scores / "symbols_pairs--sparse.json").write_text(json.dumps(result("sparse", **score, **of_model)))
-    spread = {"mean": 0.5, "lowest": 0.25, "highest": 0.75}
-    collapse = [{"title": "pairs: group score", "routed": 0.5, "mean": 0.25, "error": 0.1}]
-    summary = {"collapse": collapse, "entropy": spread, "most_entropy": 1.0, "agreement": spread}
-    (scores / "experts.json").write_text(json.dumps(of_model | {"summary": summary}))
-    (scores / "report.svg").write_bytes(b"a picture")
+    shutil.copytree(made, folder / "run")
+    write_result(folder / "run", "scores")
+    write_analysis(folder / "run")
+    (folder / "run" / "scores" / "report.svg").write_bytes(b"a picture")
     return folder
 
 
@@ -151,17 +138,15 @@ def small(sources, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "here")
 
 
+PROCESSOR = ("tokenizer.json", "tokenizer_config.json", "processor_config.json")
+
+
 def parts(folder, *names):
     return [f"{folder}/{name}" for name in names]
 
 
 def model_files(folder, *more):
-    return parts(folder, "config.json", "model.safetensors", *processor_files(), *more)
-
-
-def processor_files(folder=None):
-    names = ("tokenizer.json", "tokenizer_config.json", "processor_config.json")
-    return parts(folder, *names) if folder else names
+    return parts(folder, "config.json", "model.safetensors", *PROCESSOR, *more)
 
 
 def evaluation_of(model):
@@ -177,7 +162,7 @@ def publication_of(model):
 
 DATA = ["data/train.parquet", "data/test.parquet", "classes.txt"]
 MIXTURE = ["mixture/config.json", *parts("mixture/expert_1", "config.json", "model.safetensors")]
-RUN = ["../scores/experts.json", "../scores/symbols_pairs--sparse.json", "manifest.json"]
+RUN = ["../experts/experts.json", "../scores/symbols_pairs--a.json", "manifest.json"]
 CONVERTED = {
     "upcycle": model_files("dense"),
     "dense": model_files("sparse"),
@@ -186,8 +171,8 @@ CONVERTED = {
     "unify": model_files("dense"),
     "long_context": model_files("dense"),
     "llava": [*model_files("llava"), "sparse/config.json", "sparse/model.safetensors"],
-    "openai": ["openai.safetensors", *processor_files("dense")],
-    "released_clip_moe": ["released.safetensors", *processor_files("dense")],
+    "openai": ["openai.safetensors", *parts("dense", *PROCESSOR)],
+    "released_clip_moe": ["released.safetensors", *parts("dense", *PROCESSOR)],
     "released_clip_moe --reverse": ["heads_of_64/config.json", "heads_of_64/model.safetensors"],
 }
 # Command -> its function, its arguments for folders of sources and an output, and the files that it reads
@@ -292,12 +277,8 @@ def test_full_disk(sources, place, capsys, command, size):
     if command in ("evaluate dense", "experts"):  # data that a library prepares in folders of its own
         with tempfile.TemporaryDirectory() as other:
             assert ended(main, arguments(sources, Path(other) / "out")) is None
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # files end there for this process
-    try:
+    with full_disk(size):
         error = ended(main, arguments(sources, place / "out"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     left = [path for path in place.rglob("*") if path.is_file()]
     if error is None:  # its files are smaller
         assert left and max(path.stat().st_size for path in left) <= size
@@ -309,16 +290,3 @@ def test_full_disk(sources, place, capsys, command, size):
             assert read_result(path)
         elif path.suffix == ".safetensors":
             assert load_arrays(path)
-
-
-def test_in_processes_of_their_own(sources, place):
-    """The same through the shell: one line on stderr, a status that is not 0, nothing left."""
-    for command, file in (("upcycle", "dense/config.json"), ("dense", "sparse/model.safetensors")):
-        whole = (sources / file).read_bytes()
-        (sources / file).write_bytes(whole[:-4])
-        line = [sys.executable, "-m", f"conversion.{command}", *map(str, READERS[command][1](sources, place / "out"))]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        done = subprocess.run(line, capture_output=True, text=True, env=environment)
-        (sources / file).write_bytes(whole)
-        assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: cannot load ")
-        assert "Traceback" not in done.stderr and not list(place.iterdir())

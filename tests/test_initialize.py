@@ -1,24 +1,18 @@
 """The stage that makes a new model: settings, processors and tokenizers that fit, or are refused."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import DENSE, HARBOR_CAPTIONS, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
 
 from conversion.publishing.lineage import Lineage
 from data.tokenizer import learn_tokenizer
 from data.worlds import build_processor
-
-
-@pytest.fixture
-def run(tmp_path):
-    return functools.partial(run_stages, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +27,8 @@ def processor_folder(tmp_path_factory):
     "overrides, message",
     [
         ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .*takes 3 x 48 x 48"),
-        ({"text_config.vocab_size": 700}, r"1313 tokens.*vocab_size is 700.*leave"),
         ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
-        ({"text_config.eos_token_id": 5}, r"1312.*eos_token_id is 5"),
-        ({"text_config.layer_norm_eps": float("nan")}, r"text_config.layer_norm_eps.*finite"),
-        ({"vision_config.patch_size": 0}, r"vision_config make no CLIP|ZeroDivisionError"),
         ({"text_config.hidden_act": "nonsense"}, r"make no CLIP.*nonsense"),
-        ({"text_config.max_position_embeddings": 2, "processor": "symbols"}, r"model_max_length is 2"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_both_numbers(run, processor_folder, overrides, message):

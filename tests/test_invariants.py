@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from tiny_runs import losses, same_weights, set_towers, train, weights
+from tiny_runs import losses, run_two, same_weights, set_towers, train, weights
 from torch._dynamo.utils import counters
 
 from training import engine, stages
@@ -29,7 +29,6 @@ from training.settings import STRICT
 from training.stages.train import TrainStage
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
 
 
 class BalancedTask(ContrastiveTask):
@@ -135,10 +134,7 @@ def test_two_processes_train_as_one(whole, tmp_path):
     """Also with noise in the routers, as its groups are those of capacity."""
     settings = {"change": set_towers(router_jitter_noise=0.1), "global_batch_size": 16}
     train(tmp_path, only=["dense", "sparse"], **settings)
-    command = [*LAUNCH, "training/upcycle.py", "--config", str(tmp_path / "recipe.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "on 2 x cpu" in done.stdout, done.stderr
+    assert "on 2 x cpu" in run_two(tmp_path / "recipe.yaml")
     two, one = tmp_path / "out" / "tuned", whole(**settings)
     torch.testing.assert_close(losses(two), losses(one), atol=1e-4, rtol=0)
     torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)

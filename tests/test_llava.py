@@ -1,16 +1,13 @@
 """LLaVA's training: what its files hold, which tokens are learned, and both stages run to their end."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import PIL.Image
 import pytest
 import torch
-from tiny_runs import DENSE, SPARSE, losses, run_stages, same_weights, weights
+from tiny_runs import DENSE, SPARSE, run_stages, run_two, same_weights, weights
 from tiny_sources import png
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -148,8 +145,6 @@ def test_images_are_decoded_once_for_all_processes(file, load, monkeypatch):
 
 def test_conversations_of_a_world():
     rows = load_conversations(DataArguments(source="symbols", captions="detailed", num_samples=20))
-    pictures = DataArguments(source="symbols", captions="detailed", num_samples=20)
-    assert load_conversations(pictures)["turns"] == rows["turns"]
     asked = set()
     for row in rows:
         assert row["turns"][0] == "<image>\nDescribe the picture." and len(row["turns"]) == 6
@@ -238,7 +233,7 @@ def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
     second = {name for name in built if not torch.equal(projected[name], tuned[name])}
     assert first == {name for name in built if "multi_modal_projector" in name}
     assert second == {name for name in built if "vision_tower" not in name}
-    log = [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
+    log = read_log(output)
     assert log[-1]["loss"] < log[0]["loss"] and log[0]["cut_conversations"] == 0
 
     model = LlavaForConditionalGeneration.from_pretrained(output / "tuned")
@@ -265,48 +260,45 @@ def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
     assert len(saved) == 2 and same_weights(output / "tuned", again / "tuned")
 
 
-def test_parts_of_a_step_train_as_the_whole(file, tmp_path):
-    """However many tokens are learned in each part."""
-    entries = [
-        {"conversations": turns("Why?", "So it is " + "and was " * 5 * number)} for number in (4, 1, 0, 2, 0, 1, 3, 0)
-    ]
-    data = {"source": file(entries).source, "image_root": str(tmp_path)}
-    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
-    logs = []
-    for parts in (1, 2):
-        overrides = {"output_dir": str(tmp_path / str(parts)), "tuned.gradient_accumulation_steps": parts}
-        output = run_stages(tmp_path, stages, overrides) / "tuned"
-        logs.append([json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()])
-    assert len({record["answer_tokens"] for record in logs[0]}) > 1
-    for whole, in_parts in zip(*logs, strict=True):
-        assert whole["answer_tokens"] == in_parts["answer_tokens"]
-        for name in ("loss", "grad_norm"):
-            assert in_parts[name] == pytest.approx(whole[name], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options, script",
-    [
-        (["--cpu"], "training/upcycle.py"),
-        (["--config_file", "training/accelerate/fsdp2.yaml"], "tests/integration/fsdp2_on_cpu.py"),
-    ],
-    ids=["ddp", "fsdp2"],
-)
-@pytest.mark.slow
-def test_two_processes_train_as_one_also_where_one_has_no_images(file, tmp_path, options, script):
+@pytest.fixture
+def whole(file, tmp_path):
+    """A run on conversations of different lengths, some of which have images, and what it logged."""
     entries = [{"image": f"{number}.png", "conversations": turns("What?", f"It is {number}.")} for number in range(3)]
-    entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in range(5)]
+    entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in (0, 4, 2, 9, 1)]
     data = {"source": file(entries).source, "image_root": str(tmp_path)}
     stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
-    alone = run_stages(tmp_path, stages) / "tuned"
-    whole = losses(alone)
-    shutil.rmtree(alone)
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", *options, "--num_processes", "2"]
-    command = [*launch, script, "--config", str(tmp_path / "recipe.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(losses(alone), whole, atol=1e-4, rtol=0)
+    log = read_log(run_stages(tmp_path, stages))
+    assert len({record["answer_tokens"] for record in log}) > 1
+    return stages, log
+
+
+def read_log(output):
+    return [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same(log, expected):
+    for record, plain in zip(log, expected, strict=True):
+        assert record["answer_tokens"] == plain["answer_tokens"]
+        for name in ("loss", "grad_norm"):
+            assert record[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-4)
+
+
+def test_parts_of_a_step_train_as_the_whole(whole, tmp_path):
+    """However many tokens are learned in each part."""
+    stages, log = whole
+    overrides = {"output_dir": str(tmp_path / "parts"), "tuned.gradient_accumulation_steps": 2}
+    assert_same(read_log(run_stages(tmp_path, stages, overrides)), log)
+
+
+FSDP2 = {"options": ["--config_file", "training/accelerate/fsdp2.yaml"], "script": "tests/integration/fsdp2_on_cpu.py"}
+
+
+@pytest.mark.parametrize("how", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
+def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path, how):
+    shutil.rmtree(tmp_path / "out" / "tuned")
+    run_two(tmp_path / "recipe.yaml", **how)
+    assert_same(read_log(tmp_path / "out"), whole[1])
 
 
 def save_language_model(folder):
@@ -357,17 +349,13 @@ def test_a_language_model_gets_eyes(llava, loader, tmp_path):
 def test_what_cannot_train_is_refused_before_it_begins(tmp_path):
     stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava"}]
     for key, value, message in (
-        ("trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
-        ("max_length", 4096, "at most the 512 that the language model reads"),
-        ("model", "sparse", "tuned.model: a LLaVA is needed"),
-        ("data.source", str(tmp_path), "conversations are in a .json"),
+        ("tuned.trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
+        ("tuned.max_length", 4096, "at most the 512 that the language model reads"),
+        ("tuned.model", "sparse", "tuned.model: a LLaVA is needed"),
+        ("tuned.data.source", str(tmp_path), "conversations are in a .json"),
+        ("llava.language_model", "a/b", "exactly one of language_model and text_config"),
+        ("llava.text_config", {"hidden": 4}, "LlamaConfig has no field 'hidden'"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_stages(tmp_path, stages, {f"tuned.{key}": value})
-    for setting, value, message in (
-        ("language_model", "a/b", "exactly one of language_model and text_config"),
-        ("text_config", {"hidden": 4}, "LlamaConfig has no field 'hidden'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run_stages(tmp_path, stages, {f"llava.{setting}": value})
+            run_stages(tmp_path, stages, {key: value})
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ import converters
 import pytest
 import yaml
 from tiny_clip import processor, tiny_clip
+from tiny_runs import run_stages
 from transformers import CLIPTokenizer
 
 from conversion.commands import assemble, average, publish, unify, upcycle
@@ -157,41 +158,40 @@ OTHERWISE = [
 ]
 
 
-@pytest.mark.parametrize("command", ["average", "unify", "assemble"])
+JOINED = {
+    average: "OUT --models ONE OTHER",
+    unify: "ONE OUT --experts OTHER",
+    assemble: "OUT --experts ONE OTHER",
+}
+
+
 @pytest.mark.parametrize("half, change", OTHERWISE)
-def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, command, half, change):
-    shutil.copytree(sound / "dense", tmp_path / "other")
-    change(tmp_path / "other")
-    lines = {
-        "average": [tmp_path / "out", "--models", sound / "dense", tmp_path / "other"],
-        "unify": [sound / "dense", tmp_path / "out", "--experts", tmp_path / "other"],
-        "assemble": [tmp_path / "out", "--experts", sound / "dense", tmp_path / "other"],
-    }
-    line = one_line({"average": average, "unify": unify, "assemble": assemble}[command].main, map(str, lines[command]))
-    assert f"the {half} of {tmp_path / 'other'} " in line and f"that of {sound / 'dense'}," in line
+def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, half, change):
+    one, other = sound / "dense", shutil.copytree(sound / "dense", tmp_path / "other")
+    change(other)
+    for command, line in JOINED.items():
+        line = line.replace("ONE", str(one)).replace("OTHER", str(other)).replace("OUT", str(tmp_path / "out"))
+        error = one_line(command.main, line.split())
+        assert f"the {half} of {other} " in error and f"that of {one}," in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("half, change", OTHERWISE)
 def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, change):
     """As --plan and a run see it before the first stage; and by the folder alone, of a recipe that ran before."""
-    kept, other = tmp_path / "out" / "kept", tmp_path / "other"
-    shutil.copytree(sound / "sparse", other)
+    kept, other = tmp_path / "out" / "kept", shutil.copytree(sound / "sparse", tmp_path / "other")
     change(other)
     states = {"name": "kept", "stage": "hidden_states", "model": str(sound / "sparse"), "data": DATA}
     train = {"name": "tuned", "stage": "train", "model": str(other), "trainable": r"\.experts\.", "data": DATA, **STEPS}
+    path = tmp_path / "recipe.yaml"
 
     def line_of(stages, *plan):
-        path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
         return one_line(train_command.main, ["--config", str(path), *plan])
 
     both = [states, train | {"hidden_states": "kept"}]
-    before = [line_of(both, "--plan"), line_of(both)]
+    lines = dict.fromkeys([line_of(both, "--plan"), line_of(both)], sound / "sparse")
     assert not kept.exists()
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [states]}))
-    train_command.main(["--config", str(tmp_path / "recipe.yaml")])
-    for line, source in [(line, sound / "sparse") for line in before] + [
-        (line_of([train | {"hidden_states": str(kept)}]), kept)
-    ]:
+    run_stages(tmp_path, [states])
+    for line, source in (lines | {line_of([train | {"hidden_states": str(kept)}]): kept}).items():
         assert f"the {half} of {other} " in line and f"that of {source}," in line, line

@@ -1,21 +1,19 @@
 """What --plan says, against what runs write and the papers count."""
 
-import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
 
-import PIL.Image
 import pytest
 import yaml
 from safetensors.torch import load_file
 from tiny_runs import train as run_until
+from tiny_sources import images_and_texts, write_shard
 from transformers import AutoModel, BertConfig, CLIPConfig
 
 from benchmarks.runs import peak_of_stage
@@ -28,9 +26,6 @@ from training.runner import run_recipe
 from training.stages.train import TrainStage
 
 ROOT = Path(__file__).parents[1]
-buffer = io.BytesIO()
-PIL.Image.new("RGB", (8, 8)).save(buffer, "png")
-DOT = buffer.getvalue()
 
 
 def tower(width, layers, embedding, **more):
@@ -202,15 +197,6 @@ def test_the_peak_of_a_process(tmp_path):
     assert peak == pytest.approx(memory + 1e6 * float(process), rel=0.15)
 
 
-def shard(path, pairs):
-    with tarfile.open(path, "w") as tar:
-        for number in range(pairs):
-            for ending, content in (("png", DOT), ("txt", b"a dot")):
-                member = tarfile.TarInfo(f"{number:03d}.{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-
-
 @pytest.mark.parametrize(
     ("data", "samples"),
     [
@@ -226,13 +212,12 @@ def shard(path, pairs):
 def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
     """Counted where that is cheap, else bounded by num_samples."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "dot.png").write_bytes(DOT)
     rows = ["image,text", "dot.png,one", 'dot.png,"a caption of\ntwo lines"', "", "dot.png,three"]
     (tmp_path / "pairs.csv").write_text("\n".join(rows))
     (tmp_path / "pairs.tsv").write_text("image\ttext\n" + "dot.png\tone\n" * 3)
     (tmp_path / "damaged.csv").write_text("image,caption\na.png,one\nb.png,two,three\n" + 'c.png,"four\n')
     (tmp_path / "shards").mkdir()
-    shard(tmp_path / "shards" / "train-0.tar", 5)
+    write_shard(tmp_path / "shards" / "train-0.tar", images_and_texts(range(5)))
     stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/symbol_clip"), "data": data}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [stage]}))
     rows, faults = plan_of(tmp_path / "recipe.yaml", {})

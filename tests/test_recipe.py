@@ -17,7 +17,6 @@ from evaluation.own_data import OwnTask
 from training.lora import LoraSettings
 from training.recipe import Recipe, load_recipe
 from training.recipe_file import RecipeError, unknown_names, validated
-from training.runner import run_recipe
 from training.scores import Evaluation
 from training.settings import dump
 from training.stages import STAGES
@@ -120,19 +119,6 @@ def test_what_a_setting_cannot_be_is_refused_by_its_name(kind):
     assert line.startswith("x.nonsense: there is no such key")
 
 
-@pytest.mark.parametrize(
-    "stage",
-    ["embed, model: dense", "train_experts, expert: 1, model: dense, clusters: labels", "tokenizer"]
-    + ["train, model: dense, hidden_states: states"],
-)
-def test_what_needs_numbered_samples_refuses_a_stream(recipe, stage):
-    data = "{source: shards, streaming: true, num_samples: null}"
-    with pytest.raises(ValueError, match=r"streaming.*numbered samples|streaming.*samples with numbers"):
-        load_recipe(
-            recipe(f"{RECIPE}  - {{name: other, stage: {stage}, data: {data}}}\n".replace("source: symbols, ", ""))
-        )
-
-
 def test_overrides(recipe):
     overrides = {"seed": 3, "tuned.max_steps": 5, "tuned.data.num_samples": 7, "defaults.train.learning_rate": 0.5}
     loaded = load_recipe(recipe(), overrides)
@@ -213,12 +199,6 @@ def test_an_alias_is_overridden_in_one_place_alone(tmp_path):
     recipe = load_recipe(RECIPES[0].parent / "mode_symbols.yaml", {"defaults.train.data.num_samples": 1000})
     sizes = {stage.name: stage.data.num_samples for stage in recipe.stages if getattr(stage, "data", None)}
     assert sizes["dense"] == sizes["expert_1"] == 1000 and sizes["captions"] == 48000
-
-
-def test_a_stage_of_the_wrong_type_is_refused():
-    recipe = load_recipe(RECIPES[0].parent / "mode_symbols.yaml", {"mode.clusters": "fine"})
-    with pytest.raises(ValueError, match="mode.clusters: fine is a stage of type cluster_fine, not cluster_coarse or"):
-        run_recipe(recipe)
 
 
 def test_no_means_no():

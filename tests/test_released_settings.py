@@ -121,15 +121,3 @@ def test_pairs_that_are_held_out(tmp_path, source, num_samples):
     if arguments.source.endswith(".tar"):
         return  # whose pairs only loading counts
     assert count_pairs(arguments) == len(expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"expert_dropout": 0.1}, "tuned.expert_dropout: .*goes with a sparse model, but dense is dense"),
-        ({"text_router_weight": 0.5, "balance_mean": "token"}, "text_router_weight goes with a sum over the towers"),
-    ],
-)
-def test_mistakes(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, TUNED | {"data": SYMBOLS} | changes])

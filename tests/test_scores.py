@@ -2,17 +2,12 @@
 
 import csv
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import PIL.Image
 import pytest
 from benchmark_folders import make_copy
-from tiny_runs import recipe, run_stages, same_weights
+from tiny_runs import recipe, run_stages, run_two, same_weights
 
 from data import symbols
 from evaluation import tasks
@@ -22,7 +17,6 @@ from records.provenance import weights_fingerprint
 from training import curves, engine
 from training.commands import curves as curves_command
 
-ROOT = Path(__file__).parents[1]
 KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"
 EVALUATION = {"every_steps": 2, "tasks": ["kinds", "captions"]}
@@ -159,11 +153,7 @@ def test_two_processes_score_as_one(measured, tmp_path):
     )
     without = run(tmp_path, EVALUATION | {"at_start": True})
     shutil.rmtree(without)
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
-    command = [*launch, str(script), "--config", str(tmp_path / "recipe.yaml")]
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_two(tmp_path / "recipe.yaml", script=script)
     # Dropout draws otherwise in two processes: only the model before the first step is the same
     assert scores(without)[0] == scores(measured)[0] and list(scores(without)) == [0, 2, 4, 6]
 
@@ -171,13 +161,12 @@ def test_two_processes_score_as_one(measured, tmp_path):
 @pytest.mark.parametrize(
     ("keep_best", "message"),
     [
-        ("pairs/group", "keep_best 'pairs/group' names none of the tasks kinds, captions"),
-        ("captions", "keep_best 'captions': the metrics of captions are image_to_text_recall@1, "),
-        ("kinds/recall", "keep_best 'kinds/recall': the metrics of kinds are accuracy, accuracy_top5"),
+        ("pairs/group", "names none of the tasks kinds, captions"),
+        ("captions", "the metrics of captions are image"),
     ],
 )
 def test_a_score_that_no_task_has_is_refused(tmp_path, keep_best, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"keep_best '{keep_best}'.* {message}"):
         run(tmp_path, EVALUATION | {"keep_best": keep_best})
     assert not list(tmp_path.rglob("log.jsonl"))
 
@@ -187,27 +176,18 @@ def test_a_score_that_was_not_asked_for_is_missed_when_it_is_measured(tmp_path):
         run(tmp_path, {"every_steps": 1, "tasks": ["kinds"], "keep_best": "kinds/roc_auc"})
 
 
-def test_a_score_of_own_data_is_found_by_its_name(tmp_path):
-    """Before the first step."""
-    (tmp_path / "own").mkdir()
-    symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
-    own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}
-    evaluation = {"every_steps": 1, "tasks": [own, own | {"templates": ["a {}"]}]}
-    with pytest.raises(ValueError, match="keep_best 'zero_shot/accuracy' names several of the tasks: ") as refused:
-        run(tmp_path, evaluation | {"keep_best": "zero_shot/accuracy"}, max_steps=1)
-    assert not list(tmp_path.rglob("log.jsonl"))
-    name = re.findall(r"zero_shot-own-test-kind-\w+", str(refused.value))[1]
-    folder = run(tmp_path, evaluation | {"keep_best": f"{name}/accuracy"}, max_steps=1)
-    assert json.loads((folder / "best.json").read_text())["score"] == f"{name}/accuracy"
-
-
-def test_own_data_and_benchmarks(tmp_path):
+def test_scores_of_own_data_and_benchmarks(tmp_path):
     """What is kept best may be named by the kind of task; other data under the same name make the stage anew."""
     make_copy(BENCHMARKS["urban1k"], BENCHMARKS["urban1k"].layouts[0], tmp_path / "copies" / "urban1k")
     (tmp_path / "own").mkdir()
     symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
-    own = {"task": "retrieval", "dataset": str(tmp_path / "own")}
-    evaluation = {"every_steps": 1, "tasks": ["urban1k", own], "data_root": str(tmp_path / "copies")}
+    own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}
+    retrieval = {"task": "retrieval", "dataset": str(tmp_path / "own")}
+    tasks = ["urban1k", own, own | {"templates": ["a {}"]}, retrieval]
+    evaluation = {"every_steps": 1, "tasks": tasks, "data_root": str(tmp_path / "copies")}
+    with pytest.raises(ValueError, match="keep_best 'zero_shot/accuracy' names several of the tasks: zero_shot-own-"):
+        run(tmp_path, evaluation | {"keep_best": "zero_shot/accuracy"}, max_steps=1)
+    assert not list(tmp_path.rglob("log.jsonl"))
     evaluation |= {"keep_best": "retrieval/image_to_text_recall@1"}
     folder = run(tmp_path, evaluation, max_steps=1)
     *_, record = map(json.loads, (folder / "log.jsonl").read_text().splitlines())

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import PIL.Image
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import same_weights, train, weights
+from tiny_runs import same_weights, start_two, train, weights
 from transformers import AutoModel, AutoProcessor
 
 from modeling_clip_moe import CLIPMoEModel
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
 
 
 def test_a_recipe_makes_models_that_load(whole):
@@ -65,12 +63,6 @@ def test_parts_of_a_recipe_and_finished_stages(whole, tmp_path, capsys):
     assert (tuned / "model.safetensors").stat().st_mtime_ns == written
 
 
-def launch_two(tmp_path, script="training/upcycle.py", **options):
-    command = [*LAUNCH, script, "--config", str(tmp_path / "recipe.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
-
-
 def errors(text):
     lines = [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
     # Where torchao is installed, its import fails to load kernels for GPUs, and has torch warn of an error in future
@@ -81,6 +73,7 @@ def errors(text):
 def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     """Both skip the image that is broken, both cannot share the batch of 7, and one that fails while the other one
     waits for it says why."""
+    path = tmp_path / "recipe.yaml"
     for number in range(150):
         PIL.Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / f"{number}.png")
     (tmp_path / "0.png").write_text("no image")
@@ -88,19 +81,18 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     data = {"source": str(tmp_path / "pairs.json"), "image_root": str(tmp_path)}
     train(tmp_path, only=["dense", "sparse"], data=data, max_steps=1)
-    process = launch_two(tmp_path, stdout=subprocess.PIPE)
+    process = start_two(path, stdout=subprocess.PIPE)
     text = "".join(process.communicate(timeout=300))
     assert process.returncode == 0 and text.count("1 of 150 pairs") == 1, text
     shutil.rmtree(tmp_path / "out" / "tuned")
     train(tmp_path, only=["dense", "sparse"], global_batch_size=7)
-    process = launch_two(tmp_path)
+    process = start_two(path)
     (error,) = errors(process.communicate(timeout=300)[1])
     assert process.returncode == 1 and error.startswith("error: ")
     assert "tuned.global_batch_size: 7 cannot be shared by 2 processes" in error
     script = tmp_path / "upcycle.py"
     script.write_text(
         "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from training import commands, engine\n"
         "from records.processes import launch_cpu_processes\n"
         "launch_cpu_processes('upcycle.py', sys.argv)\n"
@@ -111,7 +103,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "commands.train.main()\n"
     )
     train(tmp_path, only=["dense", "sparse"])
-    process = launch_two(tmp_path, str(script))
+    process = start_two(path, script=script)
     assert errors(process.communicate(timeout=300)[1]) == ["error: tuned: the loss of the second process"]
     assert process.returncode == 1
 
@@ -120,7 +112,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
 def test_ctrl_c_of_two_processes_ends_in_one_line(tmp_path):
     train(tmp_path, only=["dense", "sparse"], max_steps=10_000)
     log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    process = launch_two(tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = start_two(tmp_path / "recipe.yaml", stdout=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and not (log.exists() and log.read_text()):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it

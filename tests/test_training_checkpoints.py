@@ -1,10 +1,10 @@
 """Checkpoints of training: no code in them is run, and what is damaged, not finite or not whole is not gone on from."""
 
+import contextlib
 import json
 import os
 import pickle
 import re
-import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
-from tiny_runs import losses, same_weights, train
+from tiny_runs import full_disk, losses, same_weights, train
 
 from records.provenance import file_digest
 from training import engine, stages, training_state
@@ -168,15 +168,11 @@ def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeyp
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(whole, tmp_path, monkeypatch):
     """The process may write no more than a few bytes to a file once the first checkpoint is there."""
-    original, limits = engine.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = engine.save_checkpoint
 
     def save(accelerator, model, optimizer, checkpoints, step, *others):
-        if step == 4:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-        try:
+        with full_disk(10_000) if step == 4 else contextlib.nullcontext():
             return original(accelerator, model, optimizer, checkpoints, step, *others)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     message = "tuned: .*run the same command again to go on from there"
     with monkeypatch.context() as patch, pytest.raises(OSError, match=message):

@@ -1,20 +1,14 @@
 """What a train stage says of its pairs: captions that are cut, words in pieces, streams that break."""
 
-import functools
 import logging
 import math
 
 import pytest
-from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses
 from tiny_sources import rows, saved_pairs
 
 from data import symbols
 from data.tokenizer import pieces_per_word
-
-
-@pytest.fixture
-def run(tmp_path):
-    return functools.partial(run_stages, tmp_path)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,7 +1,13 @@
 """Recipes on models of a few thousand parameters, and what their runs leave."""
 
+import contextlib
 import copy
 import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
+ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE = {
     "name": "dense",
@@ -101,6 +108,35 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
         patch.setattr(engine, "_take_step", take_step)
         run_recipe(loaded, only)
     return folder / "out" / "tuned.partial"
+
+
+def start_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), **pipes):
+    """Starts a recipe's file on two processes, with options of `accelerate launch`."""
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--quiet", *options, "--num_processes", "2"]
+    command += [script, "--config", recipe, *arguments]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    pipes = {"stderr": subprocess.PIPE, "text": True} | pipes
+    return subprocess.Popen([str(word) for word in command], cwd=ROOT, env=environment, **pipes)
+
+
+def run_two(*arguments, **options):
+    """Runs a recipe's file as `start_two` does. Returns what was printed."""
+    process = start_two(*arguments, **options, stdout=subprocess.PIPE)
+    printed, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return printed
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Lets files of this process end at a number of bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def set_towers(**fields):

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import transformers
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
+from tiny_runs import start_two
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -205,14 +205,6 @@ def test_parts_on_the_disk_compute_the_same(folder, tmp_path):
     torch.testing.assert_close(found.image_embeds, expected.image_embeds)
 
 
-def launch(*arguments, script="training/upcycle.py"):
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", *map(str, arguments)]
-    at = next(i for i, part in enumerate(command) if part == "--config")
-    command[at:at] = [script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
@@ -245,34 +237,40 @@ def assert_same_run(folder, expected):
     )
 
 
+def launched(name, recipe, output, *more, script="training/upcycle.py", **pipes):
+    """The recipe with one of our configuration files, on two processes."""
+    options = ["--config_file", ACCELERATE / f"{name}.yaml", *(["--cpu"] if name == "ddp" else [])]
+    return start_two(recipe, "--output-dir", output, *more, script=script, options=options, **pipes)
+
+
+def finish(process):
+    printed, error = process.communicate(timeout=300)
+    return process.returncode, printed, error
+
+
 def test_ddp(recipe, tmp_path):
-    file = ["--config_file", ACCELERATE / "ddp.yaml", "--cpu", "--num_processes", "2"]
-    done = launch(*file, "--config", recipe, "--output-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "on 2 x cpu" in done.stdout
+    status, printed, error = finish(launched("ddp", recipe, tmp_path, stdout=subprocess.PIPE))
+    assert status == 0 and "on 2 x cpu" in printed, error
     assert_same_run(tmp_path, recipe.parent / "one")
 
 
 def test_fsdp2(recipe, tmp_path):
-    file = ["--config_file", ACCELERATE / "fsdp2.yaml", "--num_processes", "2"]
-    arguments = [*file, "--config", recipe, "--output-dir", tmp_path]
     script = "tests/integration/fsdp2_on_cpu.py"
-    interrupted = launch(*arguments, "--interrupt", script=script)
-    assert interrupted.returncode != 0 and "error: trained: interrupted" in interrupted.stderr
+    status, _, error = finish(launched("fsdp2", recipe, tmp_path, "--interrupt", script=script))
+    assert status != 0 and "error: trained: interrupted" in error
     assert list(tmp_path.glob("*/checkpoints/step-00000002"))
-    done = launch(*arguments, script=script)
-    assert done.returncode == 0, done.stderr
+    status, _, error = finish(launched("fsdp2", recipe, tmp_path, script=script))
+    assert status == 0, error
     assert_same_run(tmp_path, recipe.parent / "one")
 
 
 def test_zero3(recipe, tmp_path):
     pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
-    file = ["--config_file", ACCELERATE / "deepspeed_zero3.yaml", "--num_processes", "2"]
-    arguments = [*file, "--config", recipe, "--output-dir", tmp_path]
-    refused = launch(*arguments, script="tests/integration/zero3_on_cpu.py")
-    assert refused.returncode != 0 and "DeepSpeed keeps checkpoints as pickles" in refused.stderr
-    done = launch(*arguments, "--trained.save_steps", "null", script="tests/integration/zero3_on_cpu.py")
-    assert done.returncode == 0, done.stderr
+    script, no_saving = "tests/integration/zero3_on_cpu.py", ("--trained.save_steps", "null")
+    status, _, error = finish(launched("deepspeed_zero3", recipe, tmp_path, script=script))
+    assert status != 0 and "DeepSpeed keeps checkpoints as pickles" in error
+    status, _, error = finish(launched("deepspeed_zero3", recipe, tmp_path, *no_saving, script=script))
+    assert status == 0, error
     assert_same_run(tmp_path, recipe.parent / "one")
 
 

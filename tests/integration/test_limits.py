@@ -2,29 +2,14 @@
 
 import pytest
 import torch
-from clip_benchmark.metrics.zeroshot_classification import accuracy
-from stand_ins import with_77_positions
-from tiny_models import stable_diffusion
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
-from transformers import CLIPModel, CLIPTextModel, CLIPVisionModelWithProjection, TorchAoConfig
+from transformers import CLIPModel, CLIPVisionModelWithProjection, TorchAoConfig
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 
 BASE = "training/symbol_clip"
 EXPERTS = FqnToConfig({r"re:.*\.experts\.(up|down)_proj": Int8WeightOnlyConfig()})
-
-
-def test_clip_skip_of_stable_diffusion_fails_for_clips_own_text_model_too(tmp_path):
-    with_77_positions(CLIPModel.from_pretrained(BASE)).save_pretrained(tmp_path)
-    pipeline = stable_diffusion(CLIPTextModel.from_pretrained(tmp_path))
-    with pytest.raises(AttributeError, match="text_model"):
-        pipeline("a star", clip_skip=1, num_inference_steps=1)
-
-
-def test_the_accuracy_of_clip_benchmark_fails():
-    with pytest.raises(TypeError, match="0-dimensional"):
-        accuracy(torch.eye(3), torch.arange(3))
 
 
 def test_the_loop_over_experts_has_no_onnx(repository):

@@ -30,30 +30,25 @@ def new_model(repository):
     return model
 
 
-def arguments(folder, **changes):
-    return TrainingArguments(
-        **{
-            "output_dir": str(folder),
-            "max_steps": 6,
-            "per_device_train_batch_size": 16,
-            "per_device_eval_batch_size": 16,
-            "learning_rate": 1e-3,
-            "eval_strategy": "steps",
-            "eval_steps": 3,
-            "save_steps": 3,
-            "logging_steps": 1,
-            "remove_unused_columns": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "seed": 1,
-            **changes,
-        }
-    )
+SETTINGS = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 16,
+    "learning_rate": 1e-3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_steps": 3,
+    "logging_steps": 1,
+    "remove_unused_columns": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "seed": 1,
+}
 
 
 def make_trainer(model, folder, data, collate, **changes):
     train, test = data
-    settings = arguments(folder, **changes)
+    settings = TrainingArguments(output_dir=str(folder), **SETTINGS | changes)
     return Trainer(model=model, args=settings, train_dataset=train, eval_dataset=test, data_collator=collate)
 
 
@@ -91,6 +86,8 @@ def test_it_learns_and_evaluates(uninterrupted, repository, data, collate, tmp_p
 
 def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, collate, tmp_path):
     expected, folder = uninterrupted
+    assert load_file(folder / "checkpoint-6" / "model.safetensors")["logit_scale"].shape == ()
+    assert_same_weights(CLIPMoEModel.from_pretrained(folder / "checkpoint-6"), expected.model)
     model = new_model(repository)
     with torch.no_grad():  # all of it has to come from the checkpoint
         for parameter in model.parameters():
@@ -101,12 +98,6 @@ def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, co
     assert logged(resumed, "loss")[3:] == logged(expected, "loss")[3:]
 
 
-def test_checkpoints_are_models(uninterrupted, data, collate):
-    trainer, folder = uninterrupted
-    assert load_file(folder / "checkpoint-6" / "model.safetensors")["logit_scale"].shape == ()
-    assert_same_weights(CLIPMoEModel.from_pretrained(folder / "checkpoint-6"), trainer.model)
-
-
 def test_classification(repository, data, processor, tmp_path):
     kinds = sorted(set(data[0]["kind"]))
 
@@ -114,24 +105,12 @@ def test_classification(repository, data, processor, tmp_path):
         batch = processor(images=[row["image"] for row in rows], return_tensors="pt")
         return {**batch, "labels": torch.tensor([kinds.index(row["kind"]) for row in rows])}
 
-    def accuracy(prediction):
-        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
     model = CLIPMoEForImageClassification.from_pretrained(repository, num_labels=len(kinds))
-    train, test = data
-    trainer = Trainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=30, eval_steps=30, save_steps=30),
-        train_dataset=train,
-        eval_dataset=test,
-        data_collator=collate,
-        compute_metrics=accuracy,
-    )
+    trainer = make_trainer(model, tmp_path, data, collate, max_steps=30, eval_steps=30, save_steps=30)
     trainer.train()
-    trained = trainer.evaluate()
-    assert trained["eval_accuracy"] > 3 / len(kinds)
     loaded = CLIPMoEForImageClassification.from_pretrained(tmp_path / "checkpoint-30").eval()
+    assert_same_weights(loaded, trainer.model)
+    batch = collate(list(data[1]))
     with torch.no_grad():
-        logits = torch.cat([loaded(**collate([row])).logits for row in test])
-    found = (logits.argmax(-1) == collate(list(test))["labels"]).float().mean().item()
-    assert found == pytest.approx(trained["eval_accuracy"])
+        right = loaded(**batch).logits.argmax(-1) == batch["labels"]
+    assert right.float().mean() > 3 / len(kinds)

@@ -71,15 +71,7 @@ def test_moments_of_8_bits_train_nearly_as_others(tmp_path):
     torch.testing.assert_close(losses(small), losses(plain), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "lora, message",
-    [
-        ({"r": 2, "target_modules": ["no_proj"]}, "lora: the model has no no_proj"),
-        ({"r": 0}, "lora"),
-        ({"r": 2, "trainable": "nothing"}, "is found in no parameter's name"),
-    ],
-)
-def test_wrong_adapters_are_refused(tmp_path, lora, message):
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, lora=lora)
+def test_targets_that_no_model_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="lora: the model has no no_proj"):
+        run(tmp_path, lora={"r": 2, "target_modules": ["no_proj"]})
     assert not (tmp_path / "out" / "dense").exists()
