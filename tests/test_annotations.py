@@ -127,7 +127,7 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
     ],
 )
 def test_damaged_files_are_refused(tmp_path, file, text, message):
-    """Others: test_fuzz_data.py."""
+    """Others: test_fuzz.py."""
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=f"{file}.*{message}"):
         load_pairs(DataArguments(source=str(tmp_path / file)))

@@ -184,7 +184,7 @@ def test_the_table_of_benchmarks(capsys, monkeypatch):
     assert "val/CLASS/NAME.jpg" in of_kinetics and "- mode_table_4: mscoco_captions, flickr30k" in groups
 
 
-# ---- copies that are not as they should be (JSON, csv and lists with wrong content: test_fuzz_data.py)
+# ---- copies that are not as they should be (JSON, csv and lists with wrong content: test_fuzz.py)
 
 
 def make(root, name, number=0):

@@ -1,6 +1,7 @@
 """Damage to whatever a command reads: it ends in one line, or in a whole result; never in a traceback, and nothing
 half-written is left."""
 
+import copy
 import functools
 import itertools
 import json
@@ -14,24 +15,34 @@ import datasets
 import numpy as np
 import PIL.Image
 import pytest
+import yaml
+from benchmark_folders import make_copy
 from converters import COMMANDS, make_sources
 from converters import run as convert
 from published_runs import made, write_analysis, write_result
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load, save
+from test_annotations import coco, karpathy, table
 from test_report import result
 from tiny_clip import WORDS
-from tiny_runs import full_disk
+from tiny_runs import full_disk, recipe, same_weights
+from tiny_runs import train as run_recipe_until
+from tiny_sources import saved_to_disk, sharegpt4v
 from transformers import logging
 
 from conversion.commands import publish
 from conversion.publishing import bundle
-from data.sources import DataArguments
+from data.pairs import load_pairs
+from data.sources import DataArguments, reading
+from evaluation.benchmarks.loading import benchmark_task
+from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.commands import evaluate, experts, report
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
 from model_cards.seeds import write_seeds
 from records.result_schema import read_result
+from training.commands import train
+from training.recipe import Recipe, load_recipe
 
 pytestmark = pytest.mark.slow
 made  # noqa: B018, a fixture
@@ -128,14 +139,16 @@ def sources(tmp_path_factory, made):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def small(sources, monkeypatch, tmp_path):
-    """The tasks of `evaluation.experts` on a dozen images, and no process that checks what is published."""
+@pytest.fixture
+def place(sources, monkeypatch, tmp_path):
+    """An empty folder; the task of `evaluation.experts` has a dozen images, and no process checks a publication."""
     data = DataArguments(source=str(sources / "data"), split="test", caption_column="caption")
     monkeypatch.setitem(TASKS, "small", retrieval_task(data))
     monkeypatch.setattr(bundle, "verify", lambda model, folder: None)
-    (tmp_path / "here").mkdir()
+    for name in ("here", "place"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "place"
 
 
 PROCESSOR = ("tokenizer.json", "tokenizer_config.json", "processor_config.json")
@@ -234,12 +247,6 @@ def check(name, sources, place, may_succeed):
     place.mkdir()
 
 
-@pytest.fixture
-def place(tmp_path):
-    (tmp_path / "place").mkdir()
-    return tmp_path / "place"
-
-
 @pytest.mark.parametrize(("command", "file"), [(name, file) for name, (*_, files) in READERS.items() for file in files])
 def test_damaged_files(sources, place, command, file):
     path = sources / file
@@ -290,3 +297,144 @@ def test_full_disk(sources, place, capsys, command, size):
             assert read_result(path)
         elif path.suffix == ".safetensors":
             assert load_arrays(path)
+
+
+# --- Files of pairs and of benchmarks: each is read, or refused in one line that names it
+
+# Benchmark -> which of its layouts, and the file that says what it holds
+FILES = {
+    "hateful_memes": (0, "dev.jsonl"),
+    "mscoco_val2017": (0, "annotations/captions_val2017.json"),
+    "flickr30k_all": (0, "results_20130124.token"),
+    "flickr30k": (1, "dataset_flickr30k.json"),
+    "urban1k": (0, "annotations/annotations.json"),
+    "dci": (0, "annotations/sa_003.json"),
+    "docci_long": (0, "docci_descriptions.jsonlines"),
+    "iiw_long": (0, "IIW-400/data.jsonl"),
+    "food101": (0, "meta/test.txt"),
+    "cub200": (0, "train_test_split.txt"),
+    "mmvp_vlm": (0, "Questions.csv"),
+}
+
+
+def require_read_or_refused(tmp_path, file, load):
+    whole = file.read_bytes()
+    for name, damage in DAMAGES.items():
+        file.write_bytes(damage(whole))
+        try:
+            load()
+        except (ValueError, OSError) as error:
+            assert "\n" not in str(error) and str(tmp_path) in str(error), (name, error)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_benchmarks(tmp_path, name):
+    benchmark, (number, file) = BENCHMARKS[name], FILES[name]
+    make_copy(benchmark, benchmark.layouts[number], tmp_path / name)
+    require_read_or_refused(tmp_path, tmp_path / name / file, lambda: benchmark_task(benchmark, tmp_path).load())
+
+
+ONE_FILE = [table, functools.partial(table, name="pairs.tsv"), coco, karpathy, sharegpt4v]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [*((source, "*.*") for source in ONE_FILE), (saved_to_disk, "disk/state.json")],
+)
+def test_sources(tmp_path, source, file, streaming):
+    arguments = DataArguments(**source(tmp_path), streaming=streaming)
+    (file,) = tmp_path.glob(file)
+
+    def load():
+        with reading(arguments):  # as the loader reads streams
+            list(load_pairs(arguments))
+
+    require_read_or_refused(tmp_path, file, load)
+
+
+# --- Recipes and records: each is read, or ends in a line, or one for each of its faults
+
+PAIRS = {"data": {"source": "symbols", "num_samples": 16}}
+# In place of a value; GONE: its key is left out
+GONE = object()
+VALUES = [GONE, None, True, -1, 0.5, "", "a/b", [], [1, "a"], {"x": {}}]
+
+
+def whole():
+    settings = recipe()
+    settings["stages"] += [
+        {"name": "features", "stage": "embed", "model": "tuned", **PAIRS},
+        {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+        {"name": "scores", "stage": "evaluate", "models": {"a": "tuned"}, "tasks": ["symbols"], "baseline": "a"},
+    ]
+    return settings | {"seed": 0, "mixed_precision": "no", "trackers": [], "push_to_hub": {}}
+
+
+def places(value, path=()):
+    """The paths of all values in nested dictionaries and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def with_value(content, path, value):
+    content = parent = copy.deepcopy(content)
+    for key in path[:-1]:
+        parent = parent[key]
+    if value is GONE:
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return content
+
+
+@pytest.mark.parametrize("keys", list(places(whole())), ids=lambda keys: ".".join(map(str, keys)))
+def test_damaged_recipes_are_read_or_refused(tmp_path, keys):
+    path = tmp_path / "recipe.yaml"
+    for value in VALUES:
+        path.write_text(yaml.safe_dump(with_value(whole(), keys, value)))
+        try:
+            loaded = load_recipe(path)
+        except (ValueError, OSError) as error:
+            assert str(error).strip()
+        else:
+            assert isinstance(loaded, Recipe)
+
+
+def run_until(folder, stop=None):
+    """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
+    tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
+    best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
+    settings = {"max_steps": 5, "hidden_states": "states", "trainable": r"\.mlp\.experts\.", "evaluation": best}
+
+    def add_stages(recipe):
+        recipe["stages"][2:2] = [
+            {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
+            {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
+        ]
+
+    run_recipe_until(folder, stop, add_stages, **settings, **PAIRS)
+
+
+def test_damaged_records_end_in_one_line(tmp_path):
+    """Every JSON file of a run that was killed after its checkpoint of step 4; where it goes on, as if nothing was."""
+    (tmp_path / "data").mkdir()
+    rows().to_parquet(tmp_path / "data" / "train.parquet")
+    run_until(tmp_path, stop=4)
+    shutil.copytree(tmp_path / "out", tmp_path / "stopped")
+    run_until(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "whole")
+    for number, file in enumerate(sorted((tmp_path / "stopped").rglob("*.json"))):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(tmp_path / "stopped", tmp_path / "out")
+        damage = list(DAMAGES.values())[number % len(DAMAGES)]
+        (tmp_path / "out" / file.relative_to(tmp_path / "stopped")).write_bytes(damage(file.read_bytes()))
+        for plan in (["--plan"], []):
+            end = ended(train.main, ["--config", tmp_path / "recipe.yaml", *plan])
+            assert end is None or end.startswith("error: "), (file, end)
+        if end is None:
+            assert same_weights(tmp_path / "out" / "tuned", tmp_path / "whole" / "tuned"), file

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
@@ -224,23 +222,3 @@ def test_precision(monkeypatch, tmp_path, said, launched, has_bf16, chosen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert choose_precision(said) == chosen
-
-
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_gradients_are_means_over_the_processes(monkeypatch, is_gone):
-    """Of two, of which the other one has 4, or is gone."""
-    buffer = torch.tensor([1.0, 2.0, 3.0])
-    bucket = SimpleNamespace(gradients=lambda: [buffer[:1], buffer[1:]], buffer=lambda: buffer)
-
-    def all_reduce(tensor, async_op):
-        future = torch.futures.Future()
-        future.set_exception(RuntimeError("gone")) if is_gone else future.set_result([tensor.add_(2.0)])
-        return SimpleNamespace(get_future=lambda: future)
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    if is_gone:
-        with pytest.raises(RuntimeError, match="gone"):
-            engine.mean_of_each(None, bucket).wait()
-    else:
-        assert engine.mean_of_each(None, bucket).wait().tolist() == [2.5, 3.0, 3.5]

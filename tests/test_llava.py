@@ -7,7 +7,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from tiny_runs import DENSE, SPARSE, run_stages, run_two, same_weights, weights
+from tiny_runs import DENSE, SPARSE, read_log, run_stages, run_two, same_weights, weights
 from tiny_sources import png
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -233,7 +233,7 @@ def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
     second = {name for name in built if not torch.equal(projected[name], tuned[name])}
     assert first == {name for name in built if "multi_modal_projector" in name}
     assert second == {name for name in built if "vision_tower" not in name}
-    log = read_log(output)
+    log = read_log(output / "tuned")
     assert log[-1]["loss"] < log[0]["loss"] and log[0]["cut_conversations"] == 0
 
     model = LlavaForConditionalGeneration.from_pretrained(output / "tuned")
@@ -267,13 +267,9 @@ def whole(file, tmp_path):
     entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in (0, 4, 2, 9, 1)]
     data = {"source": file(entries).source, "image_root": str(tmp_path)}
     stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
-    log = read_log(run_stages(tmp_path, stages))
+    log = read_log(run_stages(tmp_path, stages) / "tuned")
     assert len({record["answer_tokens"] for record in log}) > 1
     return stages, log
-
-
-def read_log(output):
-    return [json.loads(line) for line in (output / "tuned" / "log.jsonl").read_text().splitlines()]
 
 
 def assert_same(log, expected):
@@ -287,7 +283,7 @@ def test_parts_of_a_step_train_as_the_whole(whole, tmp_path):
     """However many tokens are learned in each part."""
     stages, log = whole
     overrides = {"output_dir": str(tmp_path / "parts"), "tuned.gradient_accumulation_steps": 2}
-    assert_same(read_log(run_stages(tmp_path, stages, overrides)), log)
+    assert_same(read_log(run_stages(tmp_path, stages, overrides) / "tuned"), log)
 
 
 FSDP2 = {"options": ["--config_file", "training/accelerate/fsdp2.yaml"], "script": "tests/integration/fsdp2_on_cpu.py"}
@@ -298,7 +294,7 @@ FSDP2 = {"options": ["--config_file", "training/accelerate/fsdp2.yaml"], "script
 def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path, how):
     shutil.rmtree(tmp_path / "out" / "tuned")
     run_two(tmp_path / "recipe.yaml", **how)
-    assert_same(read_log(tmp_path / "out"), whole[1])
+    assert_same(read_log(tmp_path / "out" / "tuned"), whole[1])
 
 
 def save_language_model(folder):

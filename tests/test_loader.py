@@ -10,7 +10,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tiny_sources import damaged, parquet, picture, png, sharegpt4v, write_shard
+from tiny_sources import damaged, parquet, png, saved_pairs, sharegpt4v, write_shard
+from tiny_sources import rows as rows_of
 from torch.utils.data import DataLoader
 
 from data import symbols
@@ -83,9 +84,9 @@ def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatc
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_workers):
-    arguments = DataArguments(**damaged(tmp_path, 0), streaming=True, num_workers=num_workers, image_column="picture")
-    rows = load_pairs(dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")))
-    loader = PairLoader(rows, processor, dataclasses.replace(arguments, image_root=str(tmp_path / "nowhere")), 2)
+    source = damaged(tmp_path, 0) | {"image_root": str(tmp_path / "nowhere")}
+    arguments = DataArguments(**source, streaming=True, num_workers=num_workers)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, 2)
     with pytest.raises(ValueError) as caught:
         next(loader.batches(0))
     assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
@@ -102,11 +103,8 @@ def test_resuming_goes_on_where_it_stopped(processor):
 @pytest.mark.parametrize(("counts", "num_workers"), [((0, 20), 2), ((3, 20), 2), ((3, 20), 0)], ids=str)
 def test_streams_of_uneven_shards_resume(processor, tmp_path, counts, num_workers):
     for shard, count in enumerate(counts):
-        images = [{"bytes": png(number), "path": None} for number in range(count)]
-        features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-        captions = [f"{shard} {number}" for number in range(count)]
-        rows = datasets.Dataset.from_dict({"image": images, "caption": captions}, features)
-        rows.to_parquet(str(tmp_path / f"{shard}.parquet"))
+        rows = rows_of([f"{shard} {number}" for number in range(20)])
+        rows.select(range(count)).to_parquet(tmp_path / f"{shard}.parquet")
     arguments = DataArguments(source=str(tmp_path), streaming=True, num_workers=num_workers)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=2)
     whole = batches(loader, 0, 12)
@@ -161,14 +159,9 @@ def test_one_broken_image_is_skipped_counted_and_named(tmp_path, processor, capl
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_of_several_captions_every_epoch_draws_one_that_is_there(tmp_path, processor, streaming):
-    names = ["a", "b", "c", "d"]
     captions = [["", "one", None, "two", " "], ["three"], [None, "four"], ["five", "six", ""]]
-    (tmp_path / "x").mkdir()
-    for number, name in enumerate(names):
-        picture(number).save(tmp_path / "x" / f"{name}.png")
-    lines = [{"file_name": f"{name}.png", "caption": texts} for name, texts in zip(names, captions, strict=True)]
-    (tmp_path / "x" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
+    rows_of(captions).to_parquet(tmp_path / "x.parquet")
+    arguments = DataArguments(source=str(tmp_path / "x.parquet"), streaming=streaming)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=4)
     drawn = [processor.tokenizer.batch_decode(b["input_ids"], skip_special_tokens=True) for b in batches(loader, 0, 30)]
     counts = Counter(text.strip() for epoch in drawn for text in epoch)
@@ -180,9 +173,8 @@ def test_of_several_captions_every_epoch_draws_one_that_is_there(tmp_path, proce
 
 
 def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor, caplog):
-    table = {"image": [picture(number) for number in range(3)], "caption": [["a", None], [None, "b"], [None, ""]]}
-    datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "x")
-    arguments = DataArguments(source=str(tmp_path / "x"), max_unreadable=0.5)
+    captions = [["a", None], [None, "b"], [None, ""]]
+    arguments = DataArguments(**saved_pairs(tmp_path / "x", captions), max_unreadable=0.5)
     rows = load_pairs(arguments)
     assert list(rows["caption"]) == [["a", None], [None, "b"]] and "its caption is empty" in caplog.text
     loader = PairLoader(rows, processor, arguments, 2, caption_weights=[0.5, 0.5])
@@ -195,16 +187,12 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streaming, monkeypatch):
-    arguments = DataArguments(**sharegpt4v(tmp_path), streaming=streaming)
-    entries = json.loads((tmp_path / "sharegpt4v.json").read_text())
+    arguments = DataArguments(source=str(tmp_path / "x.parquet"), streaming=streaming)
 
     def report(share):
         """What is said if this share of 200 captions is too long."""
         texts = ["one two three " * (40 if number < share * 200 else 1) for number in range(200)]
-        for number, text in enumerate(texts):
-            entries[number % 8]["conversations"][1]["value"] = text
-            texts[number] = json.loads(json.dumps(entries[number % 8]))
-        (tmp_path / "sharegpt4v.json").write_text(json.dumps(texts))
+        rows_of(texts).to_parquet(tmp_path / "x.parquet")
         caplog.clear()
         PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
         return caplog.text

@@ -54,6 +54,7 @@ class Model(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor([1.5]))
         self.logit_bias = nn.Parameter(torch.tensor([-1.0]))
+        self.weights = nn.Parameter(torch.tensor([0.1, 0.6, 0.3]))  # of three captions
 
     def forward(self, function):
         return function(self)
@@ -101,7 +102,6 @@ def plain_multi_positive_loss(images, texts, scale, weights, mask):
     return total / (2 * len(images))
 
 
-CAPTION_WEIGHTS = torch.tensor([0.1, 0.6, 0.3])
 CAPTION_MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]]).bool()
 
 
@@ -113,10 +113,10 @@ def several_captions(model, share=slice(None)):
     return image_embeds, text_embeds.unflatten(0, (-1, 3))
 
 
-def multi_positive(model, share, chunk_size=None, weights=CAPTION_WEIGHTS, mask=CAPTION_MASK, bias=None):
-    scale = model.logit_scale.exp()
+def multi_positive(model, share, chunk_size=None, weights=None, mask=CAPTION_MASK, bias=None):
+    weights = model.weights if weights is None else weights
     embeds = several_captions(model, share)
-    return multi_positive_loss(*embeds, scale, weights, mask[share], chunk_size, logit_bias=bias)
+    return multi_positive_loss(*embeds, model.logit_scale.exp(), weights, mask[share], chunk_size, logit_bias=bias)
 
 
 def gradients(model):
@@ -160,43 +160,39 @@ def two_processes(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+def assert_same(ours, plain):
+    """Two functions of a model have the same value and the same gradients."""
+    results = []
+    for function in (plain, ours):
+        model = Model()
+        loss = function(model).squeeze()
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    (_, expected), (_, found) = results
+    assert expected.keys() == found.keys() and all(gradient.abs().max() > 0 for gradient in expected.values())
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("chunk_size", "label_smoothing"), CASES)
 def test_contrastive_loss_is_the_plain_one(chunk_size, label_smoothing):
-    results = []
-    for function in (
-        plain_contrastive_loss,
-        lambda *inputs: contrastive_loss(*inputs[:3], chunk_size, label_smoothing),
-    ):
-        model = Model()
-        image_embeds, text_embeds = model.embeds(*data()[:2])
-        loss = function(image_embeds, text_embeds, model.logit_scale.exp(), label_smoothing)
-        (grads,) = [torch.autograd.grad(loss.squeeze(), [model.image.weight, model.text.weight, model.logit_scale])]
-        results.append((loss.squeeze(), *grads))
-    for plain, ours in zip(*results, strict=True):
-        assert plain.abs().max() > 0
-        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+    def of(loss, *settings):
+        return lambda model: loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), *settings)
+
+    assert_same(of(contrastive_loss, chunk_size, label_smoothing), of(plain_contrastive_loss, label_smoothing))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
 def test_sigmoid_loss_is_the_plain_one(chunk_size):
-    for several in (False, True):
-        model = Model()
-        images, texts = model.embeds(*data()[:2])
-        scale, bias = model.logit_scale.exp(), model.logit_bias
-        if several:  # captions of which all images have one each are as many losses
-            weights, mask = torch.tensor([1.0, 0.0, 0.0]), torch.ones_like(CAPTION_MASK)
-            loss = multi_positive(model, slice(None), chunk_size, weights, mask, bias)
-        else:
-            loss = sigmoid(model, slice(None), chunk_size)
-        parameters = [model.image.weight, model.text.weight, model.logit_scale, model.logit_bias]
-        plain = plain_sigmoid_loss(images, texts, scale, bias)
-        for value, expected in zip(
-            (loss, *torch.autograd.grad(loss, parameters)),
-            (plain, *torch.autograd.grad(plain, parameters)),
-            strict=True,
-        ):
-            assert expected.abs().max() > 0
-            torch.testing.assert_close(value.squeeze(), expected.squeeze(), atol=1e-6, rtol=1e-5)
+    def plain(model):
+        return plain_sigmoid_loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), model.logit_bias)
+
+    def one_of_several(model):
+        """Captions of which all images have one each are as many losses."""
+        weights, mask = torch.tensor([1.0, 0.0, 0.0]), torch.ones_like(CAPTION_MASK)
+        return multi_positive(model, slice(None), chunk_size, weights, mask, model.logit_bias)
+
+    assert_same(lambda model: sigmoid(model, slice(None), chunk_size), plain)
+    assert_same(one_of_several, plain)
 
 
 @pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)
@@ -216,18 +212,10 @@ def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
 def test_multi_positive_loss_is_the_plain_one(chunk_size):
-    results = []
-    for function in (
-        lambda m, weights: plain_multi_positive_loss(*several_captions(m), m.logit_scale.exp(), weights, CAPTION_MASK),
-        lambda m, weights: multi_positive(m, slice(None), chunk_size, weights),
-    ):
-        model, weights = Model(), CAPTION_WEIGHTS.clone().requires_grad_()
-        loss = function(model, weights).squeeze()
-        grads = torch.autograd.grad(loss, [model.image.weight, model.text.weight, model.logit_scale, weights])
-        results.append((loss, *grads))
-    for plain, ours in zip(*results, strict=True):
-        assert plain.abs().max() > 0
-        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+    def plain(model):
+        return plain_multi_positive_loss(*several_captions(model), model.logit_scale.exp(), model.weights, CAPTION_MASK)
+
+    assert_same(lambda model: multi_positive(model, slice(None), chunk_size), plain)
 
 
 @pytest.mark.parametrize("name", LOSSES)

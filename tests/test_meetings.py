@@ -7,7 +7,7 @@ import shutil
 import converters
 import pytest
 import yaml
-from tiny_clip import processor, tiny_clip
+from tiny_clip import error_of, processor, tiny_clip
 from tiny_runs import run_stages
 from transformers import CLIPTokenizer
 
@@ -105,13 +105,6 @@ def recipe_of(settings, folder, tmp_path):
     return ["--config", str(path)]
 
 
-def one_line(main, arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    (line,) = str(stop.value).strip().splitlines()
-    return line
-
-
 # All go through `require_fit`: one command meets every fault, and every command meets one, another one each
 PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULTS), [*COMMANDS, *STAGES], strict=False))
 
@@ -125,10 +118,10 @@ def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fau
     if command in COMMANDS:
         module, line = COMMANDS[command]
         arguments = line.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path / "out")).split()
-        lines = [one_line(module.main, arguments)]
+        lines = [error_of(module.main, *arguments)]
     else:
         arguments = recipe_of(STAGES[command], folder, tmp_path)
-        lines = [one_line(train_command.main, arguments + plan) for plan in ([], ["--plan"])]
+        lines = [error_of(train_command.main, *arguments, *plan) for plan in ([], ["--plan"])]
     for line in lines:
         assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
@@ -171,7 +164,7 @@ def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, half, cha
     change(other)
     for command, line in JOINED.items():
         line = line.replace("ONE", str(one)).replace("OTHER", str(other)).replace("OUT", str(tmp_path / "out"))
-        error = one_line(command.main, line.split())
+        error = error_of(command.main, *line.split())
         assert f"the {half} of {other} " in error and f"that of {one}," in error
     assert not (tmp_path / "out").exists()
 
@@ -187,7 +180,7 @@ def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, c
 
     def line_of(stages, *plan):
         path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
-        return one_line(train_command.main, ["--config", str(path), *plan])
+        return error_of(train_command.main, "--config", path, *plan)
 
     both = [states, train | {"hidden_states": "kept"}]
     lines = dict.fromkeys([line_of(both, "--plan"), line_of(both)], sound / "sparse")

@@ -34,6 +34,11 @@ stages:
 """
 
 
+def changed(old, new):
+    assert old in RECIPE
+    return RECIPE.replace(old, new)
+
+
 @pytest.fixture
 def recipe(tmp_path):
     def write(text=RECIPE):
@@ -133,29 +138,6 @@ def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
     assert load_recipe(resolved) == loaded
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("stage: upcycle", "stage: upcicle", "upcicle"),
-        ("name: tuned", "name: sparse", "'sparse' is used twice"),
-        ("max_steps: 20", "max_steps: 20, num_epochs: 2", "exactly one of max_steps"),
-        ("max_steps: 20", "max_steps: null", "exactly one of max_steps"),
-        ("1e-3", ".nan", "learning_rate: "),
-        ("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}", "nope"),
-        ("stages:", "steps:", "stages: Field required"),
-        (RECIPE[RECIPE.index("stages:") :], "stages: []", "stages: List should have at least 1 item"),
-        ("name: tuned", "name: 5", "stages.1.name: Input should be a valid string"),
-        ("  train: ", "  train: 5 #", "defaults.train: Input should be a valid dictionary"),
-        ("output_dir: out", "output_dir: ''", "output_dir"),
-        (RECIPE, "", "recipe: Input should be a valid dictionary"),
-    ],
-)
-def test_mistakes_are_named(recipe, old, new, message):
-    assert old in RECIPE
-    with pytest.raises(ValueError, match=message):
-        load_recipe(recipe(RECIPE.replace(old, new)))
-
-
 def test_a_misspelt_name_is_refused_before_torch_is_imported(recipe):
     code = "import sys\nfrom training.commands import train\ntry:\n    train.main(sys.argv[1:])\n"
     code += "except SystemExit as error:\n    print(error.code, 'torch' in sys.modules)"
@@ -167,14 +149,25 @@ def test_a_misspelt_name_is_refused_before_torch_is_imported(recipe):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "not valid YAML: could not determine a constructor"),
+        (changed("name: tuned", "name: sparse"), "'sparse' is used twice"),
+        (changed("max_steps: 20", "max_steps: 20, num_epochs: 2"), "exactly one of max_steps"),
+        (changed("max_steps: 20", "max_steps: null"), "exactly one of max_steps"),
+        (changed("1e-3", ".nan"), "learning_rate: "),
+        (changed("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}"), "nope"),
+        (changed("stages:", "steps:"), "stages: Field required"),
+        (RECIPE[: RECIPE.index("stages:")] + "stages: []", "stages: List should have at least 1 item"),
+        (changed("name: tuned", "name: 5"), "stages.1.name: Input should be a valid string"),
+        (changed("  train: ", "  train: 5 #"), "defaults.train: Input should be a valid dictionary"),
+        (changed("output_dir: out", "output_dir: ''"), "output_dir"),
+        (changed("output_dir: out", "output_dir: out\noutput_dir: other"), "output_dir is given twice"),
+        ("", "recipe: Input should be a valid dictionary"),
         ("[", "not valid YAML"),
+        (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "not valid YAML: could not determine a constructor"),
         (f"{RECIPE}---\n{RECIPE}", "not valid YAML: expected a single document"),
-        (RECIPE.replace("output_dir: out", "output_dir: out\noutput_dir: other"), "output_dir is given twice"),
         (f"5: x\n{RECIPE}", "the key 5 is no text: put it into quotes"),
     ],
 )
-def test_what_is_no_recipe_is_refused_at_once(recipe, text, message):
+def test_mistakes_are_named(recipe, text, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe(text))
 

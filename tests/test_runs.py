@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train
 
 from data.worlds import build_processor
 from records.command_line import INTERRUPTED
+from records.files import locked
 from records.provenance import Record
 from training import commands
 from training.recipe import load_recipe
@@ -41,11 +43,7 @@ def write(tmp_path):
 
 
 def failed(*arguments):
-    """The error of a command: one line."""
-    with pytest.raises(SystemExit) as exit:
-        commands.train.main([str(argument) for argument in arguments])
-    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
-    return exit.value.code
+    return error_of(commands.train.main, *arguments)
 
 
 def contents(folder):
@@ -104,21 +102,11 @@ def test_what_a_killed_run_left(tmp_path):
     assert not list(train(tmp_path).rglob("*.partial"))
 
 
-@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
-    path = write(3, max_steps=100_000)
-    first = subprocess.Popen([*COMMAND, "--config", path], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-        while first.poll() is None and not log.exists():
-            time.sleep(0.05)
-        error = failed("--config", path, "--stages", "dense")
-        assert f"out is in use: process {first.pid} on " in error
-        assert "is in use" not in failed("--config", path, "--output-dir", tmp_path / "other", "--stages", "sparse")
-    finally:
-        first.kill()
-        first.wait()
-    run_recipe(load_recipe(path), ["dense"])  # the lock ends with its process
+    path = write()
+    with locked(tmp_path / "out"):
+        assert f"out is in use: process {os.getpid()} on " in failed("--config", path)
+        run_recipe(load_recipe(path, {"output_dir": str(tmp_path / "other")}))
 
 
 @pytest.mark.slow

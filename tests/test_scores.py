@@ -7,7 +7,7 @@ import shutil
 import PIL.Image
 import pytest
 from benchmark_folders import make_copy
-from tiny_runs import recipe, run_stages, run_two, same_weights
+from tiny_runs import read_log, run_two, same_weights, train
 
 from data import symbols
 from evaluation import tasks
@@ -40,22 +40,14 @@ def tasks_here():
         del tasks.TASKS[name]
 
 
-def stages(evaluation, **training):
-    """Of a sparse model that trains for 6 steps, with dropout, which draws random numbers."""
-    made = recipe(evaluation=evaluation, expert_dropout=0.2, **training)
-    return {"stages": made["stages"], "defaults": made["defaults"]}
-
-
 def run(folder, evaluation, **training):
-    """Returns the folder of the stage that trains."""
-    folder.mkdir(exist_ok=True)
-    return run_stages(folder, **stages(evaluation, **training)) / "tuned"
+    """Trains a sparse model for 6 steps, with dropout, which draws random numbers. Returns the stage's folder."""
+    return train(folder, evaluation=evaluation, expert_dropout=0.2, **training)
 
 
 def scores(folder):
     """Step -> what was measured after it."""
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in log if SCORE in record}
+    return {record["step"]: record for record in read_log(folder) if SCORE in record}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +182,7 @@ def test_scores_of_own_data_and_benchmarks(tmp_path):
     assert not list(tmp_path.rglob("log.jsonl"))
     evaluation |= {"keep_best": "retrieval/image_to_text_recall@1"}
     folder = run(tmp_path, evaluation, max_steps=1)
-    *_, record = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    record = read_log(folder)[-1]
     assert "urban1k/image_to_text_recall@1" in record
     best = json.loads((folder / "best.json").read_text())
     assert best["score"].startswith("retrieval-own-test-caption-") and record[best["score"]] == best["value"]
@@ -207,8 +199,7 @@ def test_curves(measured, plain, tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert [row["stage"] for row in rows] == ["out/tuned"] * 7 + ["tuned"] * 6
     assert [int(row["step"]) for row in rows[:7]] == list(range(7))
-    records = [json.loads(line) for line in (measured / "log.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record for record in records if "loss" in record}
+    losses = {record["step"]: record for record in read_log(measured) if "loss" in record}
     for row in rows[:7]:
         step = int(row["step"])
         assert row[SCORE] == str(scores(measured).get(step, {}).get(SCORE, ""))

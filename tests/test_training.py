@@ -2,9 +2,10 @@
 
 import importlib.util
 import json
+import logging
+import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -14,9 +15,12 @@ import PIL.Image
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import same_weights, start_two, train, weights
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses, read_log, same_weights, start_two, train, weights
+from tiny_sources import rows, saved_pairs
 from transformers import AutoModel, AutoProcessor
 
+from data import symbols
+from data.tokenizer import pieces_per_word
 from modeling_clip_moe import CLIPMoEModel
 from training.recipe import load_recipe
 
@@ -32,7 +36,7 @@ def test_a_recipe_makes_models_that_load(whole):
     assert AutoProcessor.from_pretrained(tuned).tokenizer.model_max_length == 16
     before, after = weights(output / "sparse"), weights(tuned)
     assert not [name for name in before if before[name].numel() > 0 and torch.equal(before[name], after[name])]
-    log = [json.loads(line) for line in (tuned / "log.jsonl").read_text().splitlines()]
+    log = read_log(tuned)
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "balance_loss", "z_loss", "dropped_tokens", "grad_norm"} <= set(log[0])
     assert log[0]["balance_loss"] >= 1 and 0 <= log[0]["dropped_tokens"] < 1
@@ -71,8 +75,7 @@ def errors(text):
 
 @pytest.mark.slow
 def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
-    """Both skip the image that is broken, both cannot share the batch of 7, and one that fails while the other one
-    waits for it says why."""
+    """Both skip the image that is broken, and one that fails while the other one waits for it says why."""
     path = tmp_path / "recipe.yaml"
     for number in range(150):
         PIL.Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -84,12 +87,6 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     process = start_two(path, stdout=subprocess.PIPE)
     text = "".join(process.communicate(timeout=300))
     assert process.returncode == 0 and text.count("1 of 150 pairs") == 1, text
-    shutil.rmtree(tmp_path / "out" / "tuned")
-    train(tmp_path, only=["dense", "sparse"], global_batch_size=7)
-    process = start_two(path)
-    (error,) = errors(process.communicate(timeout=300)[1])
-    assert process.returncode == 1 and error.startswith("error: ")
-    assert "tuned.global_batch_size: 7 cannot be shared by 2 processes" in error
     script = tmp_path / "upcycle.py"
     script.write_text(
         "import os, sys\n"
@@ -102,8 +99,8 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "    engine._require_finite = fail\n"
         "commands.train.main()\n"
     )
-    train(tmp_path, only=["dense", "sparse"])
-    process = start_two(path, script=script)
+    train(tmp_path / "another", only=["dense", "sparse"])
+    process = start_two(tmp_path / "another" / "recipe.yaml", script=script)
     assert errors(process.communicate(timeout=300)[1]) == ["error: tuned: the loss of the second process"]
     assert process.returncode == 1
 
@@ -142,3 +139,41 @@ def test_trackers(tmp_path):
     events.Reload()
     for name, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("symbols_pairs/group", [3, 6])):
         assert [event.step for event in events.Scalars(f"tuned/{name}")] == steps
+
+
+# What a train stage says of its pairs
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_says_into_how_many_pieces_a_word_falls(run, tmp_path, caplog, streaming):
+    foreign = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS) | {"streaming": streaming, "in_memory": not streaming}
+    caplog.set_level(logging.WARNING)
+    run([DENSE, {**TUNED, "data": foreign}])
+    expected = pieces_per_word(symbols.build_tokenizer(16), HARBOR_CAPTIONS)
+    warnings = [record.getMessage() for record in caplog.records if "pieces" in record.getMessage()]
+    assert len(warnings) == 1 and expected > 2
+    assert f"{expected:.1f} pieces" in warnings[0] and "tuned" in warnings[0] and "tokenizer stage" in warnings[0]
+
+
+@pytest.mark.parametrize("captions", [["a harbour", None] * 8, [["a harbour", None], None, [None], []] * 4])
+def test_training_on_a_stream_leaves_missing_captions_out(run, tmp_path, captions, caplog):
+    rows(captions).to_parquet(tmp_path / "x.parquet")
+    data = {"source": str(tmp_path / "x.parquet"), "streaming": True, "max_unreadable": 0.9}
+    (loss,) = losses(run([DENSE, {**TUNED, "data": data}]) / "tuned")
+    # The four captions are the same, so that nothing tells the pairs apart but their gray
+    assert loss == pytest.approx(math.log(4), abs=0.2)
+    assert "its caption is empty" in caplog.text
+
+
+def test_training_on_a_stream_of_numbers_ends_in_one_line(run, tmp_path):
+    rows(range(8)).to_parquet(tmp_path / "x.parquet")
+    data = {"source": str(tmp_path / "x.parquet"), "streaming": True}
+    with pytest.raises(ValueError, match="^tuned: 8 of 8 pairs .*its caption is no text but [0-7]. [^\n]*$"):
+        run([DENSE, {**TUNED, "data": data}])
+
+
+def test_captions_that_are_cut_are_reported_and_words_that_are_known_are_not(run, caplog):
+    caplog.set_level(logging.WARNING)
+    run([DENSE, {**TUNED, "data": {"source": "symbols", "num_samples": 40, "captions": "detailed"}}])
+    assert "100.0% of the captions of symbols (40 looked at) are longer than the 16 tokens" in caplog.text
+    assert "pieces" not in caplog.text

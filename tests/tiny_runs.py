@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -165,10 +166,27 @@ def recorded(folder):
     record.write(folder)
 
 
+def read_log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
 def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in read_log(folder)]
 
 
 def stored(folder, name):
     """An array that a stage keeps in a `FeatureStore`."""
     return FeatureStore.open(folder, "a stage")[name][:]
+
+
+def tiny_run(name, tmp_path_factory):
+    """A function that runs a tiny recipe, `recipes/NAME.yaml`: `run(output, overrides, only=..., experts=...)`."""
+    folder = tmp_path_factory.mktemp(name)
+    shutil.copy(ROOT / "tests" / "recipes" / f"{name}.yaml", folder / "recipe.yaml")
+
+    def run(output="out", overrides=None, **parts):
+        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
+        return run_recipe(loaded, **parts)
+
+    run.folder = folder
+    return run
