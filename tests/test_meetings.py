@@ -66,13 +66,9 @@ STEPS = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3}
 STAGES = {
     "train": {"stage": "train", "data": DATA, **STEPS},
     "embed": {"stage": "embed", "data": DATA},
-    "captions": {"stage": "captions", "data": DATA, "captions": [{"column": "caption", "policy": "full"}]},
-    "stage upcycle": {"stage": "upcycle", "preset": "clip_up"},
     "stage average": {"stage": "average", "models": ["FOLDER", "FOLDER"]},
-    "stage long_context": {"stage": "long_context", "length": 32},
     "embed_captions": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER"},
     "embed images": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER", "modality": "image"},
-    "hidden_states": {"stage": "hidden_states", "data": DATA},
 }
 COMMANDS = {
     "evaluate": (evaluate, "--model FOLDER --tasks symbols_pairs --output-dir OUT"),
@@ -112,7 +108,7 @@ PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULT
 @pytest.mark.parametrize(("fault", "command"), sorted(PAIRS))
 def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fault, command):
     folder = tmp_path / "model"
-    shutil.copytree(sound / ("sparse" if command == "hidden_states" else "dense"), folder)
+    shutil.copytree(sound / "dense", folder)
     message, break_it = FAULTS[fault]
     break_it(folder)
     if command in COMMANDS:

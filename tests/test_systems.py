@@ -26,6 +26,7 @@ from conversion.processors import copy_processor
 from data import symbols
 from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint
+from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from evaluation.ensemble import concatenate, open_model
@@ -93,7 +94,8 @@ def assert_same(first, second, names, **tolerance):
 def image_embeds(folder, images):
     """Of a CLIP, normalized."""
     model, processor = CLIPModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    pixel_values = processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+    images = [decode_image(image) for image in images]
+    pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         embeds = model.get_image_features(pixel_values).pooler_output
     return torch.nn.functional.normalize(embeds, dim=-1).numpy()
@@ -470,7 +472,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
 
 
 def test_centers_of_another_encoder_are_refused(system, out):
-    with pytest.raises(ValueError, match="made with tfidf-.*, the captions with dense-"):
+    with pytest.raises(ValueError, match="made with tfidf-.*, not with dense-"):
         centers = {"fine.num_centers": None, "fine.centers": str(out / "fine")}
         remade(system("mode"), ["captions", "fine"], {"captions.encoder": "dense"} | centers)
 

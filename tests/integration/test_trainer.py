@@ -99,7 +99,7 @@ def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, co
 
 
 def test_classification(repository, data, processor, tmp_path):
-    kinds = sorted(set(data[0]["kind"]))
+    kinds = sorted({*data[0]["kind"], *data[1]["kind"]})
 
     def collate(rows):
         batch = processor(images=[row["image"] for row in rows], return_tensors="pt")
@@ -110,7 +110,7 @@ def test_classification(repository, data, processor, tmp_path):
     trainer.train()
     loaded = CLIPMoEForImageClassification.from_pretrained(tmp_path / "checkpoint-30").eval()
     assert_same_weights(loaded, trainer.model)
-    batch = collate(list(data[1]))
+    batch = collate(list(data[0]))
     with torch.no_grad():
         right = loaded(**batch).logits.argmax(-1) == batch["labels"]
     assert right.float().mean() > 3 / len(kinds)
