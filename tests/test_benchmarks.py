@@ -219,6 +219,7 @@ def damage(path, change):
         ("imagenet_r", "tench/0.jpg", b"", "needs a WordNet id for each class.* calls 1 of 8 otherwise, such as tench"),
         ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
         ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
+        ("pets", "annotations/test.txt", ("red_7 1 1 1", "red_7"), "line 8 of .*test.txt needs the name .* is 'red_7'"),
         ("sugar_crepe", "data/swap_obj.json", None, "no copy of sugar_crepe: there must be data/add_att.json and"),
         ("sugar_crepe", "data/add_obj.json", "[]", "sugar_crepe is not as it should be .*; there must be .*_obj.json"),
         ("aro_vg_relation", "visual_genome_relation.json", ("relation_name", "r"), "KeyError.*the keys image_path, tr"),
@@ -236,7 +237,7 @@ def damage(path, change):
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
-    layouts = {"urban1k": 1, "imagenet_a": 1, "imagenet_r": 1, "cifar10": 1, "imagenet1k": 3}
+    layouts = {"urban1k": 1, "imagenet_a": 1, "imagenet_r": 1, "cifar10": 1, "imagenet1k": 3, "pets": 1}
     damage(make(tmp_path, name, layouts.get(name, 0)) / file, change)
     with pytest.raises((ValueError, OSError), match=message) as error:
         benchmark_task(BENCHMARKS[name], tmp_path).load()

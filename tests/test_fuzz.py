@@ -314,6 +314,17 @@ FILES = {
     "food101": (0, "meta/test.txt"),
     "cub200": (0, "train_test_split.txt"),
     "mmvp_vlm": (0, "Questions.csv"),
+    "imagenet1k": (3, "ILSVRC2012_devkit_t12/data/meta.mat"),
+    "cifar10": (1, "test_batch.bin"),
+    "cifar100": (1, "fine_label_names.txt"),
+    "mnist": (1, "t10k-labels-idx1-ubyte"),
+    "pets": (1, "annotations/test.txt"),
+    "voc2007_multilabel": (1, "ImageSets/Main/red_test.txt"),
+    "sugar_crepe": (0, "data/swap_att.json"),
+    "winoground": (1, "data/examples.jsonl"),
+    "aro_vg_relation": (0, "visual_genome_relation.json"),
+    "aro_coco_order": (0, "data/test-00000-of-00002.parquet"),
+    "xm3600_de": (0, "captions.jsonl"),
 }
 
 

@@ -195,20 +195,24 @@ class LabelLines(Layout):
     """A line for each image, with its class or the id of that. Classes have the numbers of their labels in order.
 
     Args:
-        line: regular expression of a line, with the groups `name`, of the image, and `label`; other lines count for
-            nothing.
+        line: regular expression of a line, with the groups `name`, of the image, and `label`. The first line may be a
+            header.
         suffix: of images, where their names have none.
     """
 
     line: str = ""
     suffix: str = ""
-    content: ClassVar[str] = "the name of an image and its class in each line"
+    content: ClassVar[str] = "the name of an image and its class"
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""
         (file,) = self.annotations(folder, split)
-        lines = filter(None, (re.fullmatch(self.line, line.strip()) for line in read_text(file).split("\n")))
-        return {f"{line['name']}{self.suffix}": line["label"] for line in lines}
+        lines = [line.strip() for line in read_text(file).split("\n")]
+        found = [re.fullmatch(self.line, line) for line in lines]
+        bad = [number for number, line in enumerate(lines) if line and number and not found[number]]
+        if bad:
+            raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
+        return {f"{line['name']}{self.suffix}": line["label"] for line in filter(None, found)}
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         return in_order(set(self.labels(folder, split).values()))
@@ -241,7 +245,7 @@ class Devkit(LabelLines):
             synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
             synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
             return {image.name: synset_of[int(number)] for image, number in zip(images, numbers, strict=True)}
-        except (MatReadError, ValueError, LookupError, TypeError) as error:
+        except (MatReadError, OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{meta} or {file} is not that of ImageNet's development kit ({error!r})") from error
 
 
