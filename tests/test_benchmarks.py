@@ -410,6 +410,10 @@ def test_other_names_of_benchmarks(copies):
     expected = ["imagenet1k", "imagenet_a", "cifar10", "dtd", "cars"]
     assert list(find_tasks(names, copies)) == expected and problems_of_data(names, copies) == []
     assert len(find_tasks([*names, *expected], copies)) == 5
+    assert (
+        find_tasks(["imagenet"], copies / "imagenet1k")["imagenet1k"].data["version"]
+        == (find_tasks(["imagenet"], copies)["imagenet1k"].data["version"])
+    )
 
 
 def test_mean_average_precision_by_a_loop():

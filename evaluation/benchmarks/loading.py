@@ -29,8 +29,8 @@ def benchmark_task(
     """The task of a benchmark. Class names, templates and stamps of copies are read now, images when they are needed.
 
     Args:
-        data_root: folder of local copies: `data_root/NAME`, also as `wds_NAME`. What is not there is taken from the
-            Hub.
+        data_root: folder of local copies: `data_root/NAME`, also under other names that the benchmark has; or the copy
+            itself, if it is called so. What is not there is taken from the Hub.
         num_workers: processes that look whether all images can be read; None: this one.
     """
     local, layout = _find(benchmark, data_root)
@@ -76,8 +76,8 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     if data_root is not None:
         if not Path(data_root).is_dir():
             raise ValueError(f"there is no folder {data_root} with copies of benchmarks (--data-root)")
-        names = dict.fromkeys([benchmark.name, *benchmark.folders])
-        folders = [folder for name in names if (folder := Path(data_root) / name).is_dir()]
+        names, root = dict.fromkeys([benchmark.name, *benchmark.folders]), Path(data_root)
+        folders = [folder for name in names if (folder := root / name).is_dir()] + [root] * (root.name in names)
         for folder in folders:
             for layout in benchmark.layouts:
                 if all(layout.fits(folder, split) for split in benchmark.splits):
