@@ -46,6 +46,14 @@ def whole(tmp_path_factory):
     return whole
 
 
+@pytest.fixture(scope="session")
+def processor():
+    """The symbols' processor, for texts of 16 tokens and images of 16 pixels."""
+    from data.worlds import build_processor
+
+    return build_processor("symbols", 16, 16)
+
+
 @pytest.fixture
 def run(tmp_path):
     """`tiny_runs.run_stages` in the test's own folder."""

@@ -11,15 +11,9 @@ from data import symbols
 from data.augmentation import RATIOS, Augmentation, crop_box
 from data.images import decode_image
 from data.sources import DataArguments
-from data.worlds import build_processor
 from training.loader import PairLoader
 
 BOTH = Augmentation(random_resized_crop=[0.5, 1.0], horizontal_flip=True)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 16, 16)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,7 @@ import data.images
 from data.captions import CaptionPolicy, build_captions
 from data.pairs import caption_columns, load_pairs
 from data.sources import DataArguments
-from data.worlds import build_processor
 from training.loader import PairLoader
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 16, 16)
 
 
 @pytest.fixture

@@ -147,18 +147,6 @@ def test_the_loss_is_siglips(own, monkeypatch):
     assert_same(of(SigmoidLoss(bias=-0.5).contrastive_loss, None), of(plain_sigmoid_loss, -0.5))
 
 
-def test_batches_mix_the_clusters_for_any_number_of_processes(own, monkeypatch):
-    monkeypatch.syspath_prepend(own)
-    from my_method.stages import MixedBatchSampler
-
-    labels = torch.tensor([0] * 20 + [1] * 13 + [2] * 30).numpy()
-    whole = list(MixedBatchSampler(labels, 12))
-    halves = [list(MixedBatchSampler(labels, 6, rank, 2)) for rank in range(2)]
-    assert whole == [first + second for first, second in zip(*halves, strict=True)]
-    assert [sorted(labels[batch].tolist()) for batch in whole] == [[0] * 4 + [1] * 4 + [2] * 4] * 3
-    assert len({sample for batch in whole for sample in batch}) == 36
-
-
 WRONG = """
 from pydantic.dataclasses import dataclass
 from training.settings import STRICT

@@ -1,19 +1,14 @@
 """What trains and what decays."""
 
 import pytest
+from tiny_clip_moe import tiny_model
 
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.optimizers import parameter_groups, set_trainable
 
 
 @pytest.fixture
 def model():
-    common = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, moe_layers=[1])
-    common |= dict(num_experts=4, num_experts_per_tok=2, fusion_gate=True)
-    text = {**common, "vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
-    return CLIPMoEModel(
-        CLIPMoEConfig(text_config=text, vision_config={**common, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    )
+    return tiny_model([1], fusion_gate=True)
 
 
 def test_routers_only(model):

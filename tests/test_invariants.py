@@ -129,10 +129,11 @@ def test_killed_and_started_again(whole, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(whole, tmp_path):
-    """Also with noise in the routers, as its groups are those of capacity."""
+    """By torchrun, also with noise in the routers, as its groups are those of capacity."""
     settings = {"change": set_towers(router_jitter_noise=0.1), "global_batch_size": 16}
     train(tmp_path, only=["dense", "sparse"], **settings)
-    assert "on 2 x cpu" in run_two(tmp_path / "recipe.yaml")
+    printed = run_two(tmp_path / "recipe.yaml", launcher=("torchrun", "--nproc-per-node", "2"))
+    assert printed.count("on 2 x cpu") == 1
     two, one = tmp_path / "out" / "tuned", whole(**settings)
     torch.testing.assert_close(losses(two), losses(one), atol=1e-4, rtol=0)
     torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)

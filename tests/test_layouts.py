@@ -11,17 +11,11 @@ from tiny_sources import images_and_texts, png, write_shard
 
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from data.worlds import build_processor
 from training.loader import PairLoader
 
 NUMBER = 24
 CAPTIONS = [f"a picture of the number {number} and others" for number in range(NUMBER)]
 SPLITS = {"train": slice(0, 20), "test": slice(20, 24)}
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 16, 16)
 
 
 def rows_of(numbers):

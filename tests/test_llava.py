@@ -7,7 +7,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
-from tiny_runs import DENSE, SPARSE, read_log, run_stages, run_two, same_weights, weights
+from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, read_log, run_stages, run_two, same_weights, weights
 from tiny_sources import png
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -20,13 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from data import pairs
 from data.conversations import QUESTIONS, load_conversations
-from data.pairs import load_pairs
 from data.sources import DataArguments
 from examples.llava import IGNORED, ConversationLoader, LlavaTask, build
 from modeling_clip_moe import CLIPMoEVisionModel
-from training import engine
 from training.samplers import Share
 
 ROOT = Path(__file__).parents[1]
@@ -130,19 +127,6 @@ def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(f
         assert len(load_conversations(file([good, entry], max_unreadable=0.5))) == 1 and "1 of 2 pairs" in caplog.text
 
 
-@pytest.mark.parametrize("load", [load_conversations, load_pairs])
-def test_images_are_decoded_once_for_all_processes(file, load, monkeypatch):
-    """And for the same run, started again. Captions of such a file are ShareGPT4V's."""
-    decoded, read = [], pairs.decode_image
-    monkeypatch.setattr(pairs, "decode_image", lambda *value: (decoded.append(value), read(*value))[1])
-    arguments = file([{"image": f"{number}.png", "conversations": turns("a", "b")} for number in range(3)])
-    rows = [list(load(arguments)) for _ in range(2)]
-    assert len(decoded) == 3 and rows[0] == rows[1]
-    Path(arguments.image_root, "1.png").write_bytes(png(7))
-    load(arguments)
-    assert len(decoded) == 6
-
-
 def test_conversations_of_a_world():
     rows = load_conversations(DataArguments(source="symbols", captions="detailed", num_samples=20))
     asked = set()
@@ -225,7 +209,7 @@ def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inferenc
     assert projector.linear_1.weight.grad.abs().max() == 0 and model.lm_head.weight.grad.abs().max() > 0
 
 
-def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
+def test_both_stages_train_what_they_say_and_resume(tmp_path):
     stages = [DENSE, SPARSE, LLAVA, PROJECTED, TUNED]
     output = run_stages(tmp_path, stages)
     built, projected, tuned = (weights(output / name) for name in ("llava", "projected", "tuned"))
@@ -244,20 +228,12 @@ def test_both_stages_train_what_they_say_and_resume(tmp_path, monkeypatch):
     answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > inputs["input_ids"].shape[1]
 
-    save, saved = engine.save_checkpoint, []
-
-    def save_and_end(*arguments):
-        saved.append(save(*arguments))
-        raise KeyboardInterrupt
-
     overrides = {"output_dir": str(tmp_path / "again")}
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "save_checkpoint", save_and_end)
-        for _ in range(2):  # each train stage has one checkpoint
-            with pytest.raises(KeyboardInterrupt):
-                run_stages(tmp_path, stages, overrides)
+    for _ in range(2):  # each train stage has one checkpoint
+        with ended_by_a_checkpoint():
+            run_stages(tmp_path, stages, overrides)
     again = run_stages(tmp_path, stages, overrides)
-    assert len(saved) == 2 and same_weights(output / "tuned", again / "tuned")
+    assert same_weights(output / "tuned", again / "tuned")
 
 
 @pytest.fixture

@@ -17,13 +17,7 @@ from torch.utils.data import DataLoader
 from data import symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from data.worlds import build_processor
 from training.loader import PairLoader
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 16, 16)
 
 
 def batches(loader, start, number):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,25 +67,6 @@ def test_slurm(recipe, tmp_path):
     variables |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
     variables |= {"SLURM_JOB_ID": str(os.getpid())}
     assert run(["bash", SBATCH, "--config", recipe], **variables).count("on 2 x cpu") == 1  # together, not each
-    assert_one(tmp_path)
-
-
-@pytest.mark.slow
-def test_torchrun(recipe, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [BIN / "torchrun", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", port]
-    arguments = ["training/upcycle.py", "--config", recipe]
-    second = subprocess.Popen(
-        [*command, "--node-rank", "1", *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    try:
-        assert run([*command, "--node-rank", "0", *arguments]).count("on 2 x cpu") == 1
-        assert second.wait(60) == 0
-    finally:
-        second.kill()
     assert_one(tmp_path)
 
 

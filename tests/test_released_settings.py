@@ -2,12 +2,12 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip_moe import IMPLEMENTATIONS, tiny_config, tiny_model
+from test_losses import routed
+from tiny_clip_moe import IMPLEMENTATIONS, tiny_model
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from tiny_sources import CAPTIONS, SOURCES
 from transformers import AutoModel, AutoProcessor
@@ -51,36 +51,26 @@ def test_the_released_optimizer(tmp_path):
 def test_the_released_router_loss():
     """0.01 * (B_image + B_text / 2) / 8 processes, B = E * sum over choices and experts of share * probability, over
     the tokens of all layers of a tower."""
-    config = tiny_config()
-    config.router_aux_loss_coef = 0.01 * config.text_config.num_experts_per_tok / 8
     generator = torch.Generator().manual_seed(0)
-    logits = {
-        "text": torch.randn(3, 5, 10, 4, generator=generator),
-        "vision": torch.randn(2, 5, 7, 4, generator=generator),
-    }
-    logits = {name: values.requires_grad_() for name, values in logits.items()}
+    text, vision = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((3, 5, 10, 4), (2, 5, 7, 4)))
+    coefficient = 0.01 * 2 / 8
+    config, outputs, mask = routed(tuple(text), tuple(vision), 2, router_aux_loss_coef=coefficient)
 
     def balance(of_tower):
         probabilities = of_tower.flatten(0, -2).softmax(dim=-1)
         choices = F.one_hot(probabilities.topk(2).indices, 4).float()  # (T, K, E)
         return 4 * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum()
 
-    expected = 0.01 * (balance(logits["vision"]) + balance(logits["text"]) / 2) / 8
-    outputs = SimpleNamespace(
-        text_router_logits=tuple(logits["text"]),
-        vision_router_logits=tuple(logits["vision"]),
-        text_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 10, 2)),
-        vision_model_output=SimpleNamespace(expert_ids=torch.zeros(1, 5, 7, 2)),
-    )
+    expected = 0.01 * (balance(vision) + balance(text) / 2) / 8
     recipe = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / "clip_moe_released.yaml")
     stages = {stage.name: stage for stage in recipe.stages}
     unified, stage = stages["unified"], stages["clip_moe"]
-    assert unified.changes == {"router_aux_loss_coef": config.router_aux_loss_coef}
-    found, metrics = stage.router_loss(config, outputs, torch.ones(5, 10))
+    assert unified.changes == {"router_aux_loss_coef": coefficient}
+    found, metrics = stage.router_loss(config, outputs, mask)
     torch.testing.assert_close(found, expected)
     assert 1 < metrics["balance_loss"] < 2  # not weighted
-    values = list(logits.values())
-    for ours, plain in zip(torch.autograd.grad(found, values), torch.autograd.grad(expected, values), strict=True):
+    gradients = (torch.autograd.grad(loss, (text, vision)) for loss in (found, expected))
+    for ours, plain in zip(*gradients, strict=True):
         assert plain.abs().max() > 1e-8
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-10)
 

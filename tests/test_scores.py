@@ -7,14 +7,14 @@ import shutil
 import PIL.Image
 import pytest
 from benchmark_folders import make_copy
-from tiny_runs import read_log, run_two, same_weights, train
+from tiny_runs import ended_by_a_checkpoint, read_log, run_two, same_weights, train
 
 from data import symbols
 from evaluation import tasks
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.evaluate import evaluate_model
 from records.provenance import weights_fingerprint
-from training import curves, engine
+from training import curves
 from training.commands import curves as curves_command
 
 KINDS = symbols.KIND_SETS["digit"]
@@ -96,17 +96,10 @@ def test_the_best_model_is_the_result(best, plain, tmp_path):
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder of a run that keeps the best, and ended after its first checkpoint, and again after its second."""
-    folder, save = tmp_path_factory.mktemp("killed"), engine.save_checkpoint
-
-    def save_and_end(*arguments):
-        save(*arguments)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "save_checkpoint", save_and_end)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                run(folder, KEEPING, learning_rate=0.1)
+    folder = tmp_path_factory.mktemp("killed")
+    for _ in range(2):
+        with ended_by_a_checkpoint():
+            run(folder, KEEPING, learning_rate=0.1)
     return folder
 
 
@@ -208,26 +201,6 @@ def test_curves(measured, plain, tmp_path, capsys):
             assert float(row["dropped_tokens"]) == losses[step]["dropped_tokens"]
             assert float(row["temperature"]) == pytest.approx(1 / losses[step]["logit_scale"])
     assert PIL.Image.open(tmp_path / "curves.png").size[0] > 1000
-
-
-def test_a_stage_has_one_color_in_all_panels(tmp_path, monkeypatch):
-    """Also where others have nothing, and in the legend. What never changes has no panel."""
-    drawn = {
-        "dense": {1: {"loss": 2.0, "z_loss": 0.5}, 2: {"loss": 1.0, "z_loss": 0.5}},
-        "sparse": {1: {"loss": 1.0, "local_entropy_text": 0.5}, 2: {"loss": 0.9, "local_entropy_text": 0.4}},
-    }
-    figures = []
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    curves.draw(drawn, tmp_path / "curves.png")
-    (figure,) = figures
-    colors = {(line.get_label(), line.get_color()) for axis in figure.axes for line in axis.get_lines()}
-    assert len(colors) == len({label for label, _ in colors}) == len({color for _, color in colors}) == 2
-    (legend,) = figure.legends
-    texts, handles = legend.get_texts(), legend.legend_handles
-    assert {(text.get_text(), line.get_color()) for text, line in zip(texts, handles, strict=True)} == colors
-    assert [axis.get_title() for axis in figure.axes] == ["loss", "local entropy of texts (bits)"]
-    monkeypatch.undo()
-    curves.plt.close(figure)
 
 
 def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):

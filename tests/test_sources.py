@@ -14,16 +14,10 @@ from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, parquet, 
 from data.images import decode_image
 from data.pairs import load_pairs, select_columns
 from data.sources import DataArguments
-from data.worlds import build_processor
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 TAR = {"image_column": "png", "caption_column": "txt"}
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor("symbols", 16, 16)
 
 
 # ---- what is read

@@ -111,10 +111,10 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
     return folder / "out" / "tuned.partial"
 
 
-def start_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), **pipes):
-    """Starts a recipe's file on two processes, with options of `accelerate launch`."""
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--quiet", *options, "--num_processes", "2"]
-    command += [script, "--config", recipe, *arguments]
+def start_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), launcher=(), **pipes):
+    """Starts a recipe's file on two processes, by `accelerate launch` with some options or by another launcher."""
+    name, *words = launcher or ("accelerate", "launch", "--quiet", *options, "--num_processes", "2")
+    command = [Path(sys.executable).with_name(name), *words, script, "--config", recipe, *arguments]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stderr": subprocess.PIPE, "text": True} | pipes
@@ -127,6 +127,20 @@ def run_two(*arguments, **options):
     printed, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     return printed
+
+
+@contextlib.contextmanager
+def ended_by_a_checkpoint():
+    """Ends a run when it has saved a checkpoint."""
+    save = engine.save_checkpoint
+
+    def save_and_end(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "save_checkpoint", save_and_end)
+        yield
 
 
 @contextlib.contextmanager
