@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
-from transformers import CLIPConfig
 
 from conversion.checkpoints import load_clip
+from conversion.families import is_clip
 from conversion.folders import has_file, load_config, loading
-from conversion.processors import load_processor, load_tokenizer, require_fit
+from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
+from data.tokenizer import tokenize
 from evaluation.results import content_hash
-from modeling_clip_moe import CLIPMoEConfig
 from records.files import save, writing
 from records.provenance import weights_fingerprint
 
@@ -155,7 +155,7 @@ class ClipEncoder:
         else:
             self.processor, config = load_tokenizer(source), load_config(source)
             require_fit(config, source, source, self.processor)
-            self.max_length = min(config.text_config.max_position_embeddings, self.processor.model_max_length)
+            mark_padding(config, self.processor)
         self.model = load_clip(source).eval().to(device)
 
     @torch.no_grad()
@@ -168,9 +168,8 @@ class ClipEncoder:
         if self.modality == "image":
             images = self.processor.image_processor(batch, return_tensors="pt")["pixel_values"]
             return self.model.get_image_features(images.to(self.model.device, self.model.dtype)).pooler_output
-        options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        texts = self.processor(batch, **options).to(self.model.device)
-        return self.model.get_text_features(texts["input_ids"], texts["attention_mask"]).pooler_output
+        texts = {name: tensor.to(self.model.device) for name, tensor in tokenize(self.processor, batch).items()}
+        return self.model.get_text_features(**texts).pooler_output
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
@@ -197,7 +196,7 @@ def open_encoder(
             f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
             "tfidf"
         )
-    if modality == "image" or load_config(source).model_type in (CLIPConfig.model_type, CLIPMoEConfig.model_type):
+    if modality == "image" or is_clip(load_config(source)):
         return ClipEncoder(source, modality, name, device)
     return TextEncoder(source, pooling, name, device)
 

@@ -77,7 +77,7 @@ def test_defaults_of_train_hold_for_all_that_trains(recipe):
     *_, first, routed = load_recipe(recipe(text)).stages
     assert (first.learning_rate, first.weight_decay, first.max_steps) == (1e-3, 0.0, 10)
     assert (routed.learning_rate, routed.weight_decay, routed.max_steps) == (1e-3, 0.5, 30)
-    assert (first.trainable, routed.trainable) == (r"\.mlp\.", r"\.mlp\.router\.")
+    assert (first.trainable, routed.trainable) == (r"\.layers\.\d+\.mlp\.", r"\.mlp\.router\.")
     assert (routed.balance_top_k, routed.balance_mean) == (1, "layer")
 
 

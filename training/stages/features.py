@@ -10,7 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.checkpoints import load_clip, load_model
+from conversion.checkpoints import load_clip, load_sparse
+from conversion.families import family_of
 from conversion.processors import copy_processor, load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.contact_sheet import contact_sheet
@@ -170,7 +171,7 @@ class HiddenStatesStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         accelerator = context.accelerator
-        model, processor = load_model(CLIPMoEModel, inputs.model, dtype=torch.float32), load_processor(inputs.model)
+        model, processor = load_sparse(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         rows = context.pairs(inputs.data)
         batch_size = min(self.batch_size, len(rows))
         loader = PairLoader(rows, processor, self.data, batch_size, caption_weights=self.caption_weights)
@@ -187,6 +188,11 @@ class HiddenStatesStage(Stage):
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
         config = inputs.model.clip
+        if not issubclass(family_of(config).sparse, CLIPMoEModel):
+            raise ValueError(
+                f"{self.name}.model: a SigLIP cannot begin at its sparse layers; leave hidden_states out of the stages "
+                "that train it, which then compute what is below"
+            )
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
             if not getattr(of_tower, "moe_layers", None):
                 raise ValueError(

@@ -491,7 +491,7 @@ class TrainExpertsStage(TrainStage):
 
     kind: ClassVar[str] = "train_experts"
 
-    trainable: str = r"\.mlp\."
+    trainable: str = r"\.layers\.\d+\.mlp\."  # not the FFN of SigLIP's pooling
     # The pairs that it trains on.
     data: NumberedData
     # The number by which --experts chooses it.
