@@ -42,9 +42,10 @@ def draw(
     Args:
         world: its name.
         contact_sheet: PNG file, with a training and a test picture of each kind.
-        folder: gets folders `train` and `test` with pictures, each with their captions in `metadata.jsonl`.
+        folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
+            in `metadata.jsonl`.
         kinds: a set of the world's kinds.
-        number: of kinds on the sheet, the first ones of the set; of pictures in each folder.
+        number: of kinds on the sheet, the first ones of the set; of pictures to train on.
     """
     numbers = WORLDS[world].kind_set(kinds)
     if contact_sheet is not None:
@@ -58,10 +59,10 @@ def draw(
         grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(contact_sheet, "png", optimize=True)
     if folder is not None:
         with new_folder(folder) as new:
-            for split in SPLITS:
+            for split, pictures in {"train": number, "test": len(numbers)}.items():
                 (new / split).mkdir()
                 lines = []
-                for index, row in enumerate(WORLDS[world].load(split, "web", number, numbers)):
+                for index, row in enumerate(WORLDS[world].load(split, "web", pictures, numbers)):
                     lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
                     row["image"].save(new / split / f"{index:06}.png")
                 (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -23,7 +23,11 @@ import clip_moe
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose blocks other tests run
-ELSEWHERE = {"integrations.md": "integration/test_integrations_page.py", "extending.md": "test_extending.py"}
+ELSEWHERE = {
+    "integrations.md": "integration/test_integrations_page.py",
+    "extending.md": "test_extending.py",
+    "own_pictures.md": "integration/test_icons.py",
+}
 RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
@@ -49,6 +53,11 @@ SMALLER = {
     "--stages captions,fine,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
+    "data.worlds icons": "--kinds 'brands 16' --number 64",
+    "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 --defaults.train.warmup_steps 0 "
+    + " ".join(
+        f"--{name}.max_steps 1" for name in "seed_model dense_short sparse_short dense_long sparse_long".split()
+    ),
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
     "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }

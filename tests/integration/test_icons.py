@@ -1,10 +1,12 @@
 """The world of icons: that its names are apart, what is drawn, and CLIP-UP's recipe on it."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import run_page
 from transformers import AutoModel
 
 from conversion.publishing.lineage import WORLDS
@@ -91,6 +93,18 @@ def test_the_page_tells_what_is_there():
     for artist, words in told.items():
         (license,) = icons._folder().joinpath(artist).glob("LICENSE*")
         assert words in license.read_text(encoding="utf-8") and words.removesuffix(" License") in page
+
+
+def test_the_guide_for_own_pictures_runs(tmp_path, monkeypatch):
+    (tmp_path / "training").symlink_to(ROOT / "training")
+    monkeypatch.chdir(tmp_path)
+    run_page(ROOT / "docs" / "own_pictures.md")
+    assert "pictures of the test: R@1 text→image" in (tmp_path / "runs/logos/long/report.md").read_text(
+        encoding="utf-8"
+    )
+    assert (tmp_path / "runs/logos/experts/experts.md").is_file()
+    lines = (tmp_path / "my/logos/test/metadata.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sorted(json.loads(line)["caption"] for line in lines) == sorted(names_of(range(16)))
 
 
 def test_the_recipe_runs(tmp_path, capsys):
