@@ -54,10 +54,9 @@ SMALLER = {
     "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
     "data.worlds icons": "--kinds 'brands 16' --number 64",
-    "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 --defaults.train.warmup_steps 0 "
-    + " ".join(
-        f"--{name}.max_steps 1" for name in "seed_model dense_short sparse_short dense_long sparse_long".split()
-    ),
+    "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 "
+    "--defaults.train.warmup_steps 0 --seed_model.max_steps 1 --dense_short.max_steps 1 --sparse_short.max_steps 1 "
+    "--dense_long.max_steps 1 --sparse_long.max_steps 1",
     "--config my_recipe.yaml": "--trained.global_batch_size 4 --trained.max_steps 1",
     "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }
