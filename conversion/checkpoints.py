@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from conversion.families import FAMILIES, MODELS, family_of
+from conversion.families import FAMILIES, family_of, is_clip, model_class
 from conversion.folders import has_file, load_config, loading
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
@@ -75,7 +75,7 @@ def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
 
 def clip_class(source: str | Path) -> type[PreTrainedModel]:
     """The class of a dense or a sparse CLIP; of any other model, the class that `load_model` finds it is not of."""
-    return MODELS.get(load_config(source).model_type, CLIPModel)
+    return model_class(config) if is_clip(config := load_config(source)) else CLIPModel
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:

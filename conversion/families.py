@@ -1,5 +1,7 @@
 """The families of CLIPs that become sparse: of each, transformers' class of dense models and ours of sparse ones."""
 
+import logging
+import re
 from dataclasses import dataclass, fields
 
 from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
@@ -7,6 +9,13 @@ from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrained
 from modeling_clip_moe import CLIPMoEModel, MetaClip2MoEModel, Siglip2MoEModel, SiglipMoEModel
 
 TOWER_CONFIGS = ("text_config", "vision_config")
+
+# The first and the last token of SigLIP's configurations are CLIP's by default, above their vocabulary. transformers
+# warns of them wherever it compares a configuration with the default. SigLIP reads neither
+DEFAULT_TOKENS = re.compile(r"[be]os_token_id must be .* 0 and 31999\), got (49406|49407)\.")
+logging.getLogger("transformers.configuration_utils").addFilter(
+    lambda record: DEFAULT_TOKENS.search(record.getMessage()) is None
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,6 @@ class Family:
         return (1,) if self.sigmoid else ()
 
     @property
-    def sparse_towers(self) -> dict[str, type[PreTrainedConfig]]:
-        """The classes of the configurations of sparse towers, by their field."""
-        return self.sparse.config_class.sub_configs
-
-    @property
     def whole_fields(self) -> set[str]:
         """The fields beside the towers that configurations of dense and of sparse models have in common."""
         names = [{field.name for field in fields(model.config_class)} for model in (self.dense, self.sparse)]
@@ -49,9 +53,10 @@ FAMILIES = (
     Family("SigLIP", SiglipModel, SiglipMoEModel, sigmoid=True),
     Family("SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel, sigmoid=True, naflex=True),
 )
-# The class of a whole model, dense or sparse, by the type in its configuration
-MODELS = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
-_FAMILY_OF = {model.config_class.model_type: family for family in FAMILIES for model in (family.dense, family.sparse)}
+# The family of a whole model, dense or sparse, by the type in its configuration
+FAMILY_OF_TYPE = {
+    model.config_class.model_type: family for family in FAMILIES for model in (family.dense, family.sparse)
+}
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -60,14 +65,15 @@ def family_of(config: PreTrainedConfig) -> Family:
     Raises:
         ValueError: there is none.
     """
-    if config.model_type not in _FAMILY_OF:
+    if not is_clip(config):
         raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {known()}")
-    return _FAMILY_OF[config.model_type]
+    return FAMILY_OF_TYPE[config.model_type]
 
 
-def family_of_type(model_type: str) -> Family:
-    """The family whose dense models have this type."""
-    return next(family for family in FAMILIES if family.model_type == model_type)
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of a whole model, dense or sparse."""
+    family = family_of(config)
+    return family.dense if config.model_type == family.model_type else family.sparse
 
 
 def known() -> str:
@@ -77,4 +83,4 @@ def known() -> str:
 
 def is_clip(config: PreTrainedConfig) -> bool:
     """Whether it is of a whole model, dense or sparse, of one of the families."""
-    return config.model_type in MODELS
+    return config.model_type in FAMILY_OF_TYPE

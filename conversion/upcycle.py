@@ -78,7 +78,7 @@ def _whole_config(
         name: config_class(
             **architecture(getattr(dense, name), config_class) | changes.get(name.removesuffix("_config"), {})
         )
-        for name, config_class in family.sparse_towers.items()
+        for name, config_class in family.sparse.config_class.sub_configs.items()
     }
     whole = {name: getattr(dense, name) for name in family.whole_fields}
     return family.sparse.config_class(**towers, **whole, **settings)

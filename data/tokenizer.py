@@ -84,7 +84,9 @@ def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[s
         )  # fmt: skip
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str] | None = None, ids: list[list[int]] | None = None):
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str] | None = None, ids: list[list[int]] | None = None
+) -> dict[str, torch.Tensor]:
     """The inputs of a batch of texts, cut at the tokenizer's `model_max_length`.
 
     They are padded to the longest. With a mark `pads_to_max_length` on the tokenizer they are padded to

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.families import MODELS
+from conversion.families import model_class
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
@@ -65,7 +65,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     # One product for each token and chosen expert, so that counts do not depend on the data
     experts = {"experts_implementation": "batched_mm"} if isinstance(config, SparseMoEConfig) else {}
     with torch.device("meta"):
-        return MODELS[config.model_type]._from_config(config, attn_implementation="eager", **experts).eval()
+        return model_class(config)._from_config(config, attn_implementation="eager", **experts).eval()
 
 
 def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> dict[str, int]:

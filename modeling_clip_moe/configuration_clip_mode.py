@@ -5,7 +5,8 @@ from dataclasses import field
 from typing import Literal, get_args
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+
+from .configuration_clip_moe import PublishedConfig
 
 Routing = Literal["paper", "released"]
 ROUTINGS = get_args(Routing)
@@ -14,7 +15,7 @@ DEFAULT_ROUTING = "released"
 
 
 @strict
-class CLIPMoDEConfig(PreTrainedConfig):
+class CLIPMoDEConfig(PublishedConfig):
     """
     Whole CLIPs, each an expert for a part of the training data, and how a task chooses among them (MoDE).
 
@@ -38,7 +39,11 @@ class CLIPMoDEConfig(PreTrainedConfig):
     """
 
     model_type = "clip_mode"
-    _auto_class = "AutoConfig"
+    auto_classes = {
+        "AutoConfig": "configuration_clip_mode.CLIPMoDEConfig",
+        "AutoModel": "modeling_clip_mode.CLIPMoDEModel",
+        "AutoModelForZeroShotImageClassification": "modeling_clip_mode.CLIPMoDEModel",
+    }
 
     experts: list[str] = field(default_factory=list)
     projection_dim: int = 512
@@ -52,14 +57,6 @@ class CLIPMoDEConfig(PreTrainedConfig):
     feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
 
     def __post_init__(self, **kwargs):
-        kwargs.setdefault(
-            "auto_map",
-            {
-                "AutoConfig": "configuration_clip_mode.CLIPMoDEConfig",
-                "AutoModel": "modeling_clip_mode.CLIPMoDEModel",
-                "AutoModelForZeroShotImageClassification": "modeling_clip_mode.CLIPMoDEModel",
-            },
-        )
         super().__post_init__(**kwargs)
         self.validate_routing()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 

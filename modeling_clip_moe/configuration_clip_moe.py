@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import field
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
@@ -21,14 +22,22 @@ _EP_STYLES = (
 )
 
 
-def auto_map(family: str, config: str, **models: str) -> dict[str, str]:
-    """Where `trust_remote_code=True` finds the classes, in the copy of this code that every saved folder holds."""
-    models = {auto_class: f"modeling_{family}.{model}" for auto_class, model in models.items()}
-    return {"AutoConfig": f"configuration_{family}.{config}", **models}
+class PublishedConfig(PreTrainedConfig):
+    """
+    A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
+    this code that every published folder holds.
+    """
+
+    _auto_class = "AutoConfig"
+    auto_classes: ClassVar[dict[str, str]] = {}
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", dict(self.auto_classes))
+        super().__post_init__(**kwargs)
 
 
 @strict
-class CLIPMoETowerConfig(PreTrainedConfig):
+class CLIPMoETowerConfig(PublishedConfig):
     """
     What CLIP-MoE adds to the configuration of a CLIP tower. By default there is no sparse layer: a plain CLIP tower.
 
@@ -54,7 +63,6 @@ class CLIPMoETowerConfig(PreTrainedConfig):
             do not depend on the number of processes.
     """
 
-    _auto_class = "AutoConfig"
     # What transformers' `DistributedConfig` splits over processes: the experts (EP) or every layer (FSDP2); heads and
     # dense FFNs (TP) by `base_model_tp_plan`
     base_model_ep_plan = {
@@ -124,10 +132,10 @@ class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
 
     model_type = "clip_moe_text_model"
     base_config_key = "text_config"
-
-    def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", auto_map("clip_moe", "CLIPMoETextConfig", AutoModel="CLIPMoETextModel"))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_clip_moe.CLIPMoETextConfig",
+        "AutoModel": "modeling_clip_moe.CLIPMoETextModel",
+    }
 
 
 @strict
@@ -136,14 +144,14 @@ class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
 
     model_type = "clip_moe_vision_model"
     base_config_key = "vision_config"
-
-    def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", auto_map("clip_moe", "CLIPMoEVisionConfig", AutoModel="CLIPMoEVisionModel"))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_clip_moe.CLIPMoEVisionConfig",
+        "AutoModel": "modeling_clip_moe.CLIPMoEVisionModel",
+    }
 
 
 @strict
-class SparseMoEConfig(PreTrainedConfig):
+class SparseMoEConfig(PublishedConfig):
     """
     Both towers of a model of any family, and the losses of their routers.
 
@@ -154,7 +162,6 @@ class SparseMoEConfig(PreTrainedConfig):
         router_z_loss_coef (`float`): weight of the router z-loss (CLIP-UP: 0.001).
     """
 
-    _auto_class = "AutoConfig"
     base_model_fsdp_plan = {}  # the towers have theirs; the default is a language model's
 
     text_config: dict | PreTrainedConfig | None = None
@@ -186,6 +193,12 @@ class CLIPMoEConfig(SparseMoEConfig):
 
     model_type = "clip_moe"
     sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
+    auto_classes = {
+        "AutoConfig": "configuration_clip_moe.CLIPMoEConfig",
+        "AutoModel": "modeling_clip_moe.CLIPMoEModel",
+        "AutoModelForZeroShotImageClassification": "modeling_clip_moe.CLIPMoEModel",
+        "AutoModelForImageClassification": "modeling_clip_moe.CLIPMoEForImageClassification",
+    }
 
     shared_encoder: bool = False
     projection_dim: int = 512
@@ -193,16 +206,6 @@ class CLIPMoEConfig(SparseMoEConfig):
     initializer_factor: float | int = 1.0
 
     def __post_init__(self, **kwargs):
-        kwargs.setdefault(
-            "auto_map",
-            auto_map(
-                "clip_moe",
-                "CLIPMoEConfig",
-                AutoModel="CLIPMoEModel",
-                AutoModelForZeroShotImageClassification="CLIPMoEModel",
-                AutoModelForImageClassification="CLIPMoEForImageClassification",
-            ),
-        )
         super().__post_init__(**kwargs)
         # So that a tower with its projection loads from a whole model's folder; CLIP's own files do not always agree
         self.text_config.projection_dim = self.vision_config.projection_dim = self.projection_dim

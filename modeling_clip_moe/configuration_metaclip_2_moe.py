@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, auto_map
+from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 
 
 @strict
@@ -10,11 +10,10 @@ class MetaClip2MoETextConfig(CLIPMoETextConfig):
     """Text tower: the fields of `CLIPMoETextConfig`. Pools at the first `eos_token_id`, also if that is 2."""
 
     model_type = "metaclip_2_moe_text_model"
-
-    def __post_init__(self, **kwargs):
-        models = {"AutoModel": "MetaClip2MoETextModel"}
-        kwargs.setdefault("auto_map", auto_map("metaclip_2_moe", "MetaClip2MoETextConfig", **models))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_metaclip_2_moe.MetaClip2MoETextConfig",
+        "AutoModel": "modeling_metaclip_2_moe.MetaClip2MoETextModel",
+    }
 
 
 @strict
@@ -23,11 +22,11 @@ class MetaClip2MoEConfig(CLIPMoEConfig):
 
     model_type = "metaclip_2_moe"
     sub_configs = {"text_config": MetaClip2MoETextConfig, "vision_config": CLIPMoEVisionConfig}
-
-    def __post_init__(self, **kwargs):
-        models = dict.fromkeys(("AutoModel", "AutoModelForZeroShotImageClassification"), "MetaClip2MoEModel")
-        kwargs.setdefault("auto_map", auto_map("metaclip_2_moe", "MetaClip2MoEConfig", **models))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_metaclip_2_moe.MetaClip2MoEConfig",
+        "AutoModel": "modeling_metaclip_2_moe.MetaClip2MoEModel",
+        "AutoModelForZeroShotImageClassification": "modeling_metaclip_2_moe.MetaClip2MoEModel",
+    }
 
 
 __all__ = ["MetaClip2MoEConfig", "MetaClip2MoETextConfig"]

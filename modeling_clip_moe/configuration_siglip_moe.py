@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import Siglip2TextConfig, Siglip2VisionConfig, SiglipTextConfig, SiglipVisionConfig
 
-from .configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig, auto_map
+from .configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig
 
 
 @strict
@@ -12,10 +12,10 @@ class SiglipMoETextConfig(CLIPMoETowerConfig, SiglipTextConfig):
 
     model_type = "siglip_moe_text_model"
     base_config_key = "text_config"
-
-    def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoETextConfig", AutoModel="SiglipMoETextModel"))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.SiglipMoETextConfig",
+        "AutoModel": "modeling_siglip_moe.SiglipMoETextModel",
+    }
 
 
 @strict
@@ -24,10 +24,10 @@ class SiglipMoEVisionConfig(CLIPMoETowerConfig, SiglipVisionConfig):
 
     model_type = "siglip_moe_vision_model"
     base_config_key = "vision_config"
-
-    def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoEVisionConfig", AutoModel="SiglipMoEVisionModel"))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.SiglipMoEVisionConfig",
+        "AutoModel": "modeling_siglip_moe.SiglipMoEVisionModel",
+    }
 
 
 @strict
@@ -36,11 +36,11 @@ class SiglipMoEConfig(SparseMoEConfig):
 
     model_type = "siglip_moe"
     sub_configs = {"text_config": SiglipMoETextConfig, "vision_config": SiglipMoEVisionConfig}
-
-    def __post_init__(self, **kwargs):
-        models = dict.fromkeys(("AutoModel", "AutoModelForZeroShotImageClassification"), "SiglipMoEModel")
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "SiglipMoEConfig", **models))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.SiglipMoEConfig",
+        "AutoModel": "modeling_siglip_moe.SiglipMoEModel",
+        "AutoModelForZeroShotImageClassification": "modeling_siglip_moe.SiglipMoEModel",
+    }
 
 
 @strict
@@ -49,10 +49,10 @@ class Siglip2MoETextConfig(CLIPMoETowerConfig, Siglip2TextConfig):
 
     model_type = "siglip2_moe_text_model"
     base_config_key = "text_config"
-
-    def __post_init__(self, **kwargs):
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoETextConfig", AutoModel="Siglip2MoETextModel"))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.Siglip2MoETextConfig",
+        "AutoModel": "modeling_siglip_moe.Siglip2MoETextModel",
+    }
 
 
 @strict
@@ -61,11 +61,10 @@ class Siglip2MoEVisionConfig(CLIPMoETowerConfig, Siglip2VisionConfig):
 
     model_type = "siglip2_moe_vision_model"
     base_config_key = "vision_config"
-
-    def __post_init__(self, **kwargs):
-        models = {"AutoModel": "Siglip2MoEVisionModel"}
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoEVisionConfig", **models))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.Siglip2MoEVisionConfig",
+        "AutoModel": "modeling_siglip_moe.Siglip2MoEVisionModel",
+    }
 
 
 @strict
@@ -74,11 +73,11 @@ class Siglip2MoEConfig(SparseMoEConfig):
 
     model_type = "siglip2_moe"
     sub_configs = {"text_config": Siglip2MoETextConfig, "vision_config": Siglip2MoEVisionConfig}
-
-    def __post_init__(self, **kwargs):
-        models = dict.fromkeys(("AutoModel", "AutoModelForZeroShotImageClassification"), "Siglip2MoEModel")
-        kwargs.setdefault("auto_map", auto_map("siglip_moe", "Siglip2MoEConfig", **models))
-        super().__post_init__(**kwargs)
+    auto_classes = {
+        "AutoConfig": "configuration_siglip_moe.Siglip2MoEConfig",
+        "AutoModel": "modeling_siglip_moe.Siglip2MoEModel",
+        "AutoModelForZeroShotImageClassification": "modeling_siglip_moe.Siglip2MoEModel",
+    }
 
 
 __all__ = [

@@ -23,7 +23,6 @@ from transformers.models.siglip.modeling_siglip import (
 from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2EncoderLayer,
     Siglip2Model,
-    Siglip2Output,
     Siglip2PreTrainedModel,
 )
 from transformers.utils.generic import can_return_tuple
@@ -42,21 +41,12 @@ from .sparse_moe import ROUTER_OUTPUTS, CLIPMoEExperts, SparseEncoderLayer, Spar
 @dataclass
 class SiglipMoEOutput(SiglipOutput):
     """
-    Output of `SiglipMoEModel`: the fields of `SiglipOutput`, and with `output_router_logits=True`:
+    Output of `SiglipMoEModel` and `Siglip2MoEModel`: that of the dense models, and with `output_router_logits=True`:
 
     Args:
         aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
         text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
     """
-
-    aux_loss: torch.Tensor | None = None
-    text_router_logits: tuple[torch.Tensor, ...] | None = None
-    vision_router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-@dataclass
-class Siglip2MoEOutput(Siglip2Output):
-    """Output of `Siglip2MoEModel`: see `SiglipMoEOutput`."""
 
     aux_loss: torch.Tensor | None = None
     text_router_logits: tuple[torch.Tensor, ...] | None = None
@@ -125,7 +115,6 @@ class _SiglipMoEModel:
     dense_class: type[PreTrainedModel]
     text_model_class: type[PreTrainedModel]
     vision_model_class: type[PreTrainedModel]
-    output_class: type[SiglipOutput] | type[Siglip2Output]
 
     def __init__(self, config: SiglipMoEConfig | Siglip2MoEConfig):
         super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers
@@ -153,7 +142,7 @@ class _SiglipMoEModel:
     @can_return_tuple
     def forward(
         self, *args, return_loss: bool | None = None, output_router_logits: bool | None = None, **kwargs
-    ) -> SiglipMoEOutput | Siglip2MoEOutput:
+    ) -> SiglipMoEOutput:
         """
         Args:
             args, kwargs: as the dense model takes them.
@@ -176,7 +165,7 @@ class _SiglipMoEModel:
         losses = [loss.to(outputs.text_embeds.device) for loss in losses if loss is not None]
         aux_loss = sum(losses) if losses else None
         loss = outputs.loss if outputs.loss is None or aux_loss is None else outputs.loss + aux_loss
-        return self.output_class(
+        return SiglipMoEOutput(
             **{**outputs, "loss": loss},
             aux_loss=aux_loss,
             text_router_logits=text.get("router_logits"),
@@ -221,7 +210,6 @@ class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
     dense_class = SiglipModel
     text_model_class = SiglipMoETextModel
     vision_model_class = SiglipMoEVisionModel
-    output_class = SiglipMoEOutput
 
 
 class Siglip2MoEPreTrainedModel(_SiglipMoEMixin, Siglip2PreTrainedModel):
@@ -267,7 +255,6 @@ class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
     dense_class = Siglip2Model
     text_model_class = Siglip2MoETextModel
     vision_model_class = Siglip2MoEVisionModel
-    output_class = Siglip2MoEOutput
 
 
 __all__ = [

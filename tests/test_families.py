@@ -1,10 +1,12 @@
 """Every family: a dense model becomes sparse, computes the same, is saved, loaded, trained, and made dense again."""
 
+import logging
+
 import pytest
 import torch
 from tiny_clip import moved
 from tiny_families import tiny_dense
-from transformers import AutoModel, MetaClip2Model
+from transformers import AutoModel, MetaClip2Model, SiglipTextConfig
 
 from conversion.average import average
 from conversion.checkpoints import model_outputs, sample_inputs
@@ -130,3 +132,17 @@ def test_metaclip_2_pools_at_the_first_end_of_a_text():
     sparse, ids = upcycle(dense, PRESETS["clip_moe"]), torch.tensor([[0, 39, 5, 2, 1, 1, 1, 2]])
     torch.testing.assert_close(sparse.encode_text(ids), dense.get_text_features(ids).pooler_output)
     assert sparse.text_model.pooled_positions(ids).item() == 3
+
+
+def test_of_tokens_outside_of_the_vocabulary_transformers_warns_but_for_siglips_defaults():
+    logger, records, handler = logging.getLogger("transformers.configuration_utils"), [], logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        logging.Logger.warning_once.cache_clear()
+        SiglipTextConfig()
+        SiglipTextConfig(vocab_size=40, bos_token_id=41, eos_token_id=2)
+    finally:
+        logger.removeHandler(handler)
+    (message,) = [record.getMessage() for record in records]
+    assert "bos_token_id must be" in message and "got 41" in message

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.families import MODELS, family_of_type
+from conversion.families import FAMILY_OF_TYPE, model_class
 from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
@@ -52,7 +52,7 @@ def random_clip(config: PreTrainedConfig, processor: CLIPProcessor, openai_weigh
     if isinstance(config, SparseMoEConfig):
         check_memory(config)
     with _as_value_errors():
-        model = MODELS[config.model_type](config)
+        model = model_class(config)(config)
         if openai_weights:
             draw_as_openai(model)
         with torch.no_grad(), _without_capacity(config):
@@ -148,7 +148,7 @@ def clip_config(
         tokenizer: a folder or hub name; None: the processor's.
         family: the type of the dense model, see `conversion.families`.
     """
-    dense = family_of_type(family).dense.config_class
+    dense = FAMILY_OF_TYPE[family].dense.config_class
     with _as_value_errors():
         # The special tokens come from the tokenizer, below
         text = dense.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
@@ -172,8 +172,8 @@ def dense_config(
     Args:
         projection_dim: size of the embeddings. Those of a SigLIP's images are as wide as its vision tower.
     """
-    config_class = family_of_type(family).dense.config_class
-    if not family_of_type(family).sigmoid:
+    config_class = FAMILY_OF_TYPE[family].dense.config_class
+    if not FAMILY_OF_TYPE[family].sigmoid:
         width = {"projection_dim": projection_dim}
         return config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
     config = config_class(text_config={"projection_size": projection_dim} | text_config, vision_config=vision_config)

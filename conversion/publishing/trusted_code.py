@@ -23,7 +23,7 @@ CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob
 OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
     config.model_type: config
     for family in FAMILIES
-    for config in (family.sparse.config_class, *family.sparse_towers.values())
+    for config in (family.sparse.config_class, *family.sparse.config_class.sub_configs.values())
 }
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
 SETTINGS = ("*config*.json", "modules.json", "encoder.json")
@@ -127,7 +127,7 @@ def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[A
 def _own_auto_map(settings: dict) -> dict[str, str]:
     model_type = settings.get("model_type")
     config = OUR_CONFIGS.get(model_type) if isinstance(model_type, str) else None
-    return {} if config is None else config().auto_map
+    return {} if config is None else dict(config.auto_classes)
 
 
 def _require_known_classes(value: Any, path: Path, where: str) -> None:

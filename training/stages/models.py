@@ -16,7 +16,7 @@ from transformers import CLIPConfig, CLIPTextConfig, PreTrainedConfig
 
 from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense
-from conversion.families import family_of_type
+from conversion.families import FAMILY_OF_TYPE
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
@@ -72,7 +72,7 @@ class InitializeStage(Stage):
     @field_validator("text_config", "vision_config")
     @classmethod
     def _check_fields(cls, settings, info):
-        config_class = family_of_type(info.data["family"]).dense.config_class.sub_configs[info.field_name]
+        config_class = FAMILY_OF_TYPE[info.data["family"]].dense.config_class.sub_configs[info.field_name]
         names = {field.name for field in fields(config_class)} | ROUTING_FIELDS
         unknown = sorted(set(settings) - names)
         if unknown:
