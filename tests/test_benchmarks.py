@@ -220,7 +220,7 @@ def damage(path, change):
         ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
         ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
         ("pets", "annotations/test.txt", ("red_7 1 1 1", "red_7"), "line 8 of .*test.txt needs the name .* is 'red_7'"),
-        ("sugar_crepe", "data/swap_obj.json", None, "no copy of sugar_crepe: there must be data/add_att.json and"),
+        ("sugar_crepe", "data/swap_obj.json", None, "no copy of sugar_crepe: there must be data/add_att.json to"),
         ("sugar_crepe", "data/add_obj.json", "[]", "sugar_crepe is not as it should be .*; there must be .*_obj.json"),
         ("aro_vg_relation", "visual_genome_relation.json", ("relation_name", "r"), "KeyError.*the keys image_path, tr"),
         ("winoground", "data/test-00000-of-00002.parquet", b"x", "test-.* cannot be read: .* Parquet file size is 1"),

@@ -56,7 +56,8 @@ class Layout(ABC):
     @property
     def shape(self) -> str:
         """The layout in words."""
-        return f"{' and '.join(self.files)} with {self.content}, and images in {self.images or 'the same folder'}"
+        files = " and ".join(self.files) if len(self.files) < 3 else f"{self.files[0]} to {self.files[-1]}"
+        return f"{files} with {self.content}, and images in {self.images or 'the same folder'}"
 
     def of_split(self, text: str, split: str) -> str:
         """A pattern or a text with the name of a split in the place of SPLIT."""
