@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from accelerate import Accelerator
-from tiny_clip_moe import EOS, gradients, inputs, tiny_model
+from tiny_clip_moe import EOS, gradients, inputs, tiny_model, tower_fields
 
+from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 from training.contrastive_task import ContrastiveTask
 from training.engine import _compute_gradient
 from training.gradient_cache import cached_gradient, split_batch
@@ -31,7 +32,9 @@ CASES = {
     "entropies": ({}, LIMOE),
     "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
     "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
+    "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5}),
 }
+ON_PROCESSES = ("capacity", "noise", "entropies", "sigmoid")
 
 
 def stage(**settings):
@@ -52,9 +55,20 @@ def whole_batch(settings):
     return batch
 
 
+def siglip():
+    """As `tiny_model`, with a scale and a bias that both matter."""
+    moe = tower_fields(num_experts=4, moe_layers=[1, 2])
+    text, vision = {"vocab_size": 50, "max_position_embeddings": 10}, {"image_size": 16, "patch_size": 8}
+    model = SiglipMoEModel(SiglipMoEConfig(text_config=moe | text, vision_config=moe | vision))
+    for name, parameter in model.named_parameters():
+        if "mlp" in name or "logit" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
 def sparse(fields):
     torch.manual_seed(0)
-    model = tiny_model(**fields).train()
+    model = siglip() if "family" in fields else tiny_model(**fields).train()
     model.config.router_aux_loss_coef, model.config.router_z_loss_coef = 0.5, 0.1
     return model
 
@@ -120,7 +134,7 @@ def worker(rank, folder, world_size, port):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     results = {}
-    for case in ("capacity", "noise", "entropies"):
+    for case in ON_PROCESSES:
         fields, settings = CASES[case]
         settings_of_parts = stage(**settings, mini_batch_size=2)
         results[case] = computed(sparse(fields), settings_of_parts, whole_batch(settings), Accelerator(cpu=True))
@@ -135,7 +149,7 @@ def test_several_processes_have_the_gradient_of_one(tmp_path, world_size):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(worker, (str(tmp_path), world_size, port), nprocs=world_size)
-    for case in ("capacity", "noise", "entropies"):
+    for case in ON_PROCESSES:
         fields, settings = CASES[case]
         whole = computed(sparse(fields), stage(**settings), whole_batch(settings), Accelerator(cpu=True))
         for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""Losses against obvious loops, value and gradient, in one process and in two."""
+"""Losses against obvious loops, value and gradient, in one process and in several."""
 
 import math
 from functools import partial
@@ -139,9 +139,9 @@ LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_posit
 LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
 
 
-def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results, share = {}, slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+def worker(rank, folder, world_size):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results, share = {}, slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     for name, function in LOSSES.items():
         model = DistributedDataParallel(Model(), find_unused_parameters=True)
         loss = model(partial(function, share=share))
@@ -153,11 +153,11 @@ def worker(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+@pytest.fixture(scope="module", params=[2, 3])
+def processes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    mp.spawn(worker, (str(folder), request.param), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 
 def assert_same(ours, plain):
@@ -219,17 +219,17 @@ def test_multi_positive_loss_is_the_plain_one(chunk_size):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_two_processes_equal_one(two_processes, name):
+def test_several_processes_equal_one(processes, name):
     model = Model()
     loss = LOSSES[name](model, slice(None))
     loss.backward()
-    (loss_0, gradients_0), (loss_1, gradients_1) = (results[name] for results in two_processes)
-    torch.testing.assert_close((loss_0 + loss_1) / 2, loss.detach(), atol=1e-6, rtol=1e-6)
-    assert loss_0 != loss_1  # each has its own part
+    parts, grads = zip(*(results[name] for results in processes), strict=True)
+    torch.testing.assert_close(sum(parts) / len(parts), loss.detach(), atol=1e-6, rtol=1e-6)
+    assert len(set(map(float, parts))) == len(parts)  # each has its own part
     for parameter, gradient in gradients(model).items():
         assert gradient.abs().max() > 1e-4, parameter
-        torch.testing.assert_close(gradients_0[parameter], gradient, atol=1e-6, rtol=1e-4, msg=parameter)
-        assert torch.equal(gradients_0[parameter], gradients_1[parameter])
+        torch.testing.assert_close(grads[0][parameter], gradient, atol=1e-6, rtol=1e-4, msg=parameter)
+        assert all(torch.equal(of_process[parameter], grads[0][parameter]) for of_process in grads)
 
 
 def routed(text, vision, top_k=1, **changes):
