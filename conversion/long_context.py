@@ -14,7 +14,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedM
 
 from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
 from conversion.folders import load_config
-from conversion.processors import copy_processor
+from conversion.processors import copy_processor, pads_to_max_length
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 KEPT_POSITIONS = 20
@@ -66,6 +66,11 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
     Args:
         model: a CLIP or a text tower alone, dense or sparse.
     """
+    if pads_to_max_length(model.config.get_text_config()):
+        raise ValueError(
+            "SigLIP pools the last of its places, to which texts are padded: with more of them every text would be "
+            "another one. A longer context is for CLIP and MetaCLIP 2"
+        )
     state = model.state_dict()
     name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")
     state[name] = stretch_positions(state[name], length, keep)

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from benchmark_folders import make_copy
 from openai_weights import openai_state_dict
+from tiny_families import saved, tiny_dense
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
+from conversion.families import family_of_type
 from conversion.long_context import POSITIONS
 from conversion.openai import SETTINGS
 from data import symbols
@@ -72,6 +74,12 @@ def save_images(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def save_siglip(folder: Path) -> None:
+    """A SigLIP 2 with texts as long as those of the released ones."""
+    siglip = family_of_type("siglip")
+    saved(siglip, tiny_dense(siglip, length=64), folder, length=64)
+
+
 def save_benchmark(folder: Path) -> None:
     benchmark = BENCHMARKS[folder.name]
     make_copy(benchmark, benchmark.layouts[0], folder)
@@ -82,6 +90,8 @@ STAND_INS = {
     "openai/clip-vit-base-patch16": save_clip,
     "openai/clip-vit-base-patch32": save_clip,
     "openai/clip-vit-large-patch14": save_clip,
+    "google/siglip2-base-patch16-224": save_siglip,
+    "image.png": lambda file: symbols.load("test", "detailed", 1)[0]["image"].save(file),
     "expert-1": save_clip,
     "expert-2": save_clip,
     "expert-3": save_clip,
