@@ -10,7 +10,7 @@ from openai_weights import openai_state_dict
 from tiny_families import saved, tiny_dense
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
-from conversion.families import family_of_type
+from conversion.families import FAMILY_OF_TYPE
 from conversion.long_context import POSITIONS
 from conversion.openai import SETTINGS
 from data import symbols
@@ -76,7 +76,7 @@ def save_images(folder: Path) -> None:
 
 def save_siglip(folder: Path) -> None:
     """A SigLIP 2 with texts as long as those of the released ones."""
-    siglip = family_of_type("siglip")
+    siglip = FAMILY_OF_TYPE["siglip"]
     saved(siglip, tiny_dense(siglip, length=64), folder, length=64)
 
 

@@ -10,7 +10,7 @@ from tiny_families import tiny_dense
 from transformers import AutoModel, AutoProcessor
 
 from conversion.commands import long_context
-from conversion.families import family_of_type
+from conversion.families import FAMILY_OF_TYPE
 from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, stretch_positions
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
@@ -30,11 +30,11 @@ def plain_stretch(table, keep, ratio):
 
 def test_a_siglip_which_pools_the_last_place_is_refused():
     with pytest.raises(ValueError, match="SigLIP pools the last of its places, .* is for CLIP and MetaCLIP 2"):
-        lengthen(tiny_dense(family_of_type("siglip")), 20, keep=2)
+        lengthen(tiny_dense(FAMILY_OF_TYPE["siglip"]), 20, keep=2)
 
 
 def test_a_metaclip_2_embeds_short_texts_as_before(tmp_path):
-    family = family_of_type("metaclip_2")
+    family = FAMILY_OF_TYPE["metaclip_2"]
     folder = tiny_families.saved(family, tiny_dense(family), tmp_path / "dense")
     long_context.main([str(folder), str(tmp_path / "longer"), "--length", "14", "--keep", "5"])
     assert AutoModel.from_pretrained(tmp_path / "longer").config.text_config.max_position_embeddings == 14
