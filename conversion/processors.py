@@ -20,6 +20,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from conversion.folders import has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
@@ -72,11 +73,12 @@ def load_processor(source: str | Path) -> ProcessorMixin:
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`.
 
-    It also gives no mask, here and where it is saved: to SigLIP padding is text, and a mask that other programs pass
-    on would change what it computes.
+    That is its `model_max_length` then. It also gives no mask, here and where it is saved: to SigLIP padding is text,
+    and a mask that other programs pass on would change what it computes.
     """
-    if pads_to_max_length(config.get_text_config()):
+    if pads_to_max_length(text := config.get_text_config()):
         tokenizer.pads_to_max_length = True
+        tokenizer.model_max_length = text.max_position_embeddings
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
 
 
@@ -120,7 +122,10 @@ def require_fit(
         if isinstance(text, CLIPTextConfig | MetaClip2TextConfig):
             for fault in _text_faults(text, model, source, tokenizer):
                 raise ValueError(f"the tokenizer of {source} {fault}")
-        elif pads_to_max_length(text) and tokenizer.model_max_length != text.max_position_embeddings:
+        elif pads_to_max_length(text) and tokenizer.model_max_length not in (
+            text.max_position_embeddings,
+            VERY_LARGE_INTEGER,  # it says nothing, as SigLIP 2's: see `mark_padding`
+        ):
             raise ValueError(
                 f"the tokenizer of {source} cuts texts at its model_max_length, {tokenizer.model_max_length}, but "
                 f"{model} takes texts padded to {text.max_position_embeddings}: set model_max_length to that in "

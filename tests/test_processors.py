@@ -1,10 +1,16 @@
 """conversion/processors.py: where a processor fits; what does not fit in test_meetings.py, for all commands."""
 
+import json
+import shutil
+
 import pytest
+import tiny_families
 from tiny_clip import processor, saved, tiny_clip
+from tiny_families import tiny_dense
 from transformers import AutoProcessor, CLIPConfig, CLIPImageProcessorPil
 
-from conversion.processors import copy_processor, require_fit
+from conversion.families import FAMILY_OF_TYPE
+from conversion.processors import copy_processor, load_processor, require_fit
 from modeling_clip_moe import CLIPMoDEModel
 
 DENSE = tiny_clip()  # of 12 positions
@@ -39,3 +45,25 @@ def test_what_may_be_left_out():
     tokenizer.bos_token = None
     require_fit(DENSE.config, "model", "source", tokenizer)
     require_fit(DENSE.config.text_config, "model", "source", processor().tokenizer, CLIPImageProcessorPil())
+
+
+def test_a_siglips_tokenizer_is_saved_as_its_texts_are_read(tmp_path):
+    """That of SigLIP 2 on the Hub tells no length; one that says another, or pads on the left, is refused."""
+    family = FAMILY_OF_TYPE["siglip"]
+    source = tiny_families.saved(family, tiny_dense(family), tmp_path / "source")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    length = settings.pop("model_max_length")
+    for changes, message in (
+        ({"model_max_length": 5}, "cuts texts at its model_max_length, 5, but .* takes texts padded to 8"),
+        ({"padding_side": "left", "model_max_length": length}, "pads texts on the left"),
+        ({}, None),
+    ):
+        (source / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+        if message:
+            with pytest.raises(ValueError, match=message):
+                load_processor(source)
+    (tmp_path / "copy").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "copy")
+    copy_processor(source, tmp_path / "copy")
+    tokenizer = AutoProcessor.from_pretrained(tmp_path / "copy").tokenizer
+    assert (tokenizer.model_max_length, tokenizer.model_input_names) == (length, ["input_ids"])
