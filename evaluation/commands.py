@@ -212,8 +212,9 @@ def efficiency(
         CLIP-FMoE, Table 5       ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
 
     Args:
-        models: folders or hub names, or architectures at a paper's size: ViT-B/32, ViT-B/16 or ViT-L/14, alone or with
-            :clip_up, :clip_moe, :clip_fmoe, or :5_experts, which is CLIP-FMoE's baseline
+        models: folders or hub names, or architectures at a paper's size: ViT-B/32, ViT-B/16, ViT-L/14, SigLIP2-B/16,
+            SigLIP2-L/16, SigLIP2-So400m/14 or MetaCLIP2-H/14, alone or with :clip_up, :clip_moe, :clip_fmoe, or
+            :5_experts, which is CLIP-FMoE's baseline
         baseline: the model of the ratios (default: the first)
         captions: different captions that there are to remember: the page tells whether that is much for the models
         output_dir: gets efficiency.md and efficiency.json

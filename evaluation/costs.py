@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CLIPConfig, MetaClip2Config, PreTrainedConfig, PreTrainedModel, SiglipConfig
 
 from conversion.families import model_class
 from conversion.presets import PRESETS
@@ -25,6 +25,15 @@ SIZES = {
     "ViT-B/16": (768, 12, 12, 16, 512, 12, 8, 512),
     "ViT-L/14": (1024, 24, 16, 14, 768, 12, 12, 768),
 }
+# Of SigLIP 2, whose towers are alike: width, size of the FFN, layers, heads, patch and image size; of MetaCLIP 2 as
+# above (google/siglip2-*, facebook/metaclip-2-worldwide-huge-quickgelu)
+SIGLIP_2_SIZES = {
+    "SigLIP2-B/16": (768, 3072, 12, 12, 16, 224),
+    "SigLIP2-L/16": (1024, 4096, 24, 16, 16, 256),
+    "SigLIP2-So400m/14": (1152, 4304, 27, 16, 14, 224),
+}
+METACLIP_2_SIZES = {"MetaCLIP2-H/14": (1280, 32, 16, 14, 1024, 24, 16, 1024)}
+SIGLIP_2_TOKENS, METACLIP_2_TOKENS = 256_000, 901_629
 # "Up-Cycling" in CLIP-FMoE's tables
 FIVE_EXPERTS = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=5, num_experts_per_tok=3, fusion_gate=False)
 ARCHITECTURES = {**PRESETS, "5_experts": FIVE_EXPERTS}
@@ -37,9 +46,14 @@ def paper_config(name: str) -> PreTrainedConfig | None:
         ValueError: there is no such architecture.
     """
     size, colon, architecture = name.partition(":")
-    if size not in SIZES:
+    if size in SIZES:
+        dense = _dense_config(CLIPConfig, {}, *SIZES[size])
+    elif size in METACLIP_2_SIZES:
+        dense = _dense_config(MetaClip2Config, {"vocab_size": METACLIP_2_TOKENS}, *METACLIP_2_SIZES[size])
+    elif size in SIGLIP_2_SIZES:
+        dense = _siglip_2_config(*SIGLIP_2_SIZES[size])
+    else:
         return None
-    dense = _dense_config(*SIZES[size])
     if not colon:
         return dense
     if architecture not in ARCHITECTURES:
@@ -48,15 +62,31 @@ def paper_config(name: str) -> PreTrainedConfig | None:
     return sparse_config(dense, ARCHITECTURES[architecture])
 
 
-def _dense_config(vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection) -> CLIPConfig:
+def _dense_config(
+    config_class: type[PreTrainedConfig], texts: dict[str, int],
+    vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection,
+) -> PreTrainedConfig:  # fmt: skip
     def tower(width: int, layers: int, heads: int) -> dict[str, int]:
         sizes = {"hidden_size": width, "intermediate_size": 4 * width, "projection_dim": projection}
         return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
 
-    return CLIPConfig(
-        text_config=tower(text, text_layers, text_heads),
+    return config_class(
+        text_config=tower(text, text_layers, text_heads) | texts,
         vision_config=tower(vision, vision_layers, vision_heads) | {"patch_size": patch, "image_size": 224},
         projection_dim=projection,
+    )
+
+
+def _siglip_2_config(width, inner, layers, heads, patch, image) -> SiglipConfig:
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return SiglipConfig(
+        text_config=tower | {"vocab_size": SIGLIP_2_TOKENS},
+        vision_config=tower | {"patch_size": patch, "image_size": image},
     )
 
 
@@ -202,7 +232,7 @@ def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:
     scores = sum(
         flops
         for module, operations in counts.items()
-        if module.endswith(".self_attn")
+        if module.endswith((".self_attn", ".head"))  # SigLIP's pooling has a head
         for operation, flops in operations.items()
         if operation == torch.ops.aten.bmm
     )

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,30 +27,52 @@ from conversion.presets import PRESETS, sparse_layers
 from conversion.upcycle import sparse_config
 from evaluation import speed
 from evaluation.commands import efficiency
-from evaluation.costs import ARCHITECTURES, SIZES, count_multiply_adds, count_parameters, meta_model, paper_config
+from evaluation.costs import (
+    ARCHITECTURES,
+    METACLIP_2_SIZES,
+    SIGLIP_2_SIZES,
+    SIZES,
+    count_multiply_adds,
+    count_parameters,
+    meta_model,
+    paper_config,
+)
 from records.command_line import INTERRUPTED
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
+
+OTHER_SIZES = [*SIGLIP_2_SIZES, *METACLIP_2_SIZES]
 
 
 def build(name):
     return meta_model(paper_config(name))
 
 
-def arithmetic(size, preset):
+@cache
+def counted(name):
+    model = build(name)
+    return count_parameters(model), count_multiply_adds(model)
+
+
+def arithmetic(config, preset):
     """By hand: parameters in all; of each tower parameters, activated ones and multiply-adds without attention scores;
     multiply-adds of attention scores."""
-    vision, vision_layers, _, patch, text, text_layers, _, projection = SIZES[size]
-    patches = (224 // patch) ** 2
+    siglip = config.model_type == "siglip"
+    patch, projection = (
+        config.vision_config.patch_size,
+        config.text_config.hidden_size if siglip else config.projection_dim,
+    )
+    patches = (config.vision_config.image_size // patch) ** 2
     towers, scores = {}, 0
-    for tower, width, layers, tokens in (
-        ("vision", vision, vision_layers, patches + 1),
-        ("text", text, text_layers, 77),
+    for name, tower, tokens in (
+        ("vision", config.vision_config, patches + (not siglip)),
+        ("text", config.text_config, config.text_config.max_position_embeddings),
     ):
-        ffn = 8 * width**2 + 5 * width
+        width, inner, layers = tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers
+        ffn = 2 * width * inner + inner + width
         sparse = 0 if preset is None else len(sparse_layers(preset.sparse_layers, "text", layers))
         parameters = layers * (4 * width**2 + 4 * width + 4 * width) + (layers - sparse) * ffn
-        products = tokens * (layers * 4 * width**2 + (layers - sparse) * 8 * width**2)
+        products = tokens * (layers * 4 * width**2 + (layers - sparse) * 2 * width * inner)
         scores += layers * 2 * tokens**2 * width
         idle = 0
         if sparse:
@@ -57,31 +80,48 @@ def arithmetic(size, preset):
             base = ffn if preset.fusion_gate else 0
             parameters += sparse * (preset.num_experts * (ffn + width) + base + gate)
             idle = sparse * (preset.num_experts - preset.num_experts_per_tok) * ffn
-            active = (preset.num_experts_per_tok + preset.fusion_gate) * 8 * width**2 + preset.num_experts * width
+            active = (preset.num_experts_per_tok + preset.fusion_gate) * 2 * width * inner + preset.num_experts * width
             products += tokens * sparse * (active + (width**2 if preset.fusion_gate else 0))
-        parameters += tokens * width + width * projection + 2 * width  # positions, projection, last norm
-        products += width * projection
-        if tower == "text":
-            parameters += 49408 * width  # words
+        parameters += tokens * width + 2 * width  # positions, last norm
+        if name == "text":
+            parameters += config.text_config.vocab_size * width + width * projection + siglip * projection
+            products += width * projection
         else:
-            parameters += width * (3 * patch**2) + width + 2 * width  # patches, class token, first norm
+            parameters += width * 3 * patch**2
             products += patches * 3 * patch**2 * width
-        towers[tower] = (parameters, parameters - idle, products)
-    return 1 + sum(parameters for parameters, *_ in towers.values()), towers, scores  # 1: the temperature
+            if siglip:  # bias of the patches; probe, attention, norm and FFN of the pooling
+                parameters += width + width + 4 * width**2 + 4 * width + 2 * width + ffn
+                products += 2 * width**2 + 2 * tokens * width**2 + 2 * width * inner
+                scores += 2 * tokens * width
+            else:  # class token, first norm, projection
+                parameters += width + 2 * width + width * projection
+                products += width * projection
+        towers[name] = (parameters, parameters - idle, products)
+    return 1 + siglip + sum(parameters for parameters, *_ in towers.values()), towers, scores  # 1: the temperature
 
 
 @pytest.mark.parametrize("system", [None, *ARCHITECTURES])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, *OTHER_SIZES])
 def test_counts_are_the_arithmetic(size, system):
-    model = build(f"{size}:{system}" if system else size)
-    total, towers, scores = arithmetic(size, ARCHITECTURES.get(system))
-    counts, costs = count_parameters(model), count_multiply_adds(model)
+    counts, costs = counted(f"{size}:{system}" if system else size)
+    total, towers, scores = arithmetic(paper_config(size), ARCHITECTURES.get(system))
     assert counts["total"] == total
     for tower, (parameters, activated, _) in towers.items():
         assert (counts[tower], counts[f"{tower}_activated"]) == (parameters, activated)
     assert costs["attention_scores"] == scores
     assert costs["image"] + costs["text"] - scores == sum(products for *_, products in towers.values())
     assert counts["total"] - counts["activated"] == sum(parts[0] - parts[1] for parts in towers.values())
+
+
+def test_the_page_of_families_has_their_costs():
+    """M parameters, those that a token meets, and G multiply-adds of an image and a text."""
+    page = Path("docs/families.md").read_text().replace("`", "")
+    rows = [line for line in lines_of(page) if line[0] in OTHER_SIZES]
+    assert len(rows) == len(OTHER_SIZES) * (1 + len(PRESETS))
+    for size, preset, *numbers in rows:
+        counts, costs = counted(f"{size}:{preset}" if preset else size)
+        found = (counts["total"] / 1e6, counts["activated"] / 1e6, costs["image"] / 1e9, costs["text"] / 1e9)
+        assert [float(number) for number in numbers] == [round(value, 1) for value in found]
 
 
 @pytest.mark.parametrize(
