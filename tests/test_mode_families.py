@@ -9,7 +9,10 @@ from torch.nn.functional import logsigmoid
 from conversion.checkpoints import load_mixture, sample_inputs
 from conversion.commands import assemble
 from conversion.families import FAMILIES
+from conversion.folders import load_config
 from conversion.presets import PRESETS
+from conversion.publishing.card import render
+from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoDEModel
 
@@ -29,6 +32,8 @@ def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
     outputs = load_mixture(tmp_path / "mixture")(**inputs, return_loss=True)
     logits = torch.stack([expert(**inputs).logits_per_text for expert in experts]).mean(dim=0)
     torch.testing.assert_close(outputs.logits_per_text, logits)
+    card = str(render(load_config(tmp_path / "mixture"), Lineage(), "user/mixture", None, None, experts[0].config))
+    assert f"A mixture of 2 {family.name}s" in card and ('padding="max_length"' in card) == family.sigmoid
     if family.sigmoid:  # each pair is a yes or a no
         pairs = [logsigmoid(logit if i == j else -logit) for i, row in enumerate(logits) for j, logit in enumerate(row)]
         torch.testing.assert_close(outputs.loss, -sum(pairs) / len(logits))

@@ -82,7 +82,8 @@ def build(
         write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
-    render(model.config, lineage, repository, license, base_model).save(folder / "README.md")
+    expert = model.expert(0).config if isinstance(model, CLIPMoDEModel) else None
+    render(model.config, lineage, repository, license, base_model, expert).save(folder / "README.md")
     verify(model, folder)
 
 

@@ -44,7 +44,12 @@ def citations() -> dict[str, str]:
 
 
 def render(
-    config: PreTrainedConfig, lineage: Lineage, repository: str, license: str | None, base_model: str | None
+    config: PreTrainedConfig,
+    lineage: Lineage,
+    repository: str,
+    license: str | None,
+    base_model: str | None,
+    expert: PreTrainedConfig | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -53,14 +58,15 @@ def render(
         license: of its weights, None: unknown.
         base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
             those are names on the Hub.
+        expert: the configuration of a mixture's first expert, of whose family all are.
     """
     results = list(lineage.results.values())
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
     mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
-    family = None if mixture else family_of(config)
-    papers = [config.model_type] if mixture else [*(_presets(lineage) if is_sparse else []), family.model_type]
+    family = family_of(config if expert is None else expert)
+    papers = [config.model_type] if mixture else _presets(lineage) if is_sparse else []
     return ModelCard.from_template(
         _metadata(mixture or is_sparse, lineage, repository, license, bases),
         template_path=str(TEMPLATE),
@@ -88,7 +94,7 @@ def render(
         text=escape,
         code=code,
         license=license,
-        citations=[citations()[key] for key in dict.fromkeys([*papers, "clip"])],
+        citations=[citations()[key] for key in dict.fromkeys([*papers, family.model_type, "clip"])],
     )
 
 
