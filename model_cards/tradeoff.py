@@ -78,7 +78,7 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     text = (
         f"Learned: {learned}; kept: {kept}; the mean of their main scores (of retrieval, recall at 1), in percent. "
         f"Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
-        f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds."
+        f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds, each alone."
     )
     lines = {name: [points[model] for model in line] for name, line in lines.items()}
     pictures = {"tradeoff.png": lambda path: _draw({model: points[model] for model in shown}, lines, path)}
@@ -122,7 +122,7 @@ def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Se
             *mean, xerr=spread[0], yerr=spread[1], fmt="os^DvP*X"[number % 8], color=f"C{number % 10}", capsize=2,
             markersize=8, label=plot_text(model),
         )  # fmt: skip
-    axis.set_xlabel("kept, %")
+    axis.set_xlabel(f"kept, % (± standard deviation of {len(next(iter(points.values())))} seeds)")
     axis.set_ylabel("learned, %")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
