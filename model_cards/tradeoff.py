@@ -78,7 +78,8 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     text = (
         f"Learned: {learned}; kept: {kept}; the mean of their main scores (of retrieval, recall at 1), in percent. "
         f"Mean ± sample standard deviation of {number} seeds. Above a line: how much more the model learned "
-        f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds, each alone."
+        f"than the line has where it kept as much or more, ± the paired {LEVEL:.0%} interval over the seeds, each "
+        "alone."
     )
     lines = {name: [points[model] for model in line] for name, line in lines.items()}
     pictures = {"tradeoff.png": lambda path: _draw({model: points[model] for model in shown}, lines, path)}
