@@ -47,7 +47,8 @@ def trained(repository, batch):
 
 
 def test_adapters_learn_and_nothing_else_does(trained, repository):
-    assert trained.losses[-1] < 0.8 * trained.losses[0]
+    balanced = 2 * trained.config.router_aux_loss_coef  # what is left of the loss where both towers are balanced
+    assert trained.losses[-1] - balanced < 0.8 * (trained.losses[0] - balanced)
     original = CLIPMoEModel.from_pretrained(repository).state_dict()
     parts = {"self_attn": 0, "experts": 0, "router": 0}
     for name, parameter in trained.named_parameters():
