@@ -37,7 +37,7 @@ def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
     assert "| retrieval, patients.parquet | R@1 image→text |" in card.text and ", split " not in card.text
     assert "all rows of patients.parquet, columns image and caption |" in card.text
     (file,) = (tmp_path / "out" / "results").iterdir()
-    assert file.name.startswith("retrieval-patients.parquet-caption-") and "local" not in json.loads(file.read_text())
+    assert file.name.startswith("retrieval-patients-caption-") and "local" not in json.loads(file.read_text())
     assert not (tmp_path / "out" / ".eval_results").exists()  # no benchmark of the Hub
 
 
