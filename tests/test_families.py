@@ -1,6 +1,9 @@
 """Every family: a dense model becomes sparse, computes the same, is saved, loaded, trained, and made dense again."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from tiny_families import tiny_dense
 from transformers import AutoModel, MetaClip2Model, SiglipTextConfig
 
 from conversion.average import average
-from conversion.checkpoints import model_outputs, sample_inputs
+from conversion.checkpoints import load_clip, model_outputs, sample_inputs
 from conversion.dense import extract
 from conversion.families import FAMILIES
 from conversion.presets import PRESETS
@@ -20,12 +23,10 @@ families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 
 
 def inputs_of(model):
-    """Two texts and two images; where texts may be of any length, the first one is padded."""
+    """Two texts and two images; the first text is padded."""
     inputs = sample_inputs(model.config)
-    if not hasattr(model, "logit_bias"):
-        inputs["input_ids"][0, 5] = inputs["input_ids"][0, -1]
-        inputs["attention_mask"] = (torch.arange(8) < torch.tensor([[6], [8]])).long()
-    return inputs
+    inputs["input_ids"][0, 5] = inputs["input_ids"][0, -1]
+    return inputs | {"attention_mask": (torch.arange(8) < torch.tensor([[6], [8]])).long()}
 
 
 def assert_same(outputs, expected):
@@ -41,7 +42,8 @@ def test_a_sparse_model_computes_what_the_dense_one_does_and_goes_back_to_it(fam
     sparse = upcycle(dense, PRESETS[preset])
     for tower in (sparse.config.text_config, sparse.config.vision_config):
         tower.norm_topk_prob = True
-    inputs = inputs_of(dense)
+    unpadded, inputs = sample_inputs(dense.config), inputs_of(dense)
+    assert_same(sparse(**unpadded), dense(**unpadded))
     assert_same(sparse(**inputs), dense(**inputs))
     sparse.save_pretrained(tmp_path / "sparse")
     loaded = AutoModel.from_pretrained(tmp_path / "sparse")
@@ -68,6 +70,116 @@ def test_towers_load_alone_and_dense_classes_refuse_the_folder(family, tmp_path)
             torch.testing.assert_close(loaded.state_dict(), tower.state_dict(), atol=0, rtol=0)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         family.dense.from_pretrained(tmp_path / "sparse")
+
+
+WITHOUT_PACKAGE = """
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from transformers import AutoModel
+for number, folder in enumerate(sys.argv[1:]):
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules")
+    model.save_pretrained(f"{folder}_again")
+    with torch.no_grad():
+        outputs = model(**torch.load(f"{folder}/inputs.pt"))
+    torch.save((outputs.text_embeds, outputs.image_embeds, outputs.logits_per_image), f"{folder}/outputs.pt")
+"""
+
+
+@torch.no_grad()
+def test_saved_code_loads_without_the_package_and_saves_the_same(tmp_path):
+    expected = {}
+    for family in FAMILIES:
+        sparse = moved(upcycle(tiny_dense(family), PRESETS["clip_fmoe"]), ("experts", "router", "gate"), seed=1)
+        folder, inputs = tmp_path / family.model_type, inputs_of(sparse)
+        sparse.save_pretrained(tmp_path / "first")
+        AutoModel.from_pretrained(tmp_path / "first").save_pretrained(folder)
+        torch.save(inputs, folder / "inputs.pt")
+        outputs = sparse(**inputs)
+        expected[folder] = outputs.text_embeds, outputs.image_embeds, outputs.logits_per_image
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGE, *expected],
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for folder, outputs in expected.items():
+        torch.testing.assert_close(torch.load(folder / "outputs.pt"), outputs, atol=1e-6, rtol=1e-6)
+        again = folder.with_name(f"{folder.name}_again")
+        for file in again.iterdir():
+            assert file.read_bytes() == (folder / file.name).read_bytes(), file
+        assert any(again.glob("modeling_*.py"))
+
+
+@families
+@torch.no_grad()
+def test_hidden_states_and_attentions_are_the_dense_models_with_every_attention(family, tmp_path):
+    dense = tiny_dense(family)
+    upcycle(dense, PRESETS["clip_moe"]).save_pretrained(tmp_path)
+    inputs, settings = inputs_of(dense), {"output_hidden_states": True, "output_attentions": True}
+    dense.set_attn_implementation("eager")
+    expected = dense(**inputs, **settings)
+    # Padding goes to no expert: only there, where nothing reads it, is it another one
+    masks = {"text_model_output": inputs["attention_mask"].bool() | family.sigmoid, "vision_model_output": slice(None)}
+    if family.naflex:
+        masks["vision_model_output"] = inputs["pixel_attention_mask"].bool()
+
+    def tokens(outputs, tower):
+        hidden = [of_layer[masks[tower]] for of_layer in outputs[tower].hidden_states]
+        attentions = [of_layer.transpose(1, 2)[masks[tower]] for of_layer in outputs[tower].attentions or ()]
+        return hidden, attentions, outputs[tower].pooler_output
+
+    for attention in ("eager", "sdpa"):
+        sparse = family.sparse.from_pretrained(tmp_path, attn_implementation=attention)
+        settings["output_attentions"] = attention == "eager"
+        outputs = sparse(**inputs, **settings)
+        for tower in masks:
+            of_dense = tokens(expected, tower)
+            if attention == "sdpa":
+                of_dense = of_dense[0], [], of_dense[2]
+            torch.testing.assert_close(tokens(outputs, tower), of_dense, atol=1e-5, rtol=1e-5)
+    assert len(outputs.vision_model_output.hidden_states) == 5
+    tuples = sparse(**inputs, return_dict=False)
+    torch.testing.assert_close(tuples[0], outputs.logits_per_image)
+
+
+@families
+@torch.no_grad()
+def test_half_precision_more_words_and_a_compiled_model(family, tmp_path):
+    sparse = upcycle(tiny_dense(family), PRESETS["clip_moe"])
+    sparse.save_pretrained(tmp_path)
+    inputs = inputs_of(sparse)
+    expected = sparse(**inputs)
+    half = family.sparse.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    of_half = half(**inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
+    assert torch.cosine_similarity(of_half.image_embeds.float(), expected.image_embeds).min() > 0.99
+    assert torch.cosine_similarity(of_half.text_embeds.float(), expected.text_embeds).min() > 0.99
+    sparse.resize_token_embeddings(50)
+    assert sparse.config.text_config.vocab_size == len(sparse.get_input_embeddings().weight) == 50
+    assert_same(sparse(**inputs), expected)
+    if not family.naflex:  # transformers reads the shapes of its images, number by number
+        torch.compiler.reset()
+        assert_same(torch.compile(sparse, fullgraph=True, backend="eager")(**inputs), expected)
+
+
+@pytest.mark.parametrize(("weights", "configuration"), [(0, 2), (1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_weights_of_one_family_under_the_configuration_of_another_are_refused(
+    weights, configuration, is_sparse, tmp_path
+):
+    for name, number in (("weights", weights), ("configuration", configuration)):
+        model = tiny_dense(FAMILIES[number])
+        model = upcycle(model, PRESETS["clip_moe"]) if is_sparse else model
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "configuration" / "config.json").replace(tmp_path / "weights" / "config.json")
+    with pytest.raises(ValueError, match="missing: |Missing: |of the wrong shape: ") as error:
+        load_clip(tmp_path / "weights")
+    assert str(tmp_path / "weights") in str(error.value) and "\n" not in str(error.value)
 
 
 @families
