@@ -20,7 +20,6 @@ from data import symbols
 from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
-from evaluation.commands import evaluate
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import find_tasks, problems_of_data
 from evaluation.zero_shot import zero_shot_metrics
@@ -141,17 +140,6 @@ def test_all_are_measured_and_stand_beside_each_other(dense, copies, tmp_path):
         assert set(titles) <= {title for name in GROUPS[group] for title in of_task[name]["primary"].values()}, group
 
 
-def test_command(dense, copies, tmp_path, capsys):
-    """Spaces after commas, a group, and a benchmark that is in it; what is wrong is one line."""
-    command = ["--model", str(dense), "--output-dir", str(tmp_path), "--data-root"]
-    evaluate.main([*command, str(copies), "--tasks", "clip_moe_table_2,", "urban1k,flickr30k_all"])
-    assert capsys.readouterr().out.count("samples") == 3
-    tasks = ("mscoco_val2017", "flickr30k_all", "urban1k")
-    assert {file.name for file in tmp_path.glob("*.json")} == {f"{name}--dense.json" for name in tasks}
-    with pytest.raises(SystemExit, match="^error: there is no folder .*nope with copies of benchmarks"):
-        evaluate.main([*command, str(copies / "nope"), "--tasks", "mode_26"])
-
-
 @pytest.mark.parametrize("path", AT_THE_PAPERS_SIZE, ids=lambda path: path.stem)
 def test_recipes_at_the_papers_size_end_with_their_benchmarks(path):
     """Tables of the paper that the recipe is named after, of its own model beside the one that it starts from; what the
@@ -178,8 +166,6 @@ def test_the_table_of_benchmarks(capsys, monkeypatch):
     table, _, copies, *_, groups = capsys.readouterr().out.strip().split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert [row[0] for row in rows] == list(BENCHMARKS)
-    (kinetics,) = (row for row in rows if row[0] == "kinetics700")
-    assert kinetics[2] == "mean of top-1 and top-5"
     (of_kinetics,) = (line for line in copies.splitlines() if line.endswith("kinetics700"))
     assert "val/CLASS/NAME.jpg" in of_kinetics and "- mode_table_4: mscoco_captions, flickr30k" in groups
 
@@ -212,7 +198,6 @@ def damage(path, change):
     [
         ("imagenet1k_linear_probe", "train", None, "must be test/0.tar, .* a cls each.*, and the same for train$"),
         ("cars", "test/1.tar", None, "nshards.txt says '2.*', but there are 1 shards: copy all"),
-        ("cars", "test/1.tar", b"x", "1.tar is no tar, or is cut"),
         ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
@@ -226,12 +211,9 @@ def damage(path, change):
         ("winoground", "data/test-00000-of-00002.parquet", b"x", "test-.* cannot be read: .* Parquet file size is 1"),
         ("cifar10", "test_batch.bin", None, "there must be .*binary version .Python's has pickles, which are not read"),
         ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} for the name: write them into .*_templates.txt"),
-        ("food101", "meta/test.txt", ("a/b\n",), "1 images of the split test are not in .*; one is a/b"),
         ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
         ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
         ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 0.7'), "label 0.* is none of the numbers of 2 classes"),
-        ("hateful_memes", "dev.jsonl", ("1.png", "0.png"), "0.png has two labels"),
-        ("flickr30k_all", "flickr30k-images/3.jpg", None, "1 of 15 pairs of .* cannot be used; the first is .*/3.jpg"),
         ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
         ("urban1k", "image/003.jpg", None, "1 images in .* have no caption or captions no image; one is 003"),
     ],
@@ -274,6 +256,8 @@ def test_what_the_hub_does_not_have_and_is_not_asked_for(tmp_path):
     for root in (None, tmp_path):
         with pytest.raises(ValueError, match="mmvp_vlm is not read from the Hub: put it into .*mmvp_vlm .--data-root."):
             benchmark_task(BENCHMARKS["mmvp_vlm"], root)
+    with pytest.raises(ValueError, match="there is no folder .*nope with copies of benchmarks"):
+        find_tasks(["mode_26"], tmp_path / "nope")
     folder = make(tmp_path, "cub200")
     shutil.rmtree(folder / "images")
     problems = problems_of_data(["clip_benchmark", "cub200", "mmvp_vlm", "symbols_pairs"], tmp_path)

@@ -32,6 +32,7 @@ with locked(Path(sys.argv[1])):
 
 
 sources  # noqa: B018, a fixture
+SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_two_converters_with_one_output(converter, sources, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@SIGNALS
 def test_a_converter_that_is_told_to_end_leaves_nothing(converter, tmp_path, number, status):
     converter.send_signal(number)
     error = converter.communicate()[1].splitlines()
@@ -132,53 +133,45 @@ def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_that_a_library_takes_for_an_error_ends_the_program_all_the_same(number, status, capsys):
-    def storage():  # as torch, where a signal arrives while it looks at one
-        try:
-            signal.raise_signal(number)
-        except BaseException:
-            raise TypeError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
-
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(SystemExit) as left, one_line_errors():
-        try:
-            storage()
-        except TypeError as error:
-            raise ValueError(f"cannot load model: {error}") from None
-    assert left.value.code == status
-    assert capsys.readouterr().err == (f"{INTERRUPTED}\n" if number == signal.SIGINT else "")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+def taken_for_an_error(number):
+    """As torch does, where a signal arrives while it looks at a storage."""
+    try:
+        signal.raise_signal(number)
+    except BaseException:
+        raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("new", [new_folder, new_file])
-def test_a_signal_that_a_library_drops_ends_the_program_before_anything_is_there(new, number, status, tmp_path):
-    with pytest.raises(SystemExit) as left, one_line_errors(), new(tmp_path / "out"):
-        try:  # as torch, where a signal arrives in an attribute that it asks a Python object for
-            signal.raise_signal(number)
-        except BaseException:
-            pass
-    assert left.value.code == status and not list(tmp_path.iterdir())
-    with one_line_errors(), new(tmp_path / "out"):
-        pass  # it is not told to end any more
+def dropped(number):
+    """As torch does, where a signal arrives in an attribute that it asks a Python object for."""
+    try:
+        signal.raise_signal(number)
+    except BaseException:
+        pass
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_that_arrives_in_a_finalizer_ends_the_program_all_the_same(number, status, tmp_path, capsys):
+def in_a_finalizer(number):
     class Finalized:
         def __del__(self):
             signal.raise_signal(number)
 
-    hook = sys.unraisablehook
-    with pytest.raises(SystemExit) as left, one_line_errors(), new_folder(tmp_path / "out"):
-        finalized = Finalized()
-        del finalized
-        time.sleep(60)
-        pytest.fail("not told to end")
+    finalized = Finalized()
+    del finalized
+    time.sleep(60)
+    pytest.fail("not told to end")
+
+
+@SIGNALS
+@pytest.mark.parametrize("new", [new_folder, new_file])
+@pytest.mark.parametrize("arrive", [taken_for_an_error, dropped, in_a_finalizer])
+def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(arrive, new, number, status, tmp_path, capsys):
+    handlers = sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
+    with pytest.raises(SystemExit) as left, one_line_errors(), new(tmp_path / "out"):
+        arrive(number)
     assert left.value.code == status and not list(tmp_path.iterdir())
     assert capsys.readouterr().err == (f"{INTERRUPTED}\n" if number == signal.SIGINT else "")
-    assert sys.unraisablehook is hook
+    assert (sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == handlers
+    with one_line_errors(), new(tmp_path / "out"):
+        pass  # it is not told to end any more
 
 
 @pytest.fixture

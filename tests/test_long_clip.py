@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from sklearn.decomposition import PCA
-from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, weights
+from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
 from training.stages.long_clip import TrainLongCLIPStage, primary_components
@@ -107,21 +107,10 @@ def test_the_stage(tmp_path):
     assert of_steps[-1] < 0.9 * of_steps[0]
 
 
-def test_short_captions_count(tmp_path):
-    """Each weight and the number of components make another model."""
-    changes = {"both": {}, "long": {"caption_weights": [1.0, 0.0]}, "more": {"num_components": 5}}
-    stages = [LONG | {"name": name} | change for name, change in changes.items()]
-    output = run_stages(tmp_path, [DENSE, CAPTIONS, *stages])
-    assert not same_weights(output / "both", output / "long")
-    assert not same_weights(output / "both", output / "more")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": SYMBOLS}, "tuned: image 0 of symbols has no long and short caption"),
-        ({"caption_weights": [0.2, 0.3, 0.5]}, "tuned.caption_weights"),
-        ({"caption_weights": [0.5, 0.6]}, "sum to 1.1, not to 1"),
         ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),
     ],
 )

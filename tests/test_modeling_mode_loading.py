@@ -129,22 +129,14 @@ def test_a_state_dict_is_shared_out(inputs, tmp_path):
     assert torch.equal(found, other(**inputs).logits_per_image)
 
 
-def test_an_unloaded_model_is_saved_elsewhere(inputs, tmp_path):
-    model = mixture(2)
-    model.save_pretrained(tmp_path / "a")
-    CLIPMoDEModel.from_pretrained(tmp_path / "a", max_loaded_experts=1).save_pretrained(tmp_path / "b")
-    model.set_equal_weights()
-    copy = AutoModel.from_pretrained(tmp_path / "b")
-    copy.set_equal_weights()
-    assert torch.equal(copy(**inputs).logits_per_image, model(**inputs).logits_per_image)
-
-
-def test_loaded_from_a_folder_of_a_repository(inputs, tmp_path):
+def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(inputs, tmp_path):
     model = mixture(2)
     model.save_pretrained(tmp_path / "models" / "mode")
     weights = model.set_equal_weights()
-    for options in ({}, {"max_loaded_experts": 1}):
-        loaded = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode", **options)
+    lazy = CLIPMoDEModel.from_pretrained(tmp_path / "models", subfolder="mode", max_loaded_experts=1)
+    lazy.save_pretrained(tmp_path / "elsewhere")
+    whole = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode")
+    for loaded in (lazy, whole, AutoModel.from_pretrained(tmp_path / "elsewhere")):
         found = loaded(**inputs, routing_weights=weights).logits_per_image
         assert torch.equal(found, model(**inputs).logits_per_image) and torch.equal(loaded.centers, model.centers)
 

@@ -57,19 +57,11 @@ def test_words_of_the_command_line(words, chosen):
     assert read_sparse_layers(words) == chosen
 
 
-@pytest.mark.parametrize("words", [["1", "3"], ["text=1", "3"]])
-def test_words_of_another_form(words):
-    with pytest.raises(ValueError, match="must be of the form all, 1,3 or text=1,3 vision=5,7"):
-        read_sparse_layers(words)
-
-
 @pytest.mark.parametrize(
     ("changes", "towers", "message"),
     [
         ({"sparse_layers": "every_secnd"}, ["vision"], "\\(did you mean 'every_second'\\?\\): .*, of the 24 that"),
-        ({"sparse_layers": [11, 12]}, TOWERS, "moe_layers must be between 0 and 11"),
         ({"sparse_layers": {"text": "all"}}, TOWERS, "layers of text, but .* are text, vision"),
-        ({"num_experts": "four"}, TOWERS, "num_experts"),
     ],
 )
 def test_presets_that_no_model_fits(changes, towers, message):
@@ -82,8 +74,6 @@ def test_a_preset_with_changes():
     assert changed == dataclasses.replace(PRESETS["clip_up"], sparse_layers=[1], num_experts=2)
     with pytest.raises(ValueError, match=r"no fusion_gat \(did you mean 'fusion_gate'\?\) to change, only capacity"):
         changed_preset("clip_moe", {"fusion_gat": True})
-    with pytest.raises(ValueError, match="no num_experts to change"):
-        changed_preset("clip_moe", {"num_experts": 1}, ["num_experts"])
 
 
 @pytest.mark.parametrize(

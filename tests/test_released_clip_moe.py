@@ -3,7 +3,6 @@
 import pytest
 import torch
 from openai_weights import VOCABULARY, released_state_dict
-from safetensors.torch import load_file, save_file
 from tiny_clip import error_of, processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
@@ -74,12 +73,6 @@ def test_round_trips_bit_for_bit(state, dtype):
         (("experts",), {}, "no tensor is an expert's|missing transformer.resblocks.0.mlp.c_fc.weight"),
         (("visual.transformer.resblocks.2.experts.2",), {}, r"layers\.2\..*must be \(3, 256, 64\)"),
         (("resblocks.1.gate",), {}, r"missing from the source: text_model.*layers\.1\.mlp\.router\.weight"),
-        ((), {"extra": torch.zeros(1)}, "left over in the source: extra"),
-        (
-            (),
-            {"transformer.resblocks.0.experts.1.c_fc.bias": torch.zeros(3)},
-            r"of the wrong shape: transformer\.resblocks\.0\.experts\.0\.c_fc\.bias \(512,\)",
-        ),
         ((), {"transformer.resblocks.0.mlp.c_fc.weight": torch.zeros(512, 128)}, r"by two rules.*\.mlp\.|left over"),
     ],
 )
@@ -93,8 +86,6 @@ def test_what_is_no_checkpoint(state, without, more, message):
     ("tower", "field", "value", "message"),
     [
         ("vision", "norm_topk_prob", False, "norm_topk_prob must be True"),
-        ("text", "hidden_act", "gelu", "hidden_act must be quick_gelu"),
-        ("vision", "layer_norm_eps", 1e-6, "layer_norm_eps must be 1e-05"),
         ("text", "eos_token_id", VOCABULARY - 2, "texts must be pooled at the highest token id"),
         ("vision", "eval_capacity_factor", 1.0, "eval_capacity_factor must be None"),
     ],
@@ -121,18 +112,13 @@ def test_commands_there_and_back(state, tmp_path, capsys):
     released_clip_moe_command.main([str(tmp_path / "model"), str(tmp_path / "back.pt"), "--reverse"])
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
-    released_clip_moe_command.main([str(tmp_path / "back.pt"), str(tmp_path / "again")])
-    again = AutoModel.from_pretrained(tmp_path / "again").state_dict()
-    assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
-
-
-def test_safetensors_there_and_back_in_a_new_folder(state, tmp_path):
-    save_file(state, tmp_path / "released.safetensors")
-    released_clip_moe_command.main([str(tmp_path / "released.safetensors"), str(tmp_path / "model")])
-    released_clip_moe_command.main([str(tmp_path / "model"), str(tmp_path / "new" / "back.safetensors"), "--reverse"])
-    back, exported = load_file(tmp_path / "new" / "back.safetensors"), export(convert(state))
-    assert back.keys() == exported.keys() and all(torch.equal(back[key], exported[key]) for key in back)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["back.safetensors"]
+    tensors = tmp_path / "new" / "back.safetensors"
+    released_clip_moe_command.main([str(tmp_path / "model"), str(tensors), "--reverse"])
+    assert [path.name for path in tensors.parent.iterdir()] == ["back.safetensors"]
+    for file in (tmp_path / "back.pt", tensors):
+        released_clip_moe_command.main([str(file), str(tmp_path / f"again{file.suffix}")])
+        again = AutoModel.from_pretrained(tmp_path / f"again{file.suffix}").state_dict()
+        assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
 def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
@@ -143,14 +129,3 @@ def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
         released_clip_moe_command.main, tmp_path / "model", tmp_path / "back.pt", "--reverse"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_commands_end_in_one_line(state, tmp_path):
-    (tmp_path / "there.pt").touch()
-    for source, output, options, message in (
-        (tmp_path / "nowhere.pt", "out", [], "there is no file"),
-        ("training/symbol_clip", "new.pt", ["--reverse"], "a model of type 'clip_moe' is needed"),
-        ("training/symbol_clip", "there.pt", ["--reverse"], "already exists"),
-    ):
-        assert message in error_of(released_clip_moe_command.main, source, tmp_path / output, *options)
-    assert [path.name for path in tmp_path.iterdir()] == ["there.pt"]

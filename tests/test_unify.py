@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_clip import error_of, moved, processor, saved, tiny_clip
+from tiny_clip import moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import check_equal, model_outputs, sample_inputs
@@ -112,7 +112,6 @@ TRAINED_BASE = "expert 1 .* differs in vision_model.encoder.layers.3.mlp.base.fc
     ("base", "experts", "changes", "message"),
     [
         (tiny_clip, lambda: [trained(1), trained(2, "text_projection")], {}, "expert 2 .* in text_projection.weight$"),
-        (tiny_clip, lambda: [trained(1, "layers.2.self_attn.q")], {}, r"in text_model\.encoder\.layers\.2\.self_attn"),
         (tiny_clip, lambda: [tiny_clip(text_layers=5)], {}, "expert 1 was not trained from this base"),
         (one_expert, lambda: [one_expert(seed=1), one_expert(sparse_layers=[1])], {}, r"expert 2 .*layers\.[13]\.mlp"),
         (one_expert, lambda: [one_expert(False, 1)], {}, r"expert 1 .* differs in .*fusion_gate"),
@@ -136,11 +135,3 @@ def test_command(make, tmp_path, capsys):
         verify(base, experts[::-1], tmp_path / "out")
     preset = dataclasses.replace(PLAIN, norm_topk_prob=False)  # weights need not sum to 1
     convert(base, experts, tmp_path / "other", preset)  # and verifies
-
-
-def test_command_ends_in_one_line(tmp_path):
-    dense = saved(tmp_path / "dense", tiny_clip())
-    strange = saved(tmp_path / "strange", trained(3, "visual_projection"))
-    message = error_of(unify_command.main, dense, tmp_path / "out", "--experts", dense, strange)
-    assert "error: expert 2 was not trained from this base" in message and "visual_projection.weight" in message
-    assert not (tmp_path / "out").exists()
