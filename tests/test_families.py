@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from tiny_clip import moved
-from tiny_families import tiny_dense
+from tiny_families import saved, tiny_dense
 from transformers import AutoModel, MetaClip2Model, SiglipTextConfig
 
 from conversion.average import average
@@ -16,6 +16,7 @@ from conversion.checkpoints import load_clip, model_outputs, sample_inputs
 from conversion.dense import extract
 from conversion.families import FAMILIES
 from conversion.presets import PRESETS
+from conversion.processors import load_processor
 from conversion.unify import unify
 from conversion.upcycle import upcycle
 
@@ -235,6 +236,14 @@ def test_padding_among_patches_goes_to_no_expert():
     inputs = sample_inputs(sparse.config)
     (ids, *_) = sparse(**inputs, output_expert_ids=True).vision_model_output.expert_ids
     assert ((ids == 4).all(-1) == (inputs["pixel_attention_mask"] == 0)).all()
+
+
+def test_images_of_any_shape_are_refused_where_one_tensor_is_carried(tmp_path):
+    saved(FAMILIES[3], tiny_dense(FAMILIES[3]), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"takes images of any shape \(NaFlex\): it becomes sparse, but is not measured"
+    ):
+        load_processor(tmp_path)
 
 
 @torch.no_grad()
