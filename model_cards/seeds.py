@@ -51,8 +51,8 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     about = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
     if baseline is not None:
         about.append(
-            f"In brackets: the mean difference to {escape(baseline)}, ± its paired {LEVEL:.0%} interval over the seeds, "
-            "each alone."
+            f"In brackets: the mean difference to {escape(baseline)}, ± its paired {LEVEL:.0%} interval over the "
+            "seeds, each alone."
         )
     protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
