@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evaluation.figures import plt
@@ -17,6 +19,7 @@ from model_cards.verdicts import (
     Claim,
     deciding,
     measure_claim,
+    read_claims,
     verdict_of_all,
 )
 
@@ -191,6 +194,28 @@ def test_an_interval_by_hand():
         reach = t * math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2) / math.sqrt(3)
         found = paired_interval([11, 22, 33], [10, 20, 30], comparisons)
         assert found == pytest.approx((2 - reach, 2 + reach), abs=1e-4)
+
+
+def test_equal_models_on_the_whole_page():
+    """All claims that are measured, of models that differ by chance alone: at most one verdict in twenty is wrong, of
+    the headlines and of the others."""
+    rng, wrong, number = np.random.default_rng(0), Counter(), Counter()
+    claims = [claim for paper in read_claims(CARDS / "claims.yaml").values() for claim in paper.claims if claim.better]
+    for _ in range(40):
+        for one in claims:
+            one = one.model_copy(update={"by": 0.0})
+            scores = {
+                row: {task: [dict(zip(metrics, rng.normal(size=len(metrics)), strict=True)) for _ in range(3)]
+                      for task, metrics in one.scores.items()}
+                for row in (one.better, *one.than)
+            }  # fmt: skip
+            verdicts = [measured.verdict for measured in measure_claim(one, scores, "here")]
+            kind = "headlines" if one.headline else "others"
+            wrong[kind] += verdict_of_all(verdicts) != CANNOT_BE_TOLD
+            number[kind] += 1
+    assert number["headlines"] >= 400 and number["others"] > 2500
+    for kind in number:
+        assert 0.005 < wrong[kind] / number[kind] < 0.05, kind
 
 
 def measured(than, scores, metrics=("m",), by=0.0):
