@@ -19,7 +19,13 @@ MODEL ?= runs/clip_moe_demo/clip_moe
 BASELINE ?= training/symbol_clip
 RESULTS ?= runs/benchmarks
 
-.PHONY: app test-app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
+# What is published, made and used in an environment of its own, from a wheel. mkdocs-material warns of its successor
+KIT := .venv-kit
+KIT_TOOLS := build==1.6.1 ipykernel==7.4.0 mkdocs-material nbclient==0.11.0 twine==7.0.0
+SPACE_MODEL ?= training/name_clip_moe
+IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
+
+.PHONY: kit wheel site notebook space release app test-app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -99,3 +105,34 @@ bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchma
 bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
 	mkdir -p $(RESULTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goals --output $(RESULTS)/goals_cpu.md
+
+$(KIT)/installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(KIT)
+	grep --invert-match '^pillow=' constraints.txt > $(KIT)/constraints.txt
+	$(KIT)/bin/pip install --quiet --constraint $(KIT)/constraints.txt ".[app]" $(KIT_TOOLS)
+	touch $@
+
+kit: wheel site notebook space  ## all that is published, but models
+
+wheel: $(KIT)/installed  ## dist/*.whl, used where no checkout is
+	rm -rf dist build/kit
+	$(KIT)/bin/python -m build
+	$(KIT)/bin/twine check --strict dist/*
+	$(KIT)/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
+	mkdir -p build/kit
+	$(IN_KIT)/clip-moe recipes
+	$(IN_KIT)/clip-moe upcycle training/symbol_clip/quarter sparse --preset clip_moe
+	$(IN_KIT)/clip-moe evaluate --model sparse --tasks symbols_pairs --output-dir scores
+
+site: $(KIT)/installed  ## build/site, the documentation; a link to nothing is an error
+	NO_MKDOCS_2_WARNING=1 $(KIT)/bin/mkdocs build --strict
+
+notebook: $(KIT)/installed  ## the notebook, from its first cell to its last
+	mkdir -p build/kit
+	cp notebooks/first_steps.ipynb build/kit
+	$(IN_KIT)/jupyter execute first_steps.ipynb
+
+space: $(KIT)/installed  ## build/space, started once; for the Hub, make space SPACE_MODEL=OWNER/name-clip-moe
+	rm -rf build/space
+	$(KIT)/bin/python -m examples.app $(SPACE_MODEL) --examples examples/pictures --space build/space
+	$(KIT)/bin/python tests/integration/start_space.py build/space

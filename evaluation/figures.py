@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import matplotlib
 import numpy as np
@@ -73,12 +74,11 @@ def heat_map(
     axis.set_yticks(range(len(lines)), lines)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path | IO[bytes]) -> None:
     """Write the figure as the path's ending says: `.png`, or `.svg`, whose text and axes are dark on light pages and
-    light on dark ones."""
+    light on dark ones. An open file gets a PNG."""
     # A new file has another ending until it is whole
-    kind = "svg" if ".svg" in path.name else "png"
-    if kind == "png":
+    if not isinstance(path, Path) or ".svg" not in path.name:
         figure.savefig(path, dpi=130, format="png")
     else:
         text = io.StringIO()

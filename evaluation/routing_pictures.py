@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def _mark(axis: Axes, routed: RoutedImages, patch: int, **style: Any) -> tuple[f
     return (column + 0.5) * side - 0.5, (line + 0.5) * side - 0.5
 
 
-def draw_patches(routed: RoutedImages, path: Path) -> None:
+def draw_patches(routed: RoutedImages, path: Path | IO[bytes]) -> None:
     """Some images, and below each the expert that the router likes best for every patch, and around it, for the class
     token."""
     chosen, num_experts = _some(len(routed.pixels)), routed.probabilities.shape[-1]
@@ -84,7 +84,7 @@ def draw_patches(routed: RoutedImages, path: Path) -> None:
                 below.text(*middle, str(expert), **style)
         below.spines[:].set(color=colors[experts[0]], linewidth=5)
     handles = [Patch(color=colors[expert], label=f"expert {expert}") for expert in range(num_experts)]
-    figure.legend(handles=handles, loc="outside lower center", ncol=min(8, num_experts), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncol=min(8, num_experts, 1 + len(chosen)), frameon=False)
     figure.suptitle(f"Vision tower, layer {routed.layer}: the first choice of every patch; frame: of the class token")
     save(figure, path)
 

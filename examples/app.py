@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 Model = Embedder | Ensemble
 BATCH_SIZE = 64
-TEMPLATE = "a photo of a {}."
+TITLE, TEMPLATE = "CLIP-MoE", "a photo of a {}."
+SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
 SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 NUM_FOUND, MAX_SHOWN_SIDE = 8, 512  # images that a text finds, and their pixels
 SECONDS_KEPT = 3600  # what visitors upload
@@ -151,24 +152,33 @@ def import_gradio():
     return gradio
 
 
-def build_page(models: Mapping[str, Model], search: ImageSearch | None = None):
+def named_pictures(folder: str | Path) -> list[list[str]]:
+    """What the page offers to try: the pictures of a folder, each with the names of all, one a line, and a template."""
+    paths = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
+    labels = "\n".join(path.name.split(".")[0] for path in paths)
+    return [[require_image(str(path)), labels, "{}"] for path in paths]
+
+
+def build_page(models: Mapping[str, Model], search: ImageSearch | None = None, examples: list[list[str]] = ()):
     """The page as `gradio.Blocks`.
 
     Args:
         models: name -> model, beside each other in this order. The map is of the first one that is sparse.
+        examples: see `named_pictures`.
     """
     gr = import_gradio()
     options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
-    with gr.Blocks(title="CLIP-MoE", **options) as page:
+    with gr.Blocks(title=TITLE, **options) as page:
+        gr.Markdown(f"# {TITLE}\n{SENTENCE}")
         with gr.Tab("Labels"):
-            _labels_tab(gr, models)
+            _labels_tab(gr, models, examples)
         if search is not None:
             with gr.Tab("Search"):
                 _search_tab(gr, search)
     return page
 
 
-def _labels_tab(gr, models: Mapping[str, Model]) -> None:
+def _labels_tab(gr, models: Mapping[str, Model], examples: list[list[str]]) -> None:
     def compare(*inputs) -> Any:
         return _unpacked([label_scores(model, *inputs) for model in models.values()])
 
@@ -180,6 +190,8 @@ def _labels_tab(gr, models: Mapping[str, Model]) -> None:
             labels = gr.Textbox(label="Labels, one a line", lines=5, elem_id="labels")
             template = gr.Textbox(TEMPLATE, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
+            if examples:
+                gr.Examples(examples, [image, labels, template])
         with gr.Column():
             with gr.Row():
                 scores = [gr.Label(label=name, elem_classes="scores") for name in models]
@@ -234,7 +246,7 @@ def _shown(path: Path) -> tuple[PIL.Image.Image, str]:
     return image, path.name
 
 
-def write_space(output: Path, model: str, baseline: str | None, images: str | None) -> None:
+def write_space(output: Path, model: str, baseline: str | None, images: str | None, examples: str | None) -> None:
     """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
     are in folders here, without what else lies there."""
     with new_folder(output) as space:
@@ -245,11 +257,15 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
             arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]
         if images:
             arguments += ["--images", _carried(images, space / "images", _copy_images)]
-        settings = {"title": "CLIP-MoE", "sdk": "gradio", "sdk_version": import_gradio().__version__}
+        if examples:
+            arguments += ["--examples", _carried(examples, space / "examples", _copy_images)]
+        settings = {"title": TITLE, "sdk": "gradio", "sdk_version": import_gradio().__version__}
         settings |= {"python_version": ".".join(platform.python_version_tuple()[:2])}
-        settings |= {"app_file": "app.py", "license": "apache-2.0"}
+        settings |= {"app_file": "app.py", "license": "apache-2.0", "tags": ["clip", "mixture-of-experts"]}
+        if on_hub := [name for name in (model, baseline) if name and not Path(name).is_dir()]:
+            settings["models"] = on_hub
         files = {
-            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\nMade by `examples.app`.\n",
+            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n{SENTENCE} Made by `examples.app`.\n",
             # Without +cpu and the like, which PyPI does not have
             "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
             "app.py": f"from examples.app import app\n\napp.main({arguments!r})\n",
@@ -315,6 +331,7 @@ def app(
     *,
     baseline: str | None = None,
     images: str | None = None,
+    examples: str | None = None,
     cache_dir: Folder | None = None,
     port: int | None = None,
     space: Folder | None = None,
@@ -325,12 +342,13 @@ def app(
         model: a folder or Hub name.
         baseline: a folder or Hub name of the model beside it, such as the dense one.
         images: folder of images to search in; they are embedded first.
+        examples: folder of pictures to try, each of whose files has the name that is its label.
         cache_dir: folder that keeps their embeddings (default: nowhere).
         port: default: the first free one from 7860 on.
         space: write a Space into this folder instead.
     """
     if space:
-        write_space(space, model, baseline, images)
+        write_space(space, model, baseline, images, examples)
         return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"
     import_gradio()  # before the work
     sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
@@ -340,7 +358,7 @@ def app(
     for model in models.values():  # what visitors send is not kept
         for embedder in model.experts if isinstance(model, Ensemble) else [model]:
             embedder.cache_dir = None
-    build_page(models, search).launch(server_port=port, ssr_mode=False)
+    build_page(models, search, named_pictures(examples) if examples else []).launch(server_port=port, ssr_mode=False)
     return None
 
 

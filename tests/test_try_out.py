@@ -25,6 +25,8 @@ from evaluation.preferences import route_images
 from examples import app
 from examples.app import ImageSearch, label_scores, patch_map, sparse_layers
 
+# The pictures that the Space of this repository offers
+NAMES = sorted(path.stem for path in (ROOT / "examples" / "pictures").iterdir())
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
 
@@ -96,13 +98,18 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
         (model / name).write_text("{}")
     versions = {"torch": "2.13.0+cpu"}
     monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
-    arguments = [str(model), "--baseline", "user/dense", "--images", str(images), "--space", str(tmp_path / "space")]
+    arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
+    arguments += ["--examples", "examples/pictures", "--space", str(tmp_path / "space")]
     app.app.main(arguments)
     space = tmp_path / "space"
-    called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}'])"
+    called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}', "
+    called += "'--examples', 'examples/pictures'])"
     assert (space / "app.py").read_text() == f"from examples.app import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
+    assert header["models"] == ["user/dense"]
+    pictures = app.named_pictures(space / "examples" / "pictures")
+    assert len(pictures) == 4 and all(labels == "\n".join(NAMES) for _, labels, _ in pictures)
     assert header["python_version"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = [Requirement(line) for line in (space / "requirements.txt").read_text().splitlines()]
     assert {package.name for package in packages} == set(app.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)

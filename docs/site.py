@@ -1,0 +1,29 @@
+"""The README is the first page of the site, and links to what is no page of it lead to the repository."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+DOCS, README = Path(__file__).parent, Path(__file__).parents[1] / "README.md"
+
+
+def on_files(files, config):
+    files.append(File.generated(config, "index.md", content=README.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    folder = README.parent if page.file.src_uri == "index.md" else DOCS
+
+    def link(match):
+        path = (folder / match[1]).resolve()
+        if not path.exists():  # which mkdocs says, if it is a link
+            return match[0]
+        if path == README:
+            return "](index.md"
+        if path.is_relative_to(DOCS):
+            return f"]({path.relative_to(DOCS).as_posix()}"
+        return f"]({config.repo_url}/blob/main/{path.relative_to(README.parent).as_posix()}"
+
+    return re.sub(r"\]\((?!https?://|#)([^)#\s]+)", link, markdown)
