@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import matplotlib
 import numpy as np
@@ -74,17 +74,17 @@ def heat_map(
     axis.set_yticks(range(len(lines)), lines)
 
 
-def save(figure: Figure, path: Path | IO[bytes]) -> None:
-    """Write the figure as the path's ending says: `.png`, or `.svg`, whose text and axes are dark on light pages and
-    light on dark ones. An open file gets a PNG."""
+def save(figure: Figure, output: Path | BinaryIO) -> None:
+    """Write the figure as PNG, or where the path is that of an `.svg` as such: its text and axes are dark on light pages
+    and light on dark ones."""
     # A new file has another ending until it is whole
-    if not isinstance(path, Path) or ".svg" not in path.name:
-        figure.savefig(path, dpi=130, format="png")
-    else:
+    if isinstance(output, Path) and ".svg" in output.name:
         text = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "a picture is the same in every run"}):
             figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         picture = text.getvalue().replace(INK, "currentColor")
         start = picture.index(">", picture.index("<svg")) + 1
-        path.write_text(f"{picture[:start]}{PAPER}{picture[start:]}", encoding="utf-8")
+        output.write_text(f"{picture[:start]}{PAPER}{picture[start:]}", encoding="utf-8")
+    else:
+        figure.savefig(output, dpi=130, format="png")
     plt.close(figure)
