@@ -75,8 +75,8 @@ def heat_map(
 
 
 def save(figure: Figure, output: Path | BinaryIO) -> None:
-    """Write the figure as PNG, or where the path is that of an `.svg` as such: its text and axes are dark on light pages
-    and light on dark ones."""
+    """Write the figure as PNG, or to the path of an `.svg` as such: its text and axes are dark on light pages and light
+    on dark ones."""
     # A new file has another ending until it is whole
     if isinstance(output, Path) and ".svg" in output.name:
         text = io.StringIO()
