@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
         from training import commands as training
     except ModuleNotFoundError as error:
         sys.exit(
-            f"error: {error}: `pip install clip-moe` brings what the models need; the commands need "
-            'pip install "clip-moe[training]", or in a checkout pip install -c constraints.txt -e ".[training]"'
+            f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
+            '".[training]"; elsewhere, pip install "clip-moe[training] @ git+https://github.com/OWNER/clip-moe"'
         )
     line = command_line(
         "clip-moe", help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it."

@@ -18,7 +18,7 @@ from conversion.folders import load_config
 from conversion.processors import copy_processor, require_same
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
-from modeling_clip_moe.modeling_clip_mode import embedding_size
+from modeling_clip_moe.configuration_clip_moe import embedding_size
 
 # Folder of the repository for the encoder of the metadata
 ENCODER = "metadata_encoder"

@@ -37,7 +37,7 @@ class Family:
 
     @property
     def logit_scale_shape(self) -> tuple[int, ...]:
-        """Of dense models; sparse ones have (1,), since FSDP2 does not shard scalars."""
+        """The shape in dense models; sparse ones have (1,), since FSDP2 does not shard scalars."""
         return (1,) if self.sigmoid else ()
 
     @property
@@ -66,7 +66,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         ValueError: there is none.
     """
     if not is_clip(config):
-        raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {known()}")
+        raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {dense_types()}")
     return FAMILY_OF_TYPE[config.model_type]
 
 
@@ -76,7 +76,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return family.dense if config.model_type == family.model_type else family.sparse
 
 
-def known() -> str:
+def dense_types() -> str:
     """The types of dense models of transformers that become sparse, for errors."""
     return f"there are {', '.join(family.model_type for family in FAMILIES)}, see docs/families.md"
 

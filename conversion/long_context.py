@@ -14,8 +14,9 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedM
 
 from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
 from conversion.folders import load_config
-from conversion.processors import copy_processor, pads_to_max_length
+from conversion.processors import copy_processor
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
+from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import check_equal, load_model, sample_inputs
-from conversion.families import known
+from conversion.families import dense_types
 from conversion.folders import loading
 from conversion.long_context import KEPT_POSITIONS
 from conversion.processors import copy_processor
@@ -165,7 +165,7 @@ def open_clip_settings(archive: Path) -> dict[str, Any]:
         other = {key: value for key, value in model.get(name, {}).items() if key not in OPEN_CLIP_FIELDS and value}
         if other:
             settings = ", ".join(f"{key} {value!r}" for key, value in other.items())
-            raise ValueError(f"{path}: {name} has {settings}, which CLIPModel cannot express: {known()}")
+            raise ValueError(f"{path}: {name} has {settings}, which CLIPModel cannot express: {dense_types()}")
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     return {
         "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
@@ -196,15 +196,15 @@ def infer_config(
     if any(key.startswith(("visual.trunk.", "visual.blocks.")) for key in state):
         raise ValueError(
             "the image encoder is timm's, as those of EVA-CLIP and open_clip's SigLIP, which CLIPModel cannot express: "
-            f"{known()}"
+            f"{dense_types()}"
         )
     if "logit_bias" in state:
         raise ValueError(
-            f"the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express: {known()}"
+            f"the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express: {dense_types()}"
         )
     if "visual.conv1.weight" in state and "visual.ln_pre.weight" not in state:
         raise ValueError(
-            f"the image encoder has no ln_pre, as CLIPA's, whose towers CLIPModel cannot express: {known()}"
+            f"the image encoder has no ln_pre, as CLIPA's, whose towers CLIPModel cannot express: {dense_types()}"
         )
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
@@ -377,8 +377,8 @@ def write_model(
     """Write an archive as a new folder, and verify it."""
     with new_folder(output) as folder:
         state = read_state_dict(archive, trust_archive)
-        said = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-        settings = open_clip_settings(archive) | {name: value for name, value in said.items() if value is not None}
+        options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
+        settings = open_clip_settings(archive) | {name: value for name, value in options.items() if value is not None}
         from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
         if "activation" not in settings and not from_openai:
             print(

@@ -22,8 +22,10 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from conversion.families import family_of, is_clip
 from conversion.folders import has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
 
 # Files that show that a folder or repository has a half of a processor
@@ -61,7 +63,7 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     if has_file(source, "config.json"):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
-            if config.model_type.startswith("siglip2"):
+            if is_clip(config) and family_of(config).naflex:
                 raise ValueError(
                     f"{source} takes images of any shape (NaFlex): it becomes sparse, but is not measured or trained "
                     "here yet"
@@ -146,11 +148,6 @@ def require_fit(
                 f"the image processor of {source} makes images of {made}, but by num_channels and image_size {model} "
                 f"takes {taken}: take the image processor that belongs to the model"
             )
-
-
-def pads_to_max_length(text: PreTrainedConfig) -> bool:
-    """Whether texts have to be padded to `max_position_embeddings`, as for SigLIP, which pools the last place."""
-    return text.model_type.startswith("siglip")
 
 
 def pools_highest(text: PreTrainedConfig) -> bool:

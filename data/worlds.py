@@ -8,6 +8,7 @@ docs/worlds.md.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,31 +42,42 @@ def draw(
 
     Args:
         world: its name.
-        contact_sheet: PNG file, with a training and a test picture of each kind.
+        contact_sheet: PNG file, with a training and a test picture of each of the first `number` kinds.
         folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
             in `metadata.jsonl`.
         kinds: a set of the world's kinds.
-        number: of kinds on the sheet, the first ones of the set; of pictures to train on.
+        number: how many kinds the sheet shows, or pictures there are to train on.
     """
-    numbers = WORLDS[world].kind_set(kinds)
+    if contact_sheet is None and folder is None:
+        raise ValueError("nothing says what to draw: give --contact-sheet FILE, or --folder FOLDER")
     if contact_sheet is not None:
-        from data.contact_sheet import grid  # which reads pairs, also of worlds
-
-        cells = []
-        for seed, kind in enumerate(numbers[:number]):
-            rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
-            cells.append(([row["image"] for row in rows], rows[0]["kind"]))
-        # Few colors take a fourth of the size
-        grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(contact_sheet, "png", optimize=True)
+        draw_sheet(world, contact_sheet, WORLDS[world].kind_set(kinds)[:number])
     if folder is not None:
-        with new_folder(folder) as new:
-            for split, pictures in {"train": number, "test": len(numbers)}.items():
-                (new / split).mkdir()
-                lines = []
-                for index, row in enumerate(WORLDS[world].load(split, "web", pictures, numbers)):
-                    lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
-                    row["image"].save(new / split / f"{index:06}.png")
-                (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        draw_folder(world, folder, WORLDS[world].kind_set(kinds), number)
+
+
+def draw_sheet(world: str, path: Path, kinds: Sequence[int | str]) -> None:
+    """Write a PNG file with a training and a test picture of each kind."""
+    from data.contact_sheet import grid  # which reads pairs, also of worlds
+
+    cells = []
+    for seed, kind in enumerate(kinds):
+        rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
+        cells.append(([row["image"] for row in rows], rows[0]["kind"]))
+    # Few colors take a fourth of the size
+    grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
+
+
+def draw_folder(world: str, folder: Path, kinds: Sequence[int | str], num_training: int) -> None:
+    """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
+    with new_folder(folder) as new:
+        for split, pictures in {"train": num_training, "test": len(kinds)}.items():
+            (new / split).mkdir()
+            lines = []
+            for index, row in enumerate(WORLDS[world].load(split, "web", pictures, kinds)):
+                lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
+                row["image"].save(new / split / f"{index:06}.png")
+            (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from data.pairs import select_columns
 from data.sources import DataArguments, open_rows
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
-MAPPED = re.compile(r"(n\d{8})[\s:,]+(.*\S)")  # an id and its name
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
+# A WordNet id and its name
+MAPPED = re.compile(r"(n\d{8})[\s:,]+(.*\S)")
 
 
 def labeled_rows(

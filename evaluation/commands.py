@@ -30,9 +30,8 @@ class Data(OwnColumns):
         """The tasks of these names, between commas or spaces."""
         from evaluation.tasks import parse_tasks, wanted_tasks
 
-        return wanted_tasks(
-            parse_tasks(" ".join(tasks)), {one.name: getattr(self, one.name) for one in fields(OwnColumns)}
-        )
+        columns = {column.name: getattr(self, column.name) for column in fields(OwnColumns)}
+        return wanted_tasks(parse_tasks(" ".join(tasks)), columns)
 
 
 @command

@@ -25,13 +25,13 @@ SIZES = {
     "ViT-B/16": (768, 12, 12, 16, 512, 12, 8, 512),
     "ViT-L/14": (1024, 24, 16, 14, 768, 12, 12, 768),
 }
-# Of SigLIP 2, whose towers are alike: width, size of the FFN, layers, heads, patch and image size; of MetaCLIP 2 as
-# above (google/siglip2-*, facebook/metaclip-2-worldwide-huge-quickgelu)
+# Both towers of a SigLIP 2: width, size of the FFN, layers, heads, patch and image size (google/siglip2-*)
 SIGLIP_2_SIZES = {
     "SigLIP2-B/16": (768, 3072, 12, 12, 16, 224),
     "SigLIP2-L/16": (1024, 4096, 24, 16, 16, 256),
     "SigLIP2-So400m/14": (1152, 4304, 27, 16, 14, 224),
 }
+# MetaCLIP 2's, in the order of OpenAI's (facebook/metaclip-2-worldwide-huge-quickgelu)
 METACLIP_2_SIZES = {"MetaCLIP2-H/14": (1280, 32, 16, 14, 1024, 24, 16, 1024)}
 SIGLIP_2_TOKENS, METACLIP_2_TOKENS = 256_000, 901_629
 # "Up-Cycling" in CLIP-FMoE's tables

@@ -126,7 +126,8 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
         if part.type == "image":
             name = str(part.attrGet("src"))
             content = pictures[name].read_bytes()
-            kind, width = ("svg+xml", LEAST_SVG_WIDTH) if name.endswith(".svg") else ("png", _png_width(content) // 2)
+            png_width = int.from_bytes(content[16:20])
+            kind, width = ("svg+xml", LEAST_SVG_WIDTH) if name.endswith(".svg") else ("png", png_width // 2)
             part.attrSet("src", f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
             part.attrSet("style", f"min-width: {width}px")
     return "\n".join(
@@ -144,10 +145,6 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             "</html>\n",
         ]
     )
-
-
-def _png_width(content: bytes) -> int:
-    return int.from_bytes(content[16:20])
 
 
 def _outcome(cell: str) -> str | None:

@@ -216,7 +216,7 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
 def _mean_score(scores: Sequence[Score]) -> Score:
     """The mean of scores on different test samples."""
 
-    def of(values: Sequence[float | None]) -> float | None:
+    def mean_or_none(values: Sequence[float | None]) -> float | None:
         return None if None in values else mean(values)
 
     def error(errors: Sequence[float | None]) -> float | None:
@@ -225,7 +225,7 @@ def _mean_score(scores: Sequence[Score]) -> Score:
     return Score(
         mean(score.value for score in scores),
         error([score.error for score in scores]),
-        of([score.difference for score in scores]),
+        mean_or_none([score.difference for score in scores]),
         error([score.difference_error for score in scores]),
     )
 
@@ -254,15 +254,11 @@ def number_of_means(result: dict[str, Any], metric: str) -> int | None:
     return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]
 
 
-def _score(row: dict[str, dict[str, Any]], task: str, metric: str) -> float | None:
-    return row[task]["metrics"][metric] if task in row else None
-
-
 def _all_metrics(table) -> str:
     rows = []
     for task, metric in ((task, metric) for task, result in of_tasks(table).items() for metric in result["metrics"]):
-        values = (_score(row, task, metric) for row in table.values())
-        rows.append([f"{task}: {metric}", *("" if value is None else f"{value:.1%}" for value in values)])
+        values = (f"{row[task]['metrics'][metric]:.1%}" if task in row else "" for row in table.values())
+        rows.append([f"{task}: {metric}", *values])
     return markdown_table(["metric", *table], rows)
 
 

@@ -66,8 +66,8 @@ def problems_of_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> list
             )
             problems.append(f"unknown task {name or repr(name)}: {meant}")
     names = Counter(task.name for task in wanted if isinstance(task, OwnTask) and task.name)
-    taken = [name for name, times in names.items() if times > 1 or name in available]
-    return problems + [f"two tasks are called {name}: give each a name of its own" for name in taken]
+    repeated_names = [name for name, times in names.items() if times > 1 or name in available]
+    return problems + [f"two tasks are called {name}: give each a name of its own" for name in repeated_names]
 
 
 def require_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> None:

@@ -34,7 +34,8 @@ def zero_shot_metrics(
 
     Returns:
         `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
-        that occur; and those that are wanted. Of several classes an image, `mean_average_precision` over classes alone.
+        that occur; and those that are wanted. Images of several classes each get `mean_average_precision` alone, over
+        classes.
 
     Raises:
         ValueError: an embedding is not finite.

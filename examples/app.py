@@ -146,8 +146,9 @@ def import_gradio():
         import gradio
     except ImportError as error:
         raise ValueError(
-            'the page and a Space need gradio, which is not here: pip install "clip-moe[app]"; in a checkout, '
-            "`make app` makes .venv-app, which has it: .venv-app/bin/python -m examples.app"
+            "the page and a Space need gradio, which is not here: in a checkout, `make app` makes .venv-app, which has "
+            "it: .venv-app/bin/python -m examples.app; elsewhere, "
+            'pip install "clip-moe[app] @ git+https://github.com/OWNER/clip-moe"'
         ) from error
     return gradio
 

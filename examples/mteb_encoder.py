@@ -17,6 +17,7 @@ from conversion.checkpoints import load_clip
 from conversion.processors import load_processor
 from data.images import decode_image
 from data.tokenizer import tokenize
+from evaluation.embedder import usable_device
 from records.provenance import weights_fingerprint
 
 
@@ -30,7 +31,7 @@ class CLIPEncoder(AbsEncoder):
     """
 
     def __init__(self, model_name: str, revision: str | None = None, device: str | None = None, **kwargs: Any):
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = usable_device(device)
         self.model = load_clip(model_name).to(self.device)
         self.processor = load_processor(model_name)
         about = {"revision": weights_fingerprint(model_name), "modalities": ["text", "image"]}

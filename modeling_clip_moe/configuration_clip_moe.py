@@ -22,6 +22,11 @@ _EP_STYLES = (
 )
 
 
+def embedding_size(config: PreTrainedConfig) -> int:
+    """The size of the embeddings of a whole CLIP; those of a SigLIP's images are as wide as their tower."""
+    return config.projection_dim if hasattr(config, "projection_dim") else config.vision_config.hidden_size
+
+
 class PublishedConfig(PreTrainedConfig):
     """
     A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
+from transformers import CLIPModel, MetaClip2Model, PreTrainedModel, Siglip2Model, SiglipModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import image_text_contrastive_loss
@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
+from .configuration_clip_moe import embedding_size
 from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel, require_padded
@@ -44,11 +45,6 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "re
 DENSE_CLASSES = (CLIPModel, MetaClip2Model, SiglipModel, Siglip2Model)
 SPARSE_CLASSES = (CLIPMoEModel, MetaClip2MoEModel, SiglipMoEModel, Siglip2MoEModel)
 EXPERT_CLASSES = {model.config_class.model_type: model for model in (*DENSE_CLASSES, *SPARSE_CLASSES)}
-
-
-def embedding_size(config: PreTrainedConfig) -> int:
-    """The size of the embeddings of a whole CLIP; those of a SigLIP's images are as wide as their tower."""
-    return config.projection_dim if hasattr(config, "projection_dim") else config.vision_config.hidden_size
 
 
 def sigmoid_loss(logits_per_text: torch.Tensor) -> torch.Tensor:

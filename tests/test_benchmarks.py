@@ -201,7 +201,6 @@ def damage(path, change):
         ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
-        ("imagenet_r", "tench/0.jpg", b"", "needs a WordNet id for each class.* calls 1 of 8 otherwise, such as tench"),
         ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
         ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
         ("pets", "annotations/test.txt", ("red_7 1 1 1", "red_7"), "line 8 of .*test.txt needs the name .* is 'red_7'"),

@@ -176,7 +176,7 @@ def test_only_the_embeddings_of_the_folders_images_are_kept(dense, images, tmp_p
 
 def test_without_gradio(dense, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(SystemExit, match="error: the page and a Space need gradio, .* `make app` .* `.venv-app/bin"):
+    with pytest.raises(SystemExit, match="error: the page and a Space need gradio, .* `make app` .*: .venv-app/bin"):
         app.app.main([str(dense)])
     assert app._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
     assert app._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

@@ -1,7 +1,6 @@
 """A recipe is checked whole before its first stage runs: all faults at once that the run would meet later."""
 
 import copy
-import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from records.local_names import is_hub_name
 from records.messages import most_similar, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
-from training.settings import Reads, dump
+from training.settings import Reads
 from training.stages import STAGES
 from training.stages.base import Reference, Stage, each_value, expected_output, inherited, kinds, map_inputs, references
 
@@ -88,8 +87,7 @@ class Outlook:
         """What is known of data, which a stage may make."""
         made = self._stage(arguments.source)
         if made is None:
-            key = json.dumps(dump(arguments))
-            counted = self._tried(key, lambda: Expected(pairs=count_pairs(arguments)))
+            counted = self._tried(str(arguments), lambda: Expected(pairs=count_pairs(arguments)))
             readable = arguments if arguments.source in WORLDS or is_here(arguments.source) else None
             return replace(counted, readable=readable)
         readable = made.folder and replace(arguments, source=str(made.folder))
@@ -165,7 +163,7 @@ def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -
     for name, value in vars(stage).items():
         for setting, arguments in each_value(name, value):
             if isinstance(arguments, DataArguments):
-                uncounted = outlook.wrong.get(json.dumps(dump(arguments)))
+                uncounted = outlook.wrong.get(str(arguments))
                 problems = [*_problems_of_data(stage, arguments, outlook)] or [f": {uncounted}"] * bool(uncounted)
                 yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
 

@@ -406,7 +406,7 @@ def load_centers(directory: Path, encoder: str | None = None) -> np.ndarray:
     """The centers (m, d) of a cluster_fine stage.
 
     Args:
-        encoder: the name of that which made what they are compared with; None: they are compared with nothing.
+        encoder: the name of the encoder of the features to compare them with; None: they are compared with nothing.
     """
     with open_arrays(directory / CENTERS, "a cluster_fine stage") as file:
         if encoder not in (None, made_by := file.metadata()["encoder"]):

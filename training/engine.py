@@ -60,6 +60,8 @@ class LoopSettings(OptimizerSettings):
     warmup_steps: float = Field(default=0, ge=0)
     # Longer gradients are scaled to this length; None: no gradient is.
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    # The temperature of a CLIP is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
+    max_logit_scale: float = Field(default=100.0, ge=1)
     # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
     # None: the trained model has the last weights.
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
@@ -153,12 +155,12 @@ def train(
         is_logged = step % settings.logging_steps == 0 or step == total_steps
         if is_logged:
             values = _mean_values(accelerator, metrics, grad_norm, learning_rate)
-            log.write(step, values | {"images_per_second": (speed := log.images_per_second(step))})
+            speed = log.images_per_second(step)
+            log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
         _measure(scores, step, total_steps, weights, log)
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
-            kept_of_it = checkpoints, step, settings.save_total_limit, average
-            save_checkpoint(accelerator, task, optimizer, *kept_of_it)
+            save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
     progress.close()
     for tracker in accelerator.trackers:
         tracker.finish()

@@ -194,16 +194,15 @@ class HiddenStates:
     def __init__(self, directory: Path, model: CLIPMoEModel, dataset_fingerprint: str, num_captions: int):
         keys = {"captions": int, "dataset_fingerprint": str, "weights": str}
         self.store = FeatureStore.open(directory, "a hidden_states stage", keys)
-        needed = {"dataset_fingerprint": dataset_fingerprint, "captions": num_captions}
-        needed["weights"] = frozen_weights_hash(model)
-        of = {
-            "dataset_fingerprint": OTHER_DATA,
-            "captions": f"{self.store.about['captions']} captions, not of {num_captions}",
-            "weights": "a model with other weights below the sparse layers",
-        }
-        for key, value in needed.items():
-            if self.store.about[key] != value:
-                raise ValueError(f"the hidden states in {directory} are of {of[key]}")
+        about = self.store.about
+        checks = (
+            ("dataset_fingerprint", dataset_fingerprint, OTHER_DATA),
+            ("captions", num_captions, f"{about['captions']} captions, not of {num_captions}"),
+            ("weights", frozen_weights_hash(model), "a model with other weights below the sparse layers"),
+        )
+        for key, value, other in checks:
+            if about[key] != value:
+                raise ValueError(f"the hidden states in {directory} are of {other}")
         self.shards: dict[int, safe_open] = {}
 
     def __call__(self, pairs: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -105,28 +105,28 @@ def _outline(stage: str) -> dict[str, Any]:
     return OUTLINES[stage]
 
 
-def unknown_names(settings: Any, known: dict[str, dict], where: str = "") -> Iterator[str]:
+def unknown_names(settings: Any, outline: dict[str, dict], where: str = "") -> Iterator[str]:
     """A line for each key that no setting has.
 
     Args:
-        known: name of a setting -> the same of what it holds; empty: any keys.
+        outline: name of a setting -> the same of what it holds; empty: any keys.
     """
     for number, item in enumerate(settings if isinstance(settings, list) else ()):
-        yield from unknown_names(item, known, f"{where}{number}.")
-    for key, value in settings.items() if known and isinstance(settings, dict) else ():
-        if key in known:
-            yield from unknown_names(value, known[key], f"{where}{key}.")
+        yield from unknown_names(item, outline, f"{where}{number}.")
+    for key, value in settings.items() if outline and isinstance(settings, dict) else ():
+        if key in outline:
+            yield from unknown_names(value, outline[key], f"{where}{key}.")
         else:
             what = "there is no such key" + (", here or in the defaults of this stage" if where else "")
-            yield f"{where}{key}: {what}: {_meant_key(key, known)} (got {shortened(value)})"
+            yield f"{where}{key}: {what}: {_meant_key(key, outline)} (got {shortened(value)})"
 
 
-def _meant_key(key: str, known: dict[str, dict]) -> str:
+def _meant_key(key: str, outline: dict[str, dict]) -> str:
     """The most similar setting; else the same name within another one; else all settings."""
-    within = [name for name, inner in known.items() if key in inner]
-    if within and not most_similar(key, known):
+    within = [name for name, inner in outline.items() if key in inner]
+    if within and not most_similar(key, outline):
         return f"did you mean '{within[0]}.{key}'?"
-    return what_is_meant(key, known)
+    return what_is_meant(key, outline)
 
 
 def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str] = ()) -> Any:

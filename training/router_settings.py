@@ -74,8 +74,8 @@ class RouterSettings:
         elif self.balance_mean in ("token", "shared"):
             choices = {(tower.num_experts, tower.num_experts_per_tok) for tower in sparse.values()}
             if len(choices) > 1:
-                told = f"{self.balance_mean} takes the tokens of both towers together, whose num_experts and "
-                yield "balance_mean", f"{told}num_experts_per_tok differ: {sorted(choices)}; take tower"
+                reason = "takes the tokens of both towers together, whose num_experts and num_experts_per_tok differ"
+                yield "balance_mean", f"{self.balance_mean} {reason}: {sorted(choices)}; take tower"
         for setting in ("local_entropy_coef", "global_entropy_coef"):
             for name in getattr(self, setting):
                 if name not in sparse:

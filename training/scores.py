@@ -38,7 +38,7 @@ class Evaluation(MeasuredTasks):
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
     # A score, as TASK/METRIC: the stage's model is the one that had the highest, the earliest of equal ones; None: the
-    # one after the last step. Of a task on own data without a name, its `task` is enough if no other has the same.
+    # one after the last step. A task on own data without a name goes by its `task`, if no other has the same.
     keep_best: str | None = None
 
 

@@ -43,7 +43,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 INTRODUCTION = """# Settings
 
-<!-- Written by `python -m training.settings_page`. Edit the comments in the code instead. -->
+<!-- Written by `python -m training.settings_page`. Edit the comments and docstrings of the classes instead. -->
 
 A recipe is a YAML file. [recipes.md](recipes.md) shows how to write one.
 

@@ -139,8 +139,9 @@ class ClassFolders(Layout):
     """A folder of images for each class, all within `images`, called by the class or its id, such as WordNet's. Classes
     have the numbers of their folders in order.
 
-    `files` list the images of a split. With none, all are. Of one, each line is CLASS/NAME. CUB's are two: `images.txt`
-    has NUMBER CLASS/NAME.jpg in each line, `train_test_split.txt` NUMBER 1 for what is trained on, else NUMBER 0.
+    `files` list the images of a split. Without any, all images count. A single one has CLASS/NAME in each line. CUB has
+    two: `images.txt` has NUMBER CLASS/NAME.jpg in each line, `train_test_split.txt` NUMBER 1 for what is trained on,
+    else NUMBER 0.
     """
 
     images: str = "SPLIT"
@@ -209,11 +210,11 @@ class LabelLines(Layout):
         """Name of an image -> its label."""
         (file,) = self.annotations(folder, split)
         lines = [line.strip() for line in read_text(file).split("\n")]
-        found = [re.fullmatch(self.line, line) for line in lines]
-        bad = [number for number, line in enumerate(lines) if line and number and not found[number]]
+        matches = [re.fullmatch(self.line, line) for line in lines]
+        bad = [number for number, line in enumerate(lines) if line and number and not matches[number]]
         if bad:
             raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
-        return {f"{line['name']}{self.suffix}": line["label"] for line in filter(None, found)}
+        return {f"{line['name']}{self.suffix}": line["label"] for line in filter(None, matches)}
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         return in_order(set(self.labels(folder, split).values()))

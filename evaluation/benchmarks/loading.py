@@ -13,7 +13,7 @@ from data.pairs import readable_pairs
 from data.sources import DataArguments
 from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
-from evaluation.class_names import SYNSET, are_ids
+from evaluation.class_names import are_ids
 from evaluation.own_data import read_classes, read_templates, read_text, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
@@ -42,8 +42,7 @@ def benchmark_task(
     if benchmark.kind == "zero_shot":
         templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES, ask_hub))])
         protocol += f", {len(templates)} templates"
-    stamps = [layout.stamp(local, split) for split in benchmark.splits] if local else []
-    version = content_hash(stamps) if local else f"commit {folder.name}"
+    version = content_hash(_stamps(benchmark, local, layout)) if local else f"commit {folder.name}"
     data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
     data |= {"layout": type(layout).__name__, "version": version}
     data |= {"classes": content_hash(classes)} if classes else {}
@@ -90,6 +89,10 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     return None, benchmark.layouts[0]
 
 
+def _stamps(benchmark: Benchmark, folder: Path, layout: Layout) -> list[Any]:
+    return [layout.stamp(folder, split) for split in benchmark.splits]
+
+
 def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None) -> Path:
     """The folder with these files of a data set, which has the name of the commit; None: of the newest one."""
     if not ask_hub:
@@ -123,23 +126,17 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str, ask_hub: bool) -> 
     if file.is_file():
         return file
     what = "the names of its classes" if name == CLASSES else "templates with {c} for the name"
-    lacks = f"{benchmark.name} lacks {what}: write them into {file}, one a line"
+    message = f"{benchmark.name} lacks {what}: write them into {file}, one a line"
     if benchmark.hub is None:
-        raise ValueError(lacks)
+        raise ValueError(message)
     try:
         return _from_hub(benchmark, ["*.txt"], ask_hub) / name
     except NotDownloaded as error:
-        raise NotDownloaded(f"{lacks}; {error}") from error
+        raise NotDownloaded(f"{message}; {error}") from error
 
 
 def _require_order(names: Sequence[str], of_data: Sequence[str], file: Path, folder: Path) -> None:
     """Raises a ValueError if there is not one name for each class of the data, or a name belongs to another class."""
-    others = [name for name in of_data if not SYNSET.match(name)]
-    if others and len(others) < len(of_data):
-        raise ValueError(
-            f"{folder} needs a WordNet id for each class, such as n01440764, but calls {len(others)} of {len(of_data)} "
-            f"otherwise, such as {others[0]}"
-        )
     if len(of_data) != len(names):
         raise ValueError(
             f"{folder} needs images of all {len(names)} classes in {file}, but has {len(of_data)} classes, from "
@@ -191,4 +188,4 @@ def copy_fingerprint(benchmark: Benchmark, data_root: str | Path | None) -> str 
     if folder is None:
         return None
     texts = [read_text(folder / name) for name in (CLASSES, TEMPLATES) if (folder / name).is_file()]
-    return content_hash([*(layout.stamp(folder, split) for split in benchmark.splits), *texts])
+    return content_hash([*_stamps(benchmark, folder, layout), *texts])

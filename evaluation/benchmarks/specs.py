@@ -136,7 +136,7 @@ SUGAR_CREPE = Choices(
     texts=["caption", "negative_caption"],
     numbered=True,
 )
-# Of Crossmodal-3600
+# The languages of Crossmodal-3600
 LANGUAGES = """
     ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
 """.split()
@@ -382,13 +382,21 @@ _ROWS = (
 )
 
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ROWS}
-# Other names of benchmarks: on the Hub, in CLIP_benchmark, and the usual one of ImageNet
-ALIASES = {"imagenet": "imagenet1k"}
-for _row in _ROWS:
-    if _row.hub and _row.kind != "linear_probe":
-        _dataset = _row.hub.removeprefix("clip-benchmark/wds_")
-        _names = (_row.hub, _row.hub.removeprefix("clip-benchmark/"), _dataset, _dataset.replace("vtab-", "vtab/"))
-        ALIASES |= {name: _row.name for name in _names if name not in BENCHMARKS}
+
+
+def _names_elsewhere(benchmark: Benchmark) -> list[str]:
+    """The names that a benchmark has on the Hub and in CLIP_benchmark."""
+    if not benchmark.hub or benchmark.kind == "linear_probe":
+        return []
+    repository = benchmark.hub.removeprefix("clip-benchmark/")
+    dataset = repository.removeprefix("wds_")
+    return [benchmark.hub, repository, dataset, dataset.replace("vtab-", "vtab/")]
+
+
+# Other names of benchmarks, beside the usual one of ImageNet
+ALIASES = {"imagenet": "imagenet1k"} | {
+    name: row.name for row in _ROWS for name in _names_elsewhere(row) if name not in BENCHMARKS
+}
 
 FMOE_TRANSFER = "food101 sun397 cars caltech101 eurosat imagenet1k"
 FMOE_11 = f"{FMOE_TRANSFER} fgvc_aircraft pets flowers country211 imagenetv2"
@@ -447,7 +455,9 @@ def means_of(metrics: Mapping[str, Collection[str]]) -> dict[str, dict[str, str]
             if group in MEAN_PER_CLASS:
                 first |= {name: PER_CLASS[1] for name in names if PER_CLASS[1] in metrics[name]}
             means.setdefault(tuple(first.items()), []).append(group)
-    return {f"mean of {len(of)} benchmarks ({', '.join(groups)})": dict(of) for of, groups in means.items()}
+    return {
+        f"mean of {len(columns)} benchmarks ({', '.join(groups)})": dict(columns) for columns, groups in means.items()
+    }
 
 
 def expand(name: str) -> list[str]:

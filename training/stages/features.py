@@ -22,7 +22,7 @@ from data.worlds import WORLDS
 from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from modeling_clip_moe.modeling_clip_mode import embedding_size
+from modeling_clip_moe.configuration_clip_moe import embedding_size
 from training.clusters import (
     FeatureClusters,
     Library,

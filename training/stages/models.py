@@ -263,7 +263,7 @@ class UnifyStage(Stage):
             if type(expert) is not type(base):
                 needed = f"a model of type {base.model_type!r} is needed, as {self.model} is"
                 raise ValueError(f"{self.name}.experts: {needed}; {name} is {expert.model_type!r}")
-        dtypes = [one.dtype or torch.float32 for one in (base, *experts)]
+        dtypes = [part.dtype or torch.float32 for part in (base, *experts)]
         config.dtype = functools.reduce(torch.promote_types, dtypes)
         return config
 
@@ -271,7 +271,7 @@ class UnifyStage(Stage):
         yield "experts", read_otherwise([inputs.model, *inputs.experts])
         parts = unify.expert_parts(inputs.model.clip, self.output_config(inputs))
         for number, (name, expert) in enumerate(zip(self.experts, inputs.experts, strict=True)):
-            differing = [one for one in sorted(trained_apart(inputs.model, expert)) if not parts.match(one)]
+            differing = [part for part in sorted(trained_apart(inputs.model, expert)) if not parts.match(part)]
             with named_errors(self, f"experts.{number}"):
                 unify.require_expert(name, differing)
 

@@ -32,7 +32,7 @@ from data.sources import Rows, reading
 from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
-from modeling_clip_moe.modeling_clip_mode import embedding_size
+from modeling_clip_moe.configuration_clip_moe import embedding_size
 from records.files import save
 from records.messages import cut
 from records.provenance import LOG
@@ -241,8 +241,6 @@ class TrainStage(RouterSettings, StepsStage):
     # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
     # logit_bias. None: sigmoid for a model that has one.
     loss: Literal["softmax", "sigmoid"] | None = None
-    # The temperature is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
-    max_logit_scale: float = Field(default=100.0, ge=1)
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     # Compile the towers with torch.compile: minutes at the start, for faster steps. Not with router_jitter_noise.
