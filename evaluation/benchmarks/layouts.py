@@ -5,21 +5,17 @@ texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute
 first is right, and may have an `attribute`. No image is decoded here.
 """
 
-import csv
 import glob
 import json
 import re
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-import PIL.Image
-from datasets import Dataset, Image
+from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
@@ -274,82 +270,6 @@ class VOCLists(Layout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels(Layout):
-    """Images as bytes one after another in a file.
-
-    Args:
-        names: the file of the names of the classes, one a line.
-    """
-
-    names: str = ""
-
-    @abstractmethod
-    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
-
-    def stamp(self, folder: Path, split: str) -> str:
-        return content_hash([sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)])
-
-    def class_names(self, folder: Path, split: str) -> list[str] | None:
-        return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        pixels, labels = self.arrays(folder, split)
-        rows = Dataset.from_dict({"image": list(map(PIL.Image.fromarray, pixels)), "label": labels.tolist()})
-        return rows.cast_column("image", Image(decode=False))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CIFAR(Pixels):
-    """CIFAR's binary version.
-
-    Args:
-        labels: bytes before an image, the last of which is the number of its class.
-    """
-
-    files: Sequence[str] = ("SPLIT_batch.bin",)
-    names: str = "batches.meta.txt"
-    labels: int = 1
-
-    @property
-    def shape(self) -> str:
-        return f"{self.files[0]} and {self.names} of the binary version (Python's has pickles, which are not read)"
-
-    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-        (file,) = self.annotations(folder, split)
-        images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
-        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(pixels), images[:, self.labels - 1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MNIST(Pixels):
-    """MNIST's own files, unpacked."""
-
-    files: Sequence[str] = ("SPLIT-images*idx3-ubyte", "SPLIT-labels*idx1-ubyte")
-    test: str = "t10k"
-    content: ClassVar[str] = "a header of 16 and of 8 bytes"
-
-    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-        images, labels = self.annotations(folder, split)
-        return np.fromfile(images, np.uint8, offset=16).reshape(-1, 28, 28), np.fromfile(labels, np.uint8, offset=8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class STL10(Pixels):
-    """STL-10's binary version, whose classes begin at 1."""
-
-    files: Sequence[str] = ("SPLIT_X.bin", "SPLIT_y.bin")
-    names: str = "class_names.txt"
-    content: ClassVar[str] = "images of 96 x 96 pixels, column by column, and a byte each"
-
-    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-        images, labels = self.annotations(folder, split)
-        pixels = np.fromfile(images, np.uint8).reshape(-1, 3, 96, 96).transpose(0, 3, 2, 1)
-        return np.ascontiguousarray(pixels), np.fromfile(labels, np.uint8) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Records(Layout):
     """Annotations in JSON. Captions of one image may be in several entries. A file holds an object, a list of objects
     or, if its suffix is none of .json, an object a line.
@@ -459,71 +379,6 @@ class CaptionFiles(Layout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagePairs(Layout):
-    """Statements; two that follow each other belong to a pair of images (MMVP-VLM, scripts/evaluate_vlm.py of
-    tsb0601/MMVP)."""
-
-    files: Sequence[str] = ("Questions.csv",)
-    images: str = "MLLM_VLM Images"
-    content: ClassVar[str] = "number, type and statement in each row"
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        (file,) = self.annotations(folder, split)
-        lines = [line for line in read_text(file).split("\n") if line.strip()]
-        _, *statements = rows = list(csv.reader(lines, strict=True))
-        # A quote that is not closed makes one row of several lines
-        if len(rows) < len(lines) or len(statements) % 2 or not all(map(str.strip, sum(statements, []))):
-            raise ValueError(f"{file} must have pairs of rows, no cell of which is blank or has several lines")
-        columns = defaultdict(list)
-        for first, second in zip(statements[::2], statements[1::2], strict=True):
-            columns["attribute"].append(first[1])
-            for side, (number, _, statement) in enumerate((first, second)):
-                # The second statement's image is in the folder of the first's type, too
-                columns[f"image_{side}"].append(str(folder / self.images / first[1] / f"{number}.jpg"))
-                columns[f"caption_{side}"].append(f"a photo of {statement}")
-        return Dataset.from_dict(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices(Records):
-    """An image with a right caption and wrong ones in each entry of JSON (ARO, SugarCrepe), under the keys `texts`.
-
-    Args:
-        attribute: the key of what the wrong captions change, which is a text or a list; None: the name of the file.
-        least: an attribute that fewer entries have counts for nothing.
-        numbered: whether a file holds an object of entries by their numbers, and not a list.
-        boxed: whether the image is a box of another one: bbox_x, bbox_y, bbox_w and bbox_h.
-    """
-
-    attribute: str | None = None
-    least: int = 1
-    numbered: bool = False
-    boxed: bool = False
-
-    @property
-    def content(self) -> str:
-        keys = filter(None, [self.image, *self.texts, self.attribute, "bbox_x, bbox_y, bbox_w, bbox_h" * self.boxed])
-        return f"the keys {', '.join(keys)} in an entry"
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        columns = defaultdict(list)
-        for file in self.annotations(folder, split):
-            content = read_json(file)
-            for entry in content.values() if self.numbered else content:
-                image = str(folder / self.images / entry[self.image])
-                if self.boxed:
-                    left, top, width, height = (entry[f"bbox_{side}"] for side in "xywh")
-                    image = {"path": image, "bytes": None, "box": [left, top, left + width, top + height]}
-                columns["image"].append(image)
-                columns["caption"].append([entry[key] for key in self.texts])
-                attribute = entry[self.attribute] if self.attribute else file.stem
-                columns["attribute"].append(attribute if isinstance(attribute, str) else "_".join(attribute))
-        times = Counter(columns["attribute"])
-        columns["attribute"] = [name if times[name] >= self.least else None for name in columns["attribute"]]
-        return Dataset.from_dict(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Parquet(Layout):
     """Files of parquet, as the Hub has them.
 
@@ -551,25 +406,6 @@ class Parquet(Layout):
             return rows
         captions = list(zip(*(rows[name] for name in self.choice), strict=True))
         return rows.remove_columns(list(self.choice)).add_column("caption", list(map(list, captions)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinogroundLines(Layout):
-    """Winoground's examples, an object a line, with its unpacked images."""
-
-    files: Sequence[str] = ("data/examples.jsonl",)
-    images: str = "data/images"
-    content: ClassVar[str] = "the keys image_0, image_1, caption_0, caption_1, collapsed_tag in a line"
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        columns = defaultdict(list)
-        for file in self.annotations(folder, split):
-            for entry in map(json.loads, filter(str.strip, read_text(file).split("\n"))):
-                for side in range(2):
-                    columns[f"image_{side}"].append(str(folder / self.images / f"{entry[f'image_{side}']}.png"))
-                    columns[f"caption_{side}"].append(entry[f"caption_{side}"])
-                columns["attribute"].append(entry["collapsed_tag"])
-        return Dataset.from_dict(columns)
 
 
 @dataclass(frozen=True, kw_only=True)

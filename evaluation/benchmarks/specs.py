@@ -5,26 +5,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evaluation.benchmarks.choice_layouts import Choices, ImagePairs, WinogroundLines
 from evaluation.benchmarks.layouts import (
-    CIFAR,
-    MNIST,
-    STL10,
     XM3600,
     Annotations,
     CaptionFiles,
     CaptionLines,
-    Choices,
     ClassFolders,
     Devkit,
-    ImagePairs,
     LabelLines,
     Layout,
     Parquet,
     Records,
     Shards,
     VOCLists,
-    WinogroundLines,
 )
+from evaluation.benchmarks.pixel_files import CIFAR, MNIST, STL10
 from evaluation.task import Kind
 
 

@@ -1,0 +1,92 @@
+"""Layouts of images that lie as bytes one after another in a file: CIFAR, MNIST, STL-10."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import PIL.Image
+from datasets import Dataset, Image
+
+from evaluation.benchmarks.layouts import Layout
+from evaluation.own_data import read_text
+from evaluation.results import content_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(Layout):
+    """Images as bytes one after another in a file.
+
+    Args:
+        names: the file of the names of the classes, one a line.
+    """
+
+    names: str = ""
+
+    @abstractmethod
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
+
+    def stamp(self, folder: Path, split: str) -> str:
+        return content_hash([sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)])
+
+    def class_names(self, folder: Path, split: str) -> list[str] | None:
+        return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        pixels, labels = self.arrays(folder, split)
+        rows = Dataset.from_dict({"image": list(map(PIL.Image.fromarray, pixels)), "label": labels.tolist()})
+        return rows.cast_column("image", Image(decode=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR(Pixels):
+    """CIFAR's binary version.
+
+    Args:
+        labels: bytes before an image, the last of which is the number of its class.
+    """
+
+    files: Sequence[str] = ("SPLIT_batch.bin",)
+    names: str = "batches.meta.txt"
+    labels: int = 1
+
+    @property
+    def shape(self) -> str:
+        return f"{self.files[0]} and {self.names} of the binary version (Python's has pickles, which are not read)"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        (file,) = self.annotations(folder, split)
+        images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
+        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(pixels), images[:, self.labels - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNIST(Pixels):
+    """MNIST's own files, unpacked."""
+
+    files: Sequence[str] = ("SPLIT-images*idx3-ubyte", "SPLIT-labels*idx1-ubyte")
+    test: str = "t10k"
+    content: ClassVar[str] = "a header of 16 and of 8 bytes"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = self.annotations(folder, split)
+        return np.fromfile(images, np.uint8, offset=16).reshape(-1, 28, 28), np.fromfile(labels, np.uint8, offset=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class STL10(Pixels):
+    """STL-10's binary version, whose classes begin at 1."""
+
+    files: Sequence[str] = ("SPLIT_X.bin", "SPLIT_y.bin")
+    names: str = "class_names.txt"
+    content: ClassVar[str] = "images of 96 x 96 pixels, column by column, and a byte each"
+
+    def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = self.annotations(folder, split)
+        pixels = np.fromfile(images, np.uint8).reshape(-1, 3, 96, 96).transpose(0, 3, 2, 1)
+        return np.ascontiguousarray(pixels), np.fromfile(labels, np.uint8) - 1
