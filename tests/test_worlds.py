@@ -106,6 +106,11 @@ def test_the_sheets_of_the_page(tmp_path, name, more):
     assert np.array_equal(drawn, expected) and kept.stat().st_size < 300_000
 
 
+def test_nothing_to_draw():
+    with pytest.raises(SystemExit, match="error: nothing says what to draw: give --contact-sheet FILE, or --folder"):
+        worlds.draw.main(["symbols"])
+
+
 def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     """Every cluster has one flat color; an image that cannot be read is red."""
     colors = [(10, 250, 10), (10, 10, 250), (250, 0, 0)]
