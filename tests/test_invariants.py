@@ -166,6 +166,7 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
 @pytest.mark.slow  # inductor compiles kernels for a minute
 @pytest.mark.parametrize("by", ["the setting", "Accelerate"])
 def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, tmp_path, monkeypatch, by):
+    torch._dynamo.reset()  # another test may have compiled the same functions
     counters.clear()
     if by == "Accelerate":
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")  # traced, but nothing is generated

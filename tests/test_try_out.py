@@ -164,7 +164,7 @@ def test_only_the_embeddings_of_the_folders_images_are_kept(dense, images, tmp_p
     page = type("Blocks", (), {"launch": lambda *_, **__: None})
     monkeypatch.setattr(app, "build_page", lambda *parts: (pages.append(parts), page())[1])
     app.app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
-    ((models, search),) = pages
+    ((models, search, *_),) = pages
     kept = list((tmp_path / "kept").iterdir())
     assert len(kept) == 1 and search.find("dense", "a red circle")
     label_scores(models["dense"], images / "a.png", "7", "{}")
