@@ -22,11 +22,12 @@ from conversion.checkpoints import (
     model_outputs,
     sample_inputs,
 )
-from conversion.families import TOWER_CONFIGS, family_of
+from conversion.families import family_of
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import read_json
 from records.provenance import weights_fingerprint
 

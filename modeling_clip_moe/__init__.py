@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedModel,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import is_torchvision_available, is_vision_available
@@ -26,6 +27,7 @@ from .configuration_siglip_moe import (
     SiglipMoETextConfig,
     SiglipMoEVisionConfig,
 )
+from .families import FAMILIES, Family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
@@ -53,34 +55,35 @@ from .sparse_moe import (
     router_z_loss,
 )
 
-# What each family shares with its dense models: processor, tokenizer and image processor, by name, since some need
-# libraries that may not be there. Then the models: whole ones, text towers, vision towers
-CLIP = ("CLIPProcessor", "CLIPTokenizer", "CLIPImageProcessor")
-META_CLIP_2 = ("CLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor")
-SIGLIP = ("SiglipProcessor", "SiglipTokenizer", "SiglipImageProcessor")
-SIGLIP_2 = ("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor")
-for (processor, tokenizer, image_processor), whole, text, vision in (
-    (CLIP, CLIPMoEModel, CLIPMoETextModel, CLIPMoEVisionModel),
-    (CLIP, CLIPMoDEModel, None, None),
-    (META_CLIP_2, MetaClip2MoEModel, MetaClip2MoETextModel, None),
-    (SIGLIP, SiglipMoEModel, SiglipMoETextModel, SiglipMoEVisionModel),
-    (SIGLIP_2, Siglip2MoEModel, Siglip2MoETextModel, Siglip2MoEVisionModel),
-):
+
+def _register(
+    family: Family,
+    whole: type[PreTrainedModel],
+    text: type[PreTrainedModel] | None = None,
+    vision: type[PreTrainedModel] | None = None,
+) -> None:
+    """Makes the Auto classes know a model and its towers, with the processors of its dense models."""
     for model in filter(None, (whole, text, vision)):
         AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
         AutoModel.register(model.config_class, model, exist_ok=True)
     AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
-    AutoProcessor.register(whole.config_class, getattr(transformers, processor), exist_ok=True)
+    AutoProcessor.register(whole.config_class, getattr(transformers, family.processor), exist_ok=True)
     for model in filter(None, (whole, text)):
-        AutoTokenizer.register(model.config_class, getattr(transformers, tokenizer), exist_ok=True)
+        AutoTokenizer.register(model.config_class, getattr(transformers, family.tokenizer), exist_ok=True)
     image_processors = {}
     if is_vision_available():
-        image_processors["pil"] = getattr(transformers, f"{image_processor}Pil")
+        image_processors["pil"] = getattr(transformers, f"{family.image_processor}Pil")
     if is_torchvision_available():
-        image_processors["torchvision"] = getattr(transformers, image_processor)
+        image_processors["torchvision"] = getattr(transformers, family.image_processor)
     for model in filter(None, (whole, vision)):
         if image_processors:
             AutoImageProcessor.register(model.config_class, image_processor_classes=image_processors, exist_ok=True)
+
+
+# From the last to CLIP, whose vision tower others have, too
+for family in reversed(FAMILIES):
+    _register(family, family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class)
+_register(FAMILIES[0], CLIPMoDEModel)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
 
 __all__ = [

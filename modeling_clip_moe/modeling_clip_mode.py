@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CLIPModel, MetaClip2Model, PreTrainedModel, Siglip2Model, SiglipModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import image_text_contrastive_loss
@@ -32,19 +32,14 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
-from .modeling_clip_moe import CLIPMoEModel
-from .modeling_metaclip_2_moe import MetaClip2MoEModel
-from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel, require_padded
+from .families import CLASS_OF_TYPE
+from .modeling_siglip_moe import require_padded
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"
 # Arguments of `push_to_hub`, and those of `from_pretrained` that say where files come from
 UPLOAD_ARGUMENTS = ("token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-
-DENSE_CLASSES = (CLIPModel, MetaClip2Model, SiglipModel, Siglip2Model)
-SPARSE_CLASSES = (CLIPMoEModel, MetaClip2MoEModel, SiglipMoEModel, Siglip2MoEModel)
-EXPERT_CLASSES = {model.config_class.model_type: model for model in (*DENSE_CLASSES, *SPARSE_CLASSES)}
 
 
 def sigmoid_loss(logits_per_text: torch.Tensor) -> torch.Tensor:
@@ -576,12 +571,12 @@ class CLIPMoDEModel(PreTrainedModel):
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
         cached_file(source, f"{folder}/config.json", **hub)  # whose error names the file
         # Its auto_map is left aside: the class is one of these
-        model_type = CLIPModel.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
-        if model_type not in EXPERT_CLASSES:
+        model_type = self.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
+        if model_type not in CLASS_OF_TYPE:
             raise ValueError(
-                f"{source}, {folder}: a data expert is a model of type {', '.join(EXPERT_CLASSES)}, not {model_type}."
+                f"{source}, {folder}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type}."
             )
-        expert, info = EXPERT_CLASSES[model_type].from_pretrained(
+        expert, info = CLASS_OF_TYPE[model_type].from_pretrained(
             source, subfolder=folder, output_loading_info=True, **kwargs
         )
         missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -597,9 +592,9 @@ class CLIPMoDEModel(PreTrainedModel):
     def _require_fit(self, expert: PreTrainedModel, name: str) -> None:
         # By name: the same class from a file beside weights is another one
         model_type = getattr(getattr(expert, "config", None), "model_type", None)
-        if model_type not in EXPERT_CLASSES:
+        if model_type not in CLASS_OF_TYPE:
             raise ValueError(
-                f"{name}: a data expert is a model of type {', '.join(EXPERT_CLASSES)}, not {model_type} "
+                f"{name}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type} "
                 f"({type(expert).__name__})."
             )
         for other, loaded in self.experts.items():

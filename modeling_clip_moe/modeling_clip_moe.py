@@ -345,12 +345,13 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
 
     config: CLIPMoEConfig
     text_model_class = CLIPMoETextModel
+    vision_model_class = CLIPMoEVisionModel
     _checkpoint_conversions = [WeightConverter("logit_scale", "logit_scale", [Reshape(shape=(1,), saved_shape=())])]
 
     def __init__(self, config: CLIPMoEConfig):
         super().__init__(config)
         self.text_model = self.text_model_class._from_config(config.text_config)
-        self.vision_model = CLIPMoEVisionModel._from_config(config.vision_config)
+        self.vision_model = self.vision_model_class._from_config(config.vision_config)
         self.text_projection = nn.Linear(config.text_config.hidden_size, config.projection_dim, bias=False)
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
         # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's

@@ -10,11 +10,11 @@ from openai_weights import openai_state_dict
 from tiny_families import saved, tiny_dense
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
-from conversion.families import FAMILY_OF_TYPE
 from conversion.long_context import POSITIONS
 from conversion.openai import SETTINGS
 from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "training" / "symbol_clip"

@@ -14,11 +14,11 @@ from transformers import AutoModel, MetaClip2Model, SiglipTextConfig
 from conversion.average import average
 from conversion.checkpoints import load_clip, model_outputs, sample_inputs
 from conversion.dense import extract
-from conversion.families import FAMILIES
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.unify import unify
 from conversion.upcycle import upcycle
+from modeling_clip_moe.families import FAMILIES
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 

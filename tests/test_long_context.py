@@ -10,10 +10,10 @@ from tiny_families import tiny_dense
 from transformers import AutoModel, AutoProcessor
 
 from conversion.commands import long_context
-from conversion.families import FAMILY_OF_TYPE
 from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, stretch_positions
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 
 def plain_stretch(table, keep, ratio):

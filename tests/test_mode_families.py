@@ -8,13 +8,13 @@ from torch.nn.functional import logsigmoid
 
 from conversion.checkpoints import load_mixture, sample_inputs
 from conversion.commands import assemble
-from conversion.families import FAMILIES
 from conversion.folders import load_config
 from conversion.presets import PRESETS
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe.families import FAMILIES
 
 
 def two_experts(family):

@@ -9,9 +9,9 @@ from tiny_clip import processor, saved, tiny_clip
 from tiny_families import tiny_dense
 from transformers import AutoProcessor, CLIPConfig, CLIPImageProcessorPil
 
-from conversion.families import FAMILY_OF_TYPE
 from conversion.processors import copy_processor, load_processor, require_fit
 from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 DENSE = tiny_clip()  # of 12 positions
 OTHER_IMAGES = r"source makes images of 3 x 24 x 24, but .* takes 3 x 16 x 16: take the image processor that"

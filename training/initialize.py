@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.families import FAMILY_OF_TYPE, model_class
+from conversion.families import model_class
 from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
@@ -38,6 +38,7 @@ from data.drawing import build_image_processor
 from data.tokenizer import tokenize
 from data.worlds import WORLDS
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 

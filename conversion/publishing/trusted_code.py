@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
-from conversion.families import FAMILIES
 from conversion.folders import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.families import FAMILIES
 from records.files import read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}

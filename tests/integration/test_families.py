@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from conversion.commands import llava, publish
-from conversion.families import FAMILIES
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
+from modeling_clip_moe.families import FAMILIES
 from modeling_clip_moe.open_clip_adapter import load_clip
 
 LENGTH = 64  # transformers' pipeline pads SigLIP's texts to it

@@ -16,7 +16,6 @@ from transformers import CLIPConfig, CLIPTextConfig, PreTrainedConfig
 
 from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense
-from conversion.families import FAMILY_OF_TYPE
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
 from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
@@ -24,6 +23,7 @@ from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from records.files import save
 from records.local_names import is_hub_name
 from records.messages import cut, what_is_meant

@@ -1,0 +1,73 @@
+"""The families of models that become sparse: a row for each, with transformers' class of dense models and ours."""
+
+from dataclasses import dataclass, fields
+
+from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
+
+from .modeling_clip_moe import CLIPMoEModel
+from .modeling_metaclip_2_moe import MetaClip2MoEModel
+from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
+
+TOWER_CONFIGS = ("text_config", "vision_config")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family. Its models have `text_model` and `vision_model` with `encoder.layers`, whose FFN is an `mlp`.
+
+    Args:
+        processor, tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be
+            there.
+        sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
+        naflex: whether images may have any shape.
+    """
+
+    name: str
+    dense: type[PreTrainedModel]
+    sparse: type[PreTrainedModel]
+    processor: str
+    tokenizer: str
+    image_processor: str
+    sigmoid: bool = False
+    naflex: bool = False
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of its dense models."""
+        return self.dense.config_class.model_type
+
+    @property
+    def logit_scale_shape(self) -> tuple[int, ...]:
+        """The shape in dense models; sparse ones have (1,), since FSDP2 does not shard scalars."""
+        return (1,) if self.sigmoid else ()
+
+    @property
+    def whole_fields(self) -> set[str]:
+        """The fields beside the towers that configurations of dense and of sparse models have in common."""
+        names = [{field.name for field in fields(model.config_class)} for model in (self.dense, self.sparse)]
+        return set.intersection(*names) - {field.name for field in fields(PreTrainedConfig)} - set(TOWER_CONFIGS)
+
+
+FAMILIES = (
+    Family("CLIP", CLIPModel, CLIPMoEModel, "CLIPProcessor", "CLIPTokenizer", "CLIPImageProcessor"),
+    Family(
+        *("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel),
+        *("CLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor"),
+    ),
+    Family(
+        *("SigLIP", SiglipModel, SiglipMoEModel),
+        *("SiglipProcessor", "SiglipTokenizer", "SiglipImageProcessor"),
+        sigmoid=True,
+    ),
+    Family(
+        *("SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel),
+        *("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor"),
+        sigmoid=True,
+        naflex=True,
+    ),
+)
+# The classes of whole models, dense and sparse, by the type in their configurations; and their families
+CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
+FAMILY_OF_TYPE = {
+    model.config_class.model_type: family for family in FAMILIES for model in (family.dense, family.sparse)
+}
