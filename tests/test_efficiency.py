@@ -6,17 +6,11 @@ its description: base FFN, two experts and the gate are 114.1 G, and 128.2 G is 
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import small_evaluation
 import torch
@@ -37,7 +31,6 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
-from records.command_line import INTERRUPTED
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -247,19 +240,6 @@ def test_mistakes_end_in_one_line(arguments, message, sparse, tmp_path):
     with pytest.raises(SystemExit) as exit:
         efficiency.main([str(tmp_path) if argument == "DAMAGED" else argument for argument in arguments])
     assert exit.value.code.startswith("error: ") and message in exit.value.code
-
-
-@pytest.mark.slow
-def test_ctrl_c_is_one_line_and_leaves_no_process():
-    command = [sys.executable, "-m", "evaluation.efficiency", "training/symbol_clip", "--batch-size", "4096"]
-    process = psutil.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    while len(children := process.children()) < 2:  # the tracker of resources, and the one that measures memory
-        time.sleep(0.05)
-    time.sleep(1)  # it imports torch
-    os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
-    assert said.endswith(f"{INTERRUPTED}\n") and "Traceback" not in said
-    assert process.returncode == 130 and not psutil.wait_procs(children, timeout=10)[1]
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ import json
 import logging as python_logging
 import math
 import shutil
-import tempfile
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -25,7 +23,7 @@ from safetensors.torch import load, save
 from test_annotations import coco, karpathy, table
 from test_report import result
 from tiny_clip import WORDS
-from tiny_runs import full_disk, recipe, same_weights
+from tiny_runs import recipe, same_weights
 from tiny_runs import train as run_recipe_until
 from tiny_sources import saved_to_disk, sharegpt4v
 from transformers import logging
@@ -259,44 +257,6 @@ def test_damaged_files(sources, place, command, file):
             raise AssertionError(f"{command}: {file}, {damage}: {error!r:.300}") from error
         finally:
             path.write_bytes(whole)
-
-
-def test_damaged_output_of_before(sources, place, tmp_path):
-    """Results and embeddings of the same evaluation are named, or what they hold has no part in the result."""
-    before = tmp_path / "before"
-    main, arguments, _ = READERS["evaluate dense"]
-    assert ended(main, arguments(sources, before)) is None
-    for file in [path for path in before.rglob("*") if path.suffix in (".json", ".safetensors")]:
-        for damage, change in damages(file.name).items():
-            if damage not in ("one less", "not finite"):
-                output = place / "out" / file.relative_to(before)
-                shutil.copytree(before, place / "out", dirs_exist_ok=True)
-                output.write_bytes(change(file.read_bytes()))
-                error = ended(main, arguments(sources, place / "out"))
-                assert error is None or error.startswith("error: "), (output, damage, error)
-
-
-@pytest.mark.parametrize("size", [0, 10, 1000, 20_000], ids=["nothing", "no text", "no result", "no picture"])
-@pytest.mark.parametrize("command", ["evaluate dense", "report", "seeds", "experts", "publish"])
-def test_full_disk(sources, place, capsys, command, size):
-    """One line, and of what is there nothing is half written. What was done before is kept."""
-    main, arguments, _ = READERS[command]
-    if command in ("evaluate dense", "experts"):  # data that a library prepares in folders of its own
-        with tempfile.TemporaryDirectory() as other:
-            assert ended(main, arguments(sources, Path(other) / "out")) is None
-    with full_disk(size):
-        error = ended(main, arguments(sources, place / "out"))
-    left = [path for path in place.rglob("*") if path.is_file()]
-    if error is None:  # its files are smaller
-        assert left and max(path.stat().st_size for path in left) <= size
-        return
-    assert error.startswith("error: ") and "\n" not in error
-    for path in left:
-        assert command.startswith("evaluate")
-        if "embeddings" not in path.parts:
-            assert read_result(path)
-        elif path.suffix == ".safetensors":
-            assert load_arrays(path)
 
 
 # --- Files of pairs and of benchmarks: each is read, or refused in one line that names it

@@ -29,10 +29,9 @@ from data.identity import data_fingerprint
 from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from evaluation.ensemble import concatenate, open_model
+from evaluation.ensemble import open_model
 from evaluation.measures import measure
 from evaluation.report import best_of
-from evaluation.retrieval import retrieval_metrics
 from evaluation.sentence_encoders import load_encoder
 from evaluation.tasks import Task
 from modeling_clip_moe import CLIPMoDEModel
@@ -43,7 +42,6 @@ from training.loader import _Collate
 from training.optimizers import set_trainable
 from training.recipe import load_recipe
 
-ROOT = Path(__file__).parents[1]
 CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 STAGES = {
     "clip_moe": CLIP_MOE,
@@ -396,52 +394,6 @@ def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
     assemble.convert([tmp_path / "half"] * 2, tmp_path / "mode")
     model = AutoModel.from_pretrained(tmp_path / "mode")
     assert model.dtype == torch.bfloat16 and model.set_equal_weights().tolist() == [0.5, 0.5]
-
-
-@pytest.fixture(scope="module")
-def unequal(out, tmp_path_factory):
-    """The mixture with experts whose temperatures differ."""
-    folder = shutil.copytree(out / "mode", tmp_path_factory.mktemp("unequal") / "mode")
-    model = CLIPMoDEModel.from_pretrained(folder)
-    model.expert(1).logit_scale.data += 1.0
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_an_ensemble_is_measured_as_the_model_computes(unequal, rows):
-    """Concatenated embeddings against the logits of the model, where a corpus is one task and each query is its own."""
-    model, opened = CLIPMoDEModel.from_pretrained(unequal), open_model(unequal, None, 64, CPU)
-    processor, encoder = AutoProcessor.from_pretrained(unequal), load_encoder(unequal / assemble.ENCODER)
-    rows = rows.select(range(40))
-    captions = list(rows["caption"])
-    inputs = processor.tokenizer(captions, padding=True, truncation=True, return_tensors="pt")
-    inputs |= processor.image_processor(list(rows["image"]), return_tensors="pt")
-    corpus = torch.as_tensor(encoder.encode(captions))
-    images, texts = zip(*opened.map(lambda e: (e.images(rows), e.texts(captions))), strict=True)
-    scales = torch.as_tensor(opened.scales)
-    assert scales[1] > 2 * scales[0]
-    tasks, queries, scores = (
-        {"image_to_text": [captions], "text_to_image": [[c] for c in captions]},
-        corpus[:, None],
-        {},
-    )
-    for metadata, embeds in zip(tasks.values(), (corpus, queries), strict=True):
-        weights_ = model.route(embeds)
-        with torch.no_grad():
-            logits = model(**inputs, routing_weights=weights_).logits_per_text
-        product = torch.as_tensor(concatenate(texts, opened.weights(metadata)) @ concatenate(images).T)
-        # The evaluation's weights sum to 1 with the temperatures in them
-        product = product * (weights_ * scales).sum(dim=-1, keepdim=True).float()
-        torch.testing.assert_close(product, logits, atol=1e-4, rtol=1e-4)
-    assert (weights_.std(dim=0) > 1e-3).all()  # queries do differ in their weights
-    result = measure(Task("retrieval", "pairs", "40 pairs", lambda: (rows, 0)), opened)
-    for direction, metadata in tasks.items():
-        embeds = concatenate(texts, opened.weights(metadata))
-        scores[direction] = retrieval_metrics(concatenate(images), embeds, np.arange(40))
-    for name, value in result["metrics"].items():
-        assert value == scores[name.split("_recall")[0]][name]
-    assert scores["image_to_text"] != scores["text_to_image"]
-    assert set(result["routing_weights"]) == {"corpus", "queries"}
 
 
 def test_oracle_has_the_best_score_of_each_task(out):

@@ -88,23 +88,6 @@ def test_adapters_are_saved_alone_and_load_onto_the_model(trained, repository, b
         torch.testing.assert_close(logits(loaded, batch), before, rtol=1e-4, atol=1e-4)
 
 
-def test_merged_it_is_an_ordinary_model(trained, repository, batch, tmp_path):
-    trained.save_pretrained(tmp_path / "adapter")
-    merged = PeftModel.from_pretrained(CLIPMoEModel.from_pretrained(repository), tmp_path / "adapter")
-    merged = merged.merge_and_unload()
-    assert type(merged) is CLIPMoEModel
-    torch.testing.assert_close(logits(merged, batch), logits(trained, batch), rtol=1e-4, atol=1e-4)
-    merged.save_pretrained(tmp_path / "merged")
-    again = CLIPMoEModel.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(again, batch), logits(merged, batch), rtol=1e-4, atol=1e-4)
-
-
-def test_the_adapted_experts_can_be_forced(trained, batch):
-    with trained.get_base_model().force_expert(1):
-        one = logits(trained, batch)
-    assert (one - logits(trained, batch)).abs().max() > 1e-3
-
-
 def test_all_linear_leaves_the_experts_out(model):
     # Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`
     adapters = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

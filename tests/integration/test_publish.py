@@ -1,23 +1,22 @@
 """Publishing: what is in the folder, that it loads without the package, and what the Hub sees."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-import hub_server
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from markdown_it import MarkdownIt
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.commands import publish
 from conversion.presets import PRESETS
+from conversion.publish import upload
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
@@ -65,23 +64,18 @@ def published(run, tmp_path_factory):
 
 
 @pytest.fixture
-def hub(tmp_path):
-    (tmp_path / "hub").mkdir()
-    with hub_server.serve(tmp_path / "hub") as server:
-        yield server
+def hub(monkeypatch):
+    """The Hub's client, with the signatures of its methods; it keeps the files that are uploaded."""
+    api = mock.create_autospec(HfApi, instance=True)
 
+    def upload_folder(folder_path, create_pr, **_):
+        api.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()}
+        return SimpleNamespace(pr_url="discussions/1" if create_pr else None, commit_url="commit/1")
 
-def python(*arguments, hub=None, token=hub_server.TOKEN, cwd=ROOT, **environment):
-    """Runs Python, with the server as the Hub."""
-    environment |= hub_server.environment(hub, token) if hub else {}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
-
-
-def publish_to(hub, *arguments, **options):
-    return python("-m", "conversion.publish", *arguments, hub=hub, **options)
+    api.create_repo.side_effect = lambda repository, **_: SimpleNamespace(repo_id=repository)
+    api.upload_folder.side_effect = upload_folder
+    monkeypatch.setattr("conversion.publish.HfApi", lambda: api)
+    return api
 
 
 def test_the_folder_has_all_that_others_look_for(published):
@@ -137,50 +131,27 @@ def test_how_long_it_took_is_recorded(run):
     assert lineage.hardware[0].startswith("1 x ")
 
 
-def test_published_and_loaded_by_name(run, hub, tmp_path):
-    done = publish_to(hub, run / "clip_up", "user/clip-moe-symbols", "--private")
-    assert done.returncode == 0, done.stderr
-    assert "/user/clip-moe-symbols" in done.stdout and hub.private == {"user/clip-moe-symbols": True}
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    save_file({"images": images}, tmp_path / "images.safetensors")
-    code = """
-import sys
-sys.modules["modeling_clip_moe"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoProcessor, pipeline
-name = "user/clip-moe-symbols"
-model = AutoModel.from_pretrained(name, trust_remote_code=True)
-AutoProcessor.from_pretrained(name, trust_remote_code=True)
-with torch.no_grad():
-    features = model.get_image_features(load_file("images.safetensors")["images"]).pooler_output
-save_file({"features": features}, "features.safetensors")
-classify = pipeline("zero-shot-image-classification", model=name, trust_remote_code=True)
-from PIL import Image
-print(classify(Image.new("RGB", (32, 32)), candidate_labels=["star", "heart"])[0]["label"])
-"""
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = python("-c", code, hub=hub, cwd=tmp_path, **environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in ("star", "heart")
-    with torch.no_grad():
-        expected = AutoModel.from_pretrained(run / "clip_up").get_image_features(images).pooler_output
-    torch.testing.assert_close(load_file(tmp_path / "features.safetensors")["features"], expected)
+def test_the_hub_gets_one_commit(run, hub, capsys):
+    publish.main([str(run / "clip_up"), "user/symbols", "--private", "--revision", "next"])
+    assert capsys.readouterr().out.endswith("commit/1\n")
+    hub.create_repo.assert_called_once_with("user/symbols", private=True, exist_ok=True)
+    hub.create_branch.assert_called_once_with("user/symbols", branch="next", exist_ok=True)
+    options = hub.upload_folder.call_args.kwargs
+    assert (options["repo_id"], options["revision"], options["create_pr"]) == ("user/symbols", "next", False)
+    assert LEGACY < set(hub.files)
+    assert hub.files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
-def test_a_recipe_publishes_at_its_end(hub, tmp_path):
+def test_a_recipe_publishes_at_its_end(hub, tmp_path, capsys):
     recipe = {
         "output_dir": str(tmp_path / "run"),
         "stages": [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}],
         "push_to_hub": {"sparse": "user/from-a-recipe"},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = python("-m", "training.upcycle", "--config", tmp_path / "recipe.yaml", hub=hub)
-    assert done.returncode == 0, done.stderr
-    assert "/user/from-a-recipe" in done.stdout
-    files = hub.files("user/from-a-recipe")
-    assert files["model.safetensors"] == (tmp_path / "run" / "sparse" / "model.safetensors").read_bytes()
-    assert b"| sparse | upcycle |" in files["README.md"]
+    run_recipe(load_recipe(tmp_path / "recipe.yaml"))
+    assert hub.upload_folder.call_args.kwargs["repo_id"] == "user/from-a-recipe"
+    assert b"| sparse | upcycle |" in hub.files["README.md"]
 
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
@@ -191,38 +162,11 @@ def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("what", ["fail_commits", "fail_uploads"])
-def test_an_interrupted_upload_is_repeated(run, hub, what):
-    setattr(hub, what, 1 if what == "fail_commits" else 100)  # the library repeats uploads by itself, a few times
-    first = publish_to(hub, run / "clip_up", "user/symbols")
-    assert first.returncode != 0 and hub.files("user/symbols") == {}
-    assert "error: the upload to user/symbols was cut off" in first.stderr
-    hub.fail_uploads = 0
-    second = publish_to(hub, run / "clip_up", "user/symbols")
-    assert second.returncode == 0, second.stderr
-    files = hub.files("user/symbols")
-    assert LEGACY < set(files)
-    assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
-
-
-def test_without_permission_nothing_is_published(run, hub):
-    for name, token in (("user/symbols", "hf_nobody"), ("somebody/symbols", hub_server.TOKEN)):
-        done = publish_to(hub, run / "clip_up", name, token=token)
-        assert done.returncode != 0 and ("401" in done.stderr or "403" in done.stderr)
-    assert not hub.repositories() and not list(hub.objects.iterdir())
-
-
-def test_branches_and_pull_requests(published, hub, monkeypatch):
-    program = (
-        "import sys; from pathlib import Path; from conversion.publish import upload; "
-        "print(upload(Path(sys.argv[1]), 'user/symbols', revision='next')); "
-        "print(upload(Path(sys.argv[1]), 'user/symbols', pull_request=True))"
-    )
-    done = python("-c", program, published, hub=hub)
-    assert done.returncode == 0, done.stderr
-    assert hub.files("user/symbols") == {}
-    assert "README.md" in hub.files("user/symbols", "next") and "README.md" in hub.files("user/symbols", "refs/pr/1")
-    assert done.stdout.strip().endswith("/discussions/1")
+def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub):
+    assert upload(published, "user/symbols", pull_request=True) == "discussions/1"
+    hub.upload_folder.side_effect = RuntimeError("closed")
+    with pytest.raises(ConnectionError, match="the upload to user/symbols was cut off, .*: closed"):
+        upload(published, "user/symbols")
 
 
 def test_a_dense_model_needs_no_code(tmp_path):

@@ -68,21 +68,6 @@ def test_embeddings_are_those_of_the_model(repository, images, expected):
     assert_close(model.similarity(*unit).numpy(), normalized(expected["texts"]) @ normalized(expected["images"]).T)
 
 
-def test_text_is_cut_at_the_context(repository, processor):
-    model = SentenceTransformer(str(repository), device="cpu")
-    assert model.max_seq_length == 64
-    long = "a red star " * 60
-    assert len(processor.tokenizer(long)["input_ids"]) > 64
-    assert np.array_equal(model.encode(long), model.encode(long + "a blue circle"))
-
-
-def test_saved_and_loaded_again(repository, images, expected, tmp_path):
-    SentenceTransformer(str(repository), device="cpu").save_pretrained(str(tmp_path))
-    again = SentenceTransformer(str(tmp_path), device="cpu")
-    assert_close(again.encode(TEXTS), expected["texts"])
-    assert_close(again.encode(images), expected["images"])
-
-
 @both_backbones
 def test_without_the_package(repository, images, expected, tmp_path):
     for i, image in enumerate(images):
