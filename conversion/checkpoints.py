@@ -88,16 +88,18 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a dense CLIP of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
+    config = load_config(source)
     with loading(source):
-        family = family_of(load_config(source))
-    shared = isinstance(config := load_config(source), SparseMoEConfig) and not is_sparse(config)
+        family = family_of(config)
+    shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
     return load_model(family.sparse if shared else family.dense, source, **kwargs)
 
 
 def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a sparse CLIP of any family, see `load_model`."""
+    config = load_config(source)
     with loading(source):
-        family = family_of(load_config(source))
+        family = family_of(config)
     return load_model(family.sparse, source, **kwargs)
 
 
@@ -106,9 +108,9 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
     config = load_config(source)
     if not isinstance(config, CLIPMoDEConfig):
         raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
+    for name in config.experts:
+        load_config(source, name)  # refuses kernels
     with loading(source):
-        for name in config.experts:
-            load_config(source, name)  # refuses kernels
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
 
 

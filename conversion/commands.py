@@ -251,11 +251,11 @@ def released_clip_moe(
 ) -> str:
     """The checkpoints that CLIP-MoE's authors released (https://arxiv.org/abs/2409.19291), and back.
 
-        clip-moe convert released-clip-moe clip-moe-4-2-sharegpt4v.pt OUTPUT --processor openai/clip-vit-large-patch14
-        clip-moe convert released-clip-moe FOLDER checkpoint.pt --reverse
-
     Which layers are sparse and how many experts they have follows from the tensors; how many experts compute a token
     does not. Before OUTPUT appears, what was written is read again and compared with the source.
+
+        clip-moe convert released-clip-moe clip-moe-4-2-sharegpt4v.pt OUTPUT --processor openai/clip-vit-large-patch14
+        clip-moe convert released-clip-moe FOLDER checkpoint.pt --reverse
 
     Args:
         source: a state dict, saved with torch.save or as .safetensors; with --reverse, folder of a CLIPMoEModel
@@ -312,12 +312,12 @@ def publish(
 ) -> str:
     """A model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
 
-        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base-model user/base --license apache-2.0
-        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --dry-run runs/published
-
     What is published has to load in a process without this package and to compute there what it computes here;
     otherwise nothing is uploaded. The card is made of what the run that trained the model left: its recipe, its stages'
     records and the results of its evaluation.
+
+        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base-model user/base --license apache-2.0
+        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --dry-run runs/published
 
     Args:
         source: a finished stage, or any folder of a model

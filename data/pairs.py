@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -15,11 +16,16 @@ from data.identity import image_digests
 from data.images import decode_image
 from data.sources import DataArguments, Rows, file_stamp, named_images, no_column, open_rows, reading
 from data.worlds import WORLDS
+from records.processes import is_first_process
 
 logger = logging.getLogger(__name__)
 
 # Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
+# By which columns are named, in a recipe and as options of a command
+SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
+# Fewer rows are read in no time
+MANY = 1000
 
 
 def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
@@ -51,7 +57,8 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
     else:
         rows = open_rows(arguments)
     image = "image" if arguments.source in WORLDS else arguments.image_column
-    rows = rename_columns(rows, {image: "image"} | {column: column for column in sorted(columns)}, arguments)
+    wanted = {image: "image"} | {column: column for column in sorted(columns)}
+    rows = rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")
     return with_image_root(rows, arguments)
 
 
@@ -114,18 +121,19 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
-def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments) -> Rows:
-    """These columns alone, under their new names; images are not decoded yet."""
+def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = SETTINGS) -> Rows:
+    """These columns alone, under their new names; images are not decoded yet.
+
+    Args:
+        settings: by which others are named, for errors.
+    """
     columns = rows.column_names
     if columns is None:  # a stream of unknown features tells with its first row
         with reading(arguments):
             columns = list(next(iter(rows), wanted))
     missing = [column for column in wanted if column not in columns]
     if missing:
-        raise ValueError(
-            f"{no_column(arguments.source, missing, columns)}. Name others (image_column and caption_column, or the "
-            "columns of a captions stage's policies)"
-        )
+        raise ValueError(f"{no_column(arguments.source, missing, columns)}. Name others by {settings}")
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
     for column in wanted:
         if isinstance((rows.features or {}).get(column), datasets.Image):
@@ -188,6 +196,9 @@ def readable_pairs(
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
         raise ValueError(nothing)
+    what = f"reading all {len(rows)} {'images' if images else 'captions'}"
+    if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
+        print(f"{what} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
     with reading(arguments):
         files = _named_files(rows, arguments) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
@@ -197,7 +208,7 @@ def readable_pairs(
             cache_file_name=None if rows.cache_files else _cache_file(looked_at, arguments, files),
             remove_columns=looked_at.column_names,
             num_proc=arguments.num_workers or None,
-            desc="reading all images" if images else "reading all captions",
+            desc=what,
         )
     problems = list(looks["problem"])
     bad = [index for index, problem in enumerate(problems) if problem]

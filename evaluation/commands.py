@@ -50,13 +50,12 @@ def evaluate(
 ) -> str:
     """Measure a model.
 
+    Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings. A command that was
+    interrupted goes on where it stopped. Several processes share the work, as in the last line:
+
         clip-moe evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot --output-dir scores
         clip-moe evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
         clip-moe evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
-
-    Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings. A command that was
-    interrupted goes on where it stopped. Several processes share the work:
-
         accelerate launch -m evaluation.evaluate --model FOLDER ...
 
     Args:
@@ -199,12 +198,14 @@ def efficiency(
 ) -> str:
     """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory.
 
+    Parameters and multiply-adds are counted without computing anything. Where there are weights, speed and memory are
+    measured, too: in rounds, in each of which all models have their turn. In brackets: the ratio to the first model, or
+    to --baseline.
+
         clip-moe efficiency training/symbol_clip runs/clip_moe_demo/clip_moe --output-dir runs/efficiency
         clip-moe efficiency ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
 
-    Parameters and multiply-adds are counted without computing anything. Where there are weights, speed and memory are
-    measured, too: in rounds, in each of which all models have their turn. In brackets: the ratio to the first model, or
-    to --baseline. The papers' tables:
+    The papers' tables:
 
         CLIP-UP, Table 2         ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
         CLIP-MoE, section 5.4    ViT-L/14 ViT-L/14:clip_moe

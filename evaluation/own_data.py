@@ -21,6 +21,7 @@ from evaluation.class_names import labeled_rows, require_different_names
 from evaluation.own_columns import OwnColumns
 from evaluation.results import content_hash
 from evaluation.task import Task
+from records.files import read_text
 from records.local_names import paths_here, without_paths
 
 logger = logging.getLogger(__name__)
@@ -240,14 +241,6 @@ def read_classes(path: Path, what: str = "class") -> list[str]:
     if "" in names:
         raise ValueError(f"{path} has no {what} in line {names.index('') + 1}: every line needs one")
     return names
-
-
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
 def read_templates(templates: Sequence[str]) -> list[str]:

@@ -139,6 +139,14 @@ def output_folder(path: Path) -> Iterator[None]:
         raise
 
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def read_json(path: Path) -> Any:
     """The content of a file of JSON. Raises an OSError if it cannot be read, a ValueError if it is no JSON."""
     try:

@@ -55,7 +55,7 @@ class Result(BaseModel):
     metrics: dict[str, float]
     # The metrics that stand for the task in a table -> their titles.
     primary: dict[str, str] = Field(min_length=1)
-    num_samples: Count
+    num_samples: Annotated[int, Field(gt=0)]
     num_skipped: Count
     # None: of a linear probe, which reads none
     texts: TextCounts | None = None

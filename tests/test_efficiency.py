@@ -250,6 +250,17 @@ def test_too_little_memory_is_one_line(dense):
             measure(models, 10**9, torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("captions", "verdict"),
+    [(10**6, "has nothing to gain"), (5 * 10**6, "cannot be told"), (2 * 10**7, "should pay"), (10**8, "is too much")],
+)
+def test_every_number_of_captions_has_a_verdict(capsys, captions, verdict):
+    """Of the dense model: what follows from 0.2, 0.9, 3.9 and 21.6 bits for each parameter of its layers."""
+    efficiency.main(["ViT-B/32:clip_up", "ViT-B/32", "--captions", str(captions)])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " bits: " in line)
+    assert line.startswith("ViT-B/32, ") and verdict in line
+
+
 def test_what_there_is_to_remember(capsys):
     efficiency.main(["ViT-B/32", "ViT-B/32:clip_up", "--captions", "1024"])
     page = capsys.readouterr().out

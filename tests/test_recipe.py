@@ -172,6 +172,14 @@ def test_mistakes_are_named(recipe, text, message):
         load_recipe(recipe(text))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_recipe_in_another_encoding_is_named(recipe, encoding):
+    path = recipe()
+    path.write_bytes(f"# é\n{RECIPE}".encode(encoding))
+    with pytest.raises(ValueError, match=f"{path} is no text in UTF-8"):
+        load_recipe(path)
+
+
 def test_names_of_stages(recipe):
     for name in ["CLIP-UP 1", "étape", "x" * 200]:
         assert load_recipe(recipe(), {"tuned.name": name}).stages[1].name == name

@@ -117,6 +117,7 @@ def test_a_difference_within_its_interval_is_not_colored(tmp_path):
         ([result("a"), result("b", num_samples=999)], "num_samples is 1000 for 'a' but 999 for 'b'"),
         ([result("a"), result("b", metrics={"recall": 0.5})], "'b' and 'a' need the same metrics"),
         ([result("a", value=float("nan"))], "recall of 'a' is not finite"),
+        ([result("a", num_samples=0)], "num_samples is 0"),
         ([result("a", data={"split": "test"}), result("b", data={"split": "train"})], "data is .*test.* but .*train"),
         ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
     ],

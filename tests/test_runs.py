@@ -199,6 +199,7 @@ def test_every_stage_that_makes_a_model_says_how_to_load_it(write, tmp_path, cap
         (["seed", "1"], "'seed' is not an option"),
         (["--sede", "1"], "'sede' is neither an option"),
         (["--seed", "["], "--seed is not valid YAML"),
+        (["--stages.0.name", "x"], "'stages' is a list, which is given whole"),
         (["--stages", "nope"], "the recipe has no stage nope"),
         (["--experts", "1,,2"], "--experts takes numbers"),
         (["--experts", "7, 8 "], "the recipe trains no expert [7, 8]"),

@@ -27,11 +27,11 @@ def train(
 ) -> str | None:
     """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
 
-        clip-moe train --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
-        accelerate launch -m clip_moe train --config training/recipes/demo.yaml
-
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
+
+        clip-moe train --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+        accelerate launch -m clip_moe train --config training/recipes/demo.yaml
 
     Args:
         config: recipe, a YAML file (default: the demo)
@@ -103,7 +103,9 @@ def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
 @command
 def recipes(output: Folder = Path(), /) -> str:
     """Copy the recipes, and the small models that they start from, to OUTPUT/training, where an installed package shows
-    them. Recipes name these models by their place, so they run in OUTPUT. In a checkout, all is there.
+    them.
+
+    Recipes name these models by their place, so they run in OUTPUT. In a checkout, all is there.
 
         clip-moe recipes
         clip-moe train --config training/recipes/clip_moe_demo.yaml

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from records.files import read_text
 from records.messages import Faults, most_similar, shortened, what_is_meant
 from records.yaml_files import read_yaml
 
@@ -67,7 +68,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
         )
-    raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    raw = read_yaml(read_text(path), str(path))
     validated(RecipeFile, raw, path)
     for key, value in overrides.items():
         _override(raw, key, value)
@@ -170,7 +171,8 @@ def _override(raw: dict, key: str, value: Any) -> None:
             target[part] = {}
         target = target[part]
         if not isinstance(target, dict):
-            raise ValueError(f"--{key}: {part!r} has no keys")
+            what = "is a list, which is given whole, as '[...]'" if isinstance(target, list) else "has no keys"
+            raise ValueError(f"--{key}: {part!r} {what}")
     target[rest[-1]] = value
 
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 from datasets import Dataset
 
 from evaluation.benchmarks.layouts import Layout, Records
-from evaluation.own_data import read_text
-from records.files import read_json
+from records.files import read_json, read_text
 
 
 @dataclass(frozen=True, kw_only=True)

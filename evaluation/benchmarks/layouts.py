@@ -24,9 +24,8 @@ from data.annotations import read_annotations
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
-from evaluation.own_data import read_text
 from evaluation.results import content_hash
-from records.files import read_json
+from records.files import read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"

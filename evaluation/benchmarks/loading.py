@@ -14,9 +14,10 @@ from data.sources import DataArguments
 from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
 from evaluation.class_names import are_ids
-from evaluation.own_data import read_classes, read_templates, read_text, readable_image_pairs
+from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
+from records.files import read_text
 
 
 class NotDownloaded(ValueError):

@@ -12,8 +12,8 @@ import PIL.Image
 from datasets import Dataset, Image
 
 from evaluation.benchmarks.layouts import Layout
-from evaluation.own_data import read_text
 from evaluation.results import content_hash
+from records.files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,7 @@ class TokenizerStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         rows = context.pairs(inputs.data, images=False)
+        print(f"{self.name}: learns at most {self.vocab_size} tokens from {len(rows)} pairs", flush=True)
         tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
         save(tokenizer, directory)
         pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
