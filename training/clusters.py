@@ -200,7 +200,8 @@ def assign_balanced(points: torch.Tensor, centers: torch.Tensor, capacity: int) 
     waiting = torch.arange(len(points), device=points.device)
     while len(waiting):
         for part in waiting.split(DISTANCES_CHUNK):
-            candidates = squared_distances(points[part], centers)
+            squares = points[part].square().sum(1, keepdim=True) + centers.square().sum(1)
+            candidates = torch.addmm(squares, points[part], centers.T, alpha=-2).clamp_min(0)
             distances[part], labels[part] = candidates.masked_fill(candidates >= radii, float("inf")).min(dim=1)
         rejected = []
         for center in (torch.bincount(labels, minlength=len(centers)) > capacity).nonzero()[:, 0].tolist():
@@ -210,12 +211,6 @@ def assign_balanced(points: torch.Tensor, centers: torch.Tensor, capacity: int) 
             rejected.append(members[capacity:])
         waiting = torch.cat(rejected).sort().values if rejected else waiting[:0]
     return labels
-
-
-def squared_distances(points: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
-    """(points, centers)"""
-    squares = points.square().sum(1, keepdim=True) + centers.square().sum(1)
-    return torch.addmm(squares, points, centers.T, alpha=-2).clamp_min(0)
 
 
 def nearest_centers(features: np.ndarray, centers: torch.Tensor) -> np.ndarray:

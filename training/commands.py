@@ -49,10 +49,15 @@ def train(
     from training.recipe_file import read_recipe
 
     settings = read_recipe(config, changed)  # refuses names that do not exist before torch is imported
+    from training.plan import print_plan
     from training.recipe import make_recipe
-    from training.upcycle import print_plan, run
+    from training.runner import loading_hint, run_recipe
 
-    return (print_plan if plan else run)(make_recipe(settings, config), only, numbers)
+    recipe = make_recipe(settings, config)
+    if plan:
+        return print_plan(recipe, only, numbers)
+    run_recipe(recipe, only, numbers)
+    return loading_hint(recipe, only)
 
 
 def _parts(argument: str) -> list[str]:

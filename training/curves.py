@@ -1,10 +1,9 @@
 """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps."""
 
 if __name__ == "__main__":
-    from records.command_line import main
-    from training import commands
+    from training.commands import curves
 
-    main(commands.curves)
+    curves.main()
 
 import csv
 import json

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from records.provenance import LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
 from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
+from training.scores import Scores
 from training.settings import STRICT, dump
 from training.training_state import (
     after_not_finite,
@@ -84,14 +84,6 @@ class LoopSettings(OptimizerSettings):
         return self.bytes_of_moments + (0 if self.ema_decay is None else 4)
 
 
-class Meter(Protocol):
-    """Measures the model while it trains: see `training.scores.Scores`."""
-
-    def due(self, step: int, total_steps: int) -> bool: ...
-
-    def measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]: ...
-
-
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Turn gradient checkpointing on, without a backward pass through layers that lie below all that trains."""
     # The name before transformers 5.23
@@ -110,7 +102,7 @@ def train(
     total_steps: int,
     directory: Path,
     seed: int = 0,
-    scores: Meter | None = None,
+    scores: Scores | None = None,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
 
@@ -326,7 +318,7 @@ def _gather_weights(
 
 
 def _measure(
-    scores: Meter | None, step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
+    scores: Scores | None, step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
 ) -> None:
     """Log what the model scores after a step, if it is time to."""
     if scores is not None and scores.due(step, total_steps):

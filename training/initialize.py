@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import PIL.Image
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -35,49 +34,25 @@ from conversion.processors import (
 )
 from conversion.upcycle import check_memory
 from data.drawing import build_image_processor
-from data.tokenizer import tokenize
 from data.worlds import WORLDS
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 
-def random_clip(config: PreTrainedConfig, processor: CLIPProcessor, openai_weights: bool = False) -> PreTrainedModel:
-    """A dense or sparse CLIP with random weights.
-
-    Args:
-        config: may be made from that of `clip_config`.
-        processor: of `clip_config`.
-        openai_weights: whether weights are drawn as OpenAI's code does, see `draw_as_openai`.
-    """
+@torch.no_grad()
+def random_clip(config: PreTrainedConfig, openai_weights: bool = False) -> PreTrainedModel:
+    """A dense or sparse CLIP with random weights, drawn by transformers or as OpenAI's code does: `draw_as_openai`."""
     if isinstance(config, SparseMoEConfig):
         check_memory(config)
     with _as_value_errors():
         model = model_class(config)(config)
-        if openai_weights:
-            draw_as_openai(model)
-        with torch.no_grad(), _without_capacity(config):
-            if hasattr(model, "logit_bias"):  # the starting point of SigLIP (arXiv:2303.15343, section 3.2)
-                model.logit_scale.fill_(math.log(10.0))
-                model.logit_bias.fill_(-10.0)
-            images = processor.image_processor(PIL.Image.new("RGB", (8, 8)), return_tensors="pt")
-            model.eval()(**tokenize(processor.tokenizer, ["a"]), pixel_values=images["pixel_values"])
-    forget_last_call(processor.tokenizer)
-    return model
-
-
-@contextlib.contextmanager
-def _without_capacity(config: PreTrainedConfig) -> Iterator[None]:
-    """A group of sequences that shares a capacity does not divide a batch of one."""
-    towers = [tower for tower in (config.text_config, config.vision_config) if hasattr(tower, "eval_capacity_factor")]
-    before = [tower.eval_capacity_factor for tower in towers]
-    try:
-        for tower in towers:
-            tower.eval_capacity_factor = None
-        yield
-    finally:
-        for tower, factor in zip(towers, before, strict=True):
-            tower.eval_capacity_factor = factor
+    if openai_weights:
+        draw_as_openai(model)
+    if hasattr(model, "logit_bias"):  # the starting point of SigLIP (arXiv:2303.15343, section 3.2)
+        model.logit_scale.fill_(math.log(10.0))
+        model.logit_bias.fill_(-10.0)
+    return model.eval()
 
 
 @torch.no_grad()
@@ -162,6 +137,7 @@ def clip_config(
         require_fit(config, "the new model", source, processor.tokenizer)
         require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
     mark_padding(config, processor.tokenizer)
+    forget_last_call(processor.tokenizer)
     return config, processor
 
 

@@ -106,24 +106,16 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the state of its first step, all zeros, without a step: the weights stay as they are."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                # A fused step counts on the device, others on the CPU
-                steps = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
-                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": steps, **moments}
-        return
-    learning_rates = [group["lr"].clone() for group in optimizer.param_groups]  # torchao has tensors
+    """Give the optimizer the state that its first step makes, by a step that changes no weight."""
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"].zero_()
+        group["lr"] = 0 * group["lr"]  # torchao has tensors
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
-        group["lr"].copy_(learning_rate)
+        group["lr"] = learning_rate
 
 
 class WeightAverage:

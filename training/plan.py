@@ -7,12 +7,14 @@ from pathlib import Path
 import psutil
 
 from data.once import opened_once
+from records.processes import is_first_process, num_processes
 from records.provenance import MANIFEST, Record
 from training.checks import SETTING_ERRORS, Outlook, described, find_faults
 from training.engine import CHECKPOINTS
 from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
-from training.runner import comparable, has_work, require_same_record
+from training.recipe_file import RecipeError
+from training.runner import comparable, has_work, require_same_record, wanted_stages
 from training.settings import dump
 from training.stages.base import Stage, references
 from training.training_state import latest_checkpoint
@@ -40,6 +42,15 @@ class Row:
     state: str
     reads: list[str]
     numbers: dict[str, int | str]
+
+
+def print_plan(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> None:
+    """Print what a run would do, and raise what would keep it from beginning; see `training.runner.run_recipe`."""
+    rows, faults = plan(recipe, wanted_stages(recipe, only, experts), num_processes())
+    if is_first_process():
+        print(render(recipe.title, rows, num_processes()), flush=True)
+    if faults:
+        raise RecipeError(recipe.title, faults)
 
 
 def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[list[Row], list[str]]:

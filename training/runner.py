@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import require_loadable
+from conversion.folders import load_config
 from data.identity import newest_file
 from data.once import opened_once
 from data.sources import DataArguments
@@ -92,6 +93,25 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     gc.collect()
     accelerator.end_training()
     return output_dir
+
+
+def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
+    """How to load the last model that the stages `only` of a recipe have made; None: there is none."""
+    folders = [
+        Path(recipe.output_dir) / stage.name
+        for stage in recipe.stages
+        if stage.makes_model and (only is None or stage.name in only)
+    ]
+    finished = [folder for folder in folders if folder.is_dir()]
+    if not finished:
+        return None
+    auto = "AutoModelForImageTextToText" if load_config(finished[-1]).model_type == "llava" else "AutoModel"
+    return (
+        "\nLoad the model with\n\n"
+        "    import modeling_clip_moe\n"
+        f"    from transformers import {auto}\n"
+        f'    model = {auto}.from_pretrained("{finished[-1]}")\n'
+    )
 
 
 def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:

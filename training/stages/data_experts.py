@@ -35,7 +35,6 @@ from training.clusters import (
     nearest_centers,
     save_centers,
     save_clusters,
-    squared_distances,
 )
 from training.context import Context
 from training.estimates import AtMost, Expected, Unknown, size_of_weights
@@ -261,17 +260,13 @@ class SelectStage(LabelsStage):
     captions: Annotated[str, Reads("embed_captions")]
     # Class names, queries or captions.
     metadata: list[str] = Field(min_length=1)
-    # How many centers each of them selects.
-    num_nearest: int = Field(default=1, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
         centers = load_centers(Path(inputs.fine), encoder.name)
         if encoder.modality != "text":
             raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
-        metadata = torch.as_tensor(encode_metadata(encoder, self.metadata))
-        distances = squared_distances(metadata, torch.as_tensor(centers))
-        nearest = distances.topk(self.num_nearest, largest=False).indices.unique().numpy()
+        nearest = np.unique(nearest_centers(encode_metadata(encoder, self.metadata), torch.as_tensor(centers)))
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
         center = centers[nearest].mean(axis=0, keepdims=True)
         _save_experts(self, inputs, context, directory, (centers, expert_of_center, center))
@@ -329,7 +324,7 @@ def _save_experts(
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():
-        raise ValueError("no pair belongs to the centers that the metadata retrieve: raise num_nearest")
+        raise ValueError("no pair belongs to the centers that the metadata retrieve: name more of them")
     clusters = CaptionClusters(labels, *centers)
     save_clusters(directory, clusters, **about)
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]

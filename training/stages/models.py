@@ -93,7 +93,7 @@ class InitializeStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         dense, _ = _parts(self.text_config, self.vision_config)
         config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer, self.family)
-        random_clip(self._architecture(config), processor, self.openai_weights).save_pretrained(directory)
+        random_clip(self._architecture(config), self.openai_weights).save_pretrained(directory)
         save(processor, directory)
 
     def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
