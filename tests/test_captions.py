@@ -125,16 +125,6 @@ def test_the_batch_of_several_captions():
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_missing_captions_are_counted(caplog):
-    rows = symbols.load("train", "web", 3, captions_per_image=2)
-    rows = rows.remove_columns("caption").add_column("caption", [["a", ""], ["a", "b"], ["", "b"]])
-    arguments, processor = DataArguments(source="symbols", num_samples=3), build_processor("symbols", 64, 32)
-    PairLoader(rows, processor, arguments, 3, caption_weights=[0.5, 0.5])
-    assert "of 3 images, 1, 1 have no caption in place 0, 1" in caplog.text
-    with pytest.raises(ValueError, match=r"image 2 of symbols has no caption with a weight: \['', 'b'\]"):
-        PairLoader(rows, processor, arguments, 3, caption_weights=[1.0, 0.0])
-
-
 def test_columns_of_captions(tmp_path):
     images = [Image.new("RGB", (8, 8))] * 2
     rows = {"photo": images, "none": [None, None], "text": ["a", None]}

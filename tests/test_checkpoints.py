@@ -7,20 +7,15 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from converters import run, sources
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
-from tiny_clip import WORDS
 from transformers import CLIPModel
 
 from conversion.checkpoints import load_mixture, load_model
 from conversion.folders import load_config
-from conversion.processors import load_processor
-from evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
+from evaluation.sentence_encoders import open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
 sources  # noqa: B018, a fixture
@@ -127,25 +122,6 @@ def test_old_and_half_precision_sources_load_as_before(copy, tmp_path):
     assert run("upcycle", copy, tmp_path / "out") is None
     CLIPModel.from_pretrained(copy / "sparse/../dense", dtype=torch.bfloat16).save_pretrained(copy / "dense")
     assert load_model(CLIPModel, copy / "dense").dtype == torch.bfloat16
-
-
-def test_a_source_without_a_processor(copy):
-    (copy / "dense" / "processor_config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="dense has no image processor; copy"):
-        load_processor(copy / "dense")
-    (copy / "dense" / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match="dense has no tokenizer; copy"):
-        load_processor(copy / "dense")
-
-
-@pytest.mark.parametrize("change", [lambda idf: idf[1:], lambda idf: np.append(idf[1:], np.nan)])
-def test_a_tfidf_that_does_not_fit_its_words(tmp_path, change):
-    TfidfEncoder.fit(WORDS, len(WORDS), seed=0).save(tmp_path)
-    assert load_encoder(tmp_path).encode(["red"]).any()
-    arrays = load_arrays(tmp_path / "tfidf.safetensors")
-    save_arrays(arrays | {"idf": change(arrays["idf"])}, tmp_path / "tfidf.safetensors")
-    with pytest.raises(ValueError, match="tfidf.safetensors does not fit its words, or holds numbers that are not"):
-        load_encoder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Wrong recipes: all that settings, configurations and counts tell is said at once, before the first stage runs. Of
 faults that only a stage itself can find out, each ends in one line."""
 
-import copy
 import json
 import re
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -16,9 +14,7 @@ import yaml
 from documents import ROOT
 from transformers import BertConfig
 
-from data import sources
 from training.checks import Outlook, find_faults
-from training.estimates import Expected, model_configs, read_otherwise
 from training.plan import plan
 from training.recipe import load_recipe
 from training.recipe_file import RecipeError
@@ -251,20 +247,6 @@ def test_processes_share_a_batch_and_an_optimizer_has_to_be_installed(path, monk
     assert by_four == [missing] and sorted(by_three) == sorted([missing, shared])
 
 
-def test_a_folder_is_opened_once_for_all_checks(path, monkeypatch):
-    """However many stages take however many of its pairs."""
-    task = {"task": "retrieval", "dataset": "rows", "split": "train"}
-    overrides = {"scores.tasks": [task], "pre.data.num_samples": 30, "trained.data.num_samples": None}
-    overrides |= {f"{name}.data.source": "rows" for name in ("pre", "trained")}
-    recipe, listed, original = load_recipe(path, overrides), [], sources.get_data_patterns
-    stages = [stage for stage in recipe.stages if stage.name in ("dense", "sparse", "pre", "trained", "scores")]
-    monkeypatch.setattr(sources, "get_data_patterns", lambda folder: listed.append(folder) or original(folder))
-    assert not any("rows" in fault for fault in plan(recipe, stages, 1)[1]) and len(listed) == 1
-    # Later, the folder may hold other files
-    (path.parent / "rows" / "train.parquet").unlink()
-    assert any("rows" in fault for fault in plan(recipe, stages, 1)[1])
-
-
 def recipe_of(folder, *stages):
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages}))
     return load_recipe(folder / "recipe.yaml")
@@ -315,13 +297,3 @@ def test_what_only_a_stage_finds_out_ends_in_one_line(path, fault):
     with pytest.raises((ValueError, OSError)) as error:
         run_recipe(loaded, BEFORE.get(stages, stages).split(", "))
     assert is_like(said, line := str(error.value)) and "\n" not in line, line
-
-
-def test_processors_are_compared_as_far_as_they_are_known(path):
-    """Not where a model got longer texts since it had the processor."""
-    one, other = (Expected(model_configs(name), processor=path.parent / name) for name in ("one", "other"))
-    assert "image processor of" in read_otherwise([one, other])
-    assert read_otherwise([one, one]) == read_otherwise([one, Expected()]) == ""
-    longer = copy.deepcopy(other.configs)
-    longer[0].text_config.max_position_embeddings += 1
-    assert read_otherwise([one, replace(other, configs=longer)]) == ""

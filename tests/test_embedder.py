@@ -167,11 +167,3 @@ def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_pat
     shutil.copy(files[0]["image"], files[8]["image"])
     changed = embedder.images(files)
     assert np.array_equal(changed[:8], first[:8]) and np.allclose(changed[8], first[0], atol=1e-6)
-
-
-def test_no_image_is_decoded_for_texts(dense, tmp_path, monkeypatch):
-    """Texts come from the rows of images, as those of retrieval and of pairs do."""
-    embedder, rows = Embedder(dense, None, 4, torch.device("cpu")), symbols.load("test", "web", 9)
-    assert rows.features["image"] == datasets.Image()
-    monkeypatch.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("decoded"))
-    assert embedder.texts(rows["caption"]).shape == (9, 16)

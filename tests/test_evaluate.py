@@ -10,7 +10,6 @@ import pytest
 import small_evaluation
 import torch
 from small_evaluation import damage
-from transformers import BertConfig, BertModel
 
 from conversion import assemble
 from data import symbols
@@ -137,41 +136,6 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
 
 
 # ---- what has no score
-
-
-def edit(name, change):
-    def spoil(folder):
-        content = json.loads((folder / name).read_text())
-        change(content)
-        (folder / name).write_text(json.dumps(content))
-
-    return spoil
-
-
-def remove_tokenizer(folder):
-    for file in folder.glob("*token*"):
-        file.unlink()
-
-
-def replace_by_bert(folder):
-    BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: damage(folder, lambda w: w.pop("visual_projection.weight")), "missing: visual_projection"),
-        (lambda folder: damage(folder, lambda w: w["visual_projection.weight"].fill_(0)), "is zero or not finite"),
-        (remove_tokenizer, "has no tokenizer"),
-        (edit("tokenizer_config.json", lambda c: c.pop("model_max_length")), "/model cuts texts at its model_max_len"),
-        (replace_by_bert, "not 'bert'"),
-    ],
-)
-def test_a_spoilt_model_has_no_score(dense, tmp_path, spoil, message):
-    folder = shutil.copytree(dense, tmp_path / "model")
-    spoil(folder)
-    assert message in error_of(folder, tmp_path / "scores", tasks="symbols_retrieval")
-    assert not list(tmp_path.glob("scores/**/*.json"))
 
 
 @pytest.mark.parametrize("place", ["", "scores", "../link"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from tiny_runs import recipe
-from tiny_sources import CAPTIONS, SOURCES, image_folder, rows, sharegpt4v, write_pictures
+from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
 from data import identity as data_identity
 from data.identity import content_digests, data_fingerprint, identity
@@ -20,8 +20,6 @@ from data.sources import DataArguments
 from training import stages
 from training.recipe import load_recipe
 from training.runner import run_recipe
-
-BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 
 @pytest.fixture(autouse=True)
@@ -227,9 +225,3 @@ def test_only_the_files_of_the_split_count(tmp_path):
         identity(DataArguments(source="nobody/nothing")) is None
         and identity(DataArguments(source="symbols", num_samples=1)) is None
     )
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_data_without_their_first_pairs_are_known(tmp_path, kind):
-    source = kind(tmp_path)
-    assert identity(DataArguments(**source, skip=2, num_samples=3)) is not None

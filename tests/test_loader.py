@@ -12,7 +12,6 @@ import pytest
 import torch
 from tiny_sources import damaged, parquet, png, saved_pairs, sharegpt4v, write_shard
 from tiny_sources import rows as rows_of
-from torch.utils.data import DataLoader
 
 from data import symbols
 from data.pairs import load_pairs
@@ -74,24 +73,6 @@ def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatc
     arguments = DataArguments(**sharegpt4v(tmp_path), streaming=True, num_workers=1)
     with pytest.raises(ValueError, match=r"DataLoader worker .*(is killed by signal|exited unexpectedly)"):
         epoch_of(arguments, processor, 1)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_without_anything_readable_ends(tmp_path, processor, num_workers):
-    source = damaged(tmp_path, 0) | {"image_root": str(tmp_path / "nowhere")}
-    arguments = DataArguments(**source, streaming=True, num_workers=num_workers)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 2)
-    with pytest.raises(ValueError) as caught:
-        next(loader.batches(0))
-    assert str(caught.value).startswith("200 of 200 pairs of") and "Traceback" not in str(caught.value)
-
-
-def test_resuming_goes_on_where_it_stopped(processor):
-    arguments = DataArguments(source="symbols", num_samples=20)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=8)
-    whole = batches(loader, 0, 7)
-    for start in range(7):
-        assert equal(batches(loader, start, 7 - start), whole[start:])
 
 
 @pytest.mark.parametrize(("counts", "num_workers"), [((0, 20), 2), ((3, 20), 2), ((3, 20), 0)], ids=str)
@@ -211,20 +192,6 @@ def rows():
 
 def make(rows, processor, **settings):
     return PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20, **settings), batch_size=8)
-
-
-def test_a_run_has_one_data_loader_that_reads_over_the_end_of_an_epoch(rows, processor, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "training.loader.DataLoader", lambda *args, **options: made.append(1) or DataLoader(*args, **options)
-    )
-    loader = make(rows, processor, num_workers=1, prefetch_factor=5)  # two batches an epoch
-    stream = loader.batches(0)
-    next(stream)
-    assert loader.sampler.epoch == 2  # the sixth batch was asked for
-    for _ in range(6):
-        next(stream)
-    assert made == [1]
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"in_memory": True}], ids=str)

@@ -262,18 +262,6 @@ def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture):
     assert not np.allclose(found, paper.weights([classes]), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "message"),
-    [
-        ("mixture", {"experts": []}, "another routing, .*, not experts"),
-        ("damaged", {"routing": "paper"}, "damaged is no mixture, whose routing could be changed"),
-    ],
-)
-def test_what_cannot_be_changed_is_refused(mixture, model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        opened(mixture[0] / model, changes=changes)
-
-
 def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
     """By the command, in files of their own, which say it."""
     options = ["--model", str(mixture[0] / "mixture"), "--tasks", "symbols_zero_shot", "--output-dir", str(tmp_path)]

@@ -2,16 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
-import re
 
 import datasets
 import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
-from small_evaluation import plain_embedding
 
 from data import symbols
 from data.sources import DataArguments
@@ -26,7 +23,6 @@ from evaluation.own_data import (
     retrieval_task,
     zero_shot_task,
 )
-from evaluation.pairs import pair_metrics
 from evaluation.tasks import MORE, TASKS, find_tasks, parse_tasks, problems_of_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
@@ -43,6 +39,8 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
         "unknown task retreival: did you mean 'symbols_retrieval'?",
         f"unknown task '': known are {', '.join(sorted(TASKS))}, {MORE}",
     ]
+    own = OwnTask(task="retrieval", dataset="x", name="symbols_pairs")
+    assert problems_of_tasks([own]) == ["two tasks are called symbols_pairs: give each a name of its own"]
     assert all(parse_tasks(text) == ["a", "b", "c"] for text in ("a,b,c", "a, b ,c", " a,  b\nc "))
     assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
     for command in (evaluate.main, experts.main):
@@ -63,26 +61,6 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
         assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
         assert task.protocol.startswith(f"{len(task.load()[0])} "), name
     assert find_tasks([name], seed=0)[name] is task
-
-
-def test_names_and_titles_of_own_tasks(tmp_path, monkeypatch):
-    """Two tasks on two columns of one dataset are called apart, also where nobody gave them names."""
-    monkeypatch.chdir(tmp_path)
-    symbols.load("test", "web", 8).to_parquet("test-0.parquet")
-    own = {"task": "zero_shot", "dataset": "test-*.parquet", "label_column": "background"}
-    changes = [{}, {"label_column": "kind"}, {"name": "kinds"}, {"name": "shades", "title": "Shades: all"}]
-    tasks = find_tasks([OwnTask(**own | change) for change in changes])
-    assert [re.sub(r"-\w{8}$", "", name) for name in tasks] == [
-        "zero_shot-test-background", "zero_shot-test-kind", "kinds", "shades",
-    ]  # fmt: skip
-    data = "zero-shot, test-*.parquet"
-    assert [task.title for task in tasks.values()] == [f"{data}, background", f"{data}, kind", "kinds", "Shades: all"]
-    for name in ("shades", "symbols_pairs"):
-        twice = [OwnTask(**own, name=name), OwnTask(**own, name="shades")]
-        with pytest.raises(ValueError, match=f"two tasks are called {name}: give each a name of its own"):
-            find_tasks(twice)
-    with pytest.raises(ValueError, match=r"name\s+String should match"):
-        OwnTask(**own, name="shades/accuracy")
 
 
 # ---- labels
@@ -236,20 +214,6 @@ def test_the_same_pairs_score_alike_however_they_lie(dense, tmp_path):
     assert counts == {(8, 24, 0)}
 
 
-def test_command_on_columns(dense, tmp_path, capsys):
-    rows = symbols.load("test", "web", 20, captions_per_image=2).rename_columns({"image": "jpg", "caption": "texts"})
-    rows.to_parquet(tmp_path / "symbols.parquet")
-    command = ["--model", str(dense), "--dataset", str(tmp_path / "symbols.parquet"), "--image-column", "jpg"]
-    options = "--caption-column texts --label-column kind --tasks retrieval,zero_shot --task-name own"
-    evaluate.main([*command, *options.split(), "--output-dir", str(tmp_path / "scores")])
-    assert capsys.readouterr().out.count("(20 samples, 0 skipped)") == 2
-    zero_shot, retrieval = (
-        json.loads((tmp_path / "scores" / f"own_{kind}--dense.json").read_text()) for kind in ("zero_shot", "retrieval")
-    )
-    assert zero_shot["data"]["templates"] == ["a photo of a {}."] and zero_shot["data"]["split"] == "test"
-    assert retrieval["num_captions"] == 40 and retrieval["local"] == [str(tmp_path / "symbols.parquet")]
-
-
 @pytest.mark.parametrize(
     ("source", "split", "told"),
     [
@@ -309,19 +273,6 @@ def pairs(tmp_path):
 
 def pairs_of(tmp_path, **changes):
     return OwnTask(task="pairs", dataset=str(tmp_path / "pairs.parquet"), **changes)
-
-
-def test_pairs_by_one_embedding_at_a_time(dense, pairs, tmp_path):
-    tasks = find_tasks([pairs_of(tmp_path, label_column="attribute"), pairs_of(tmp_path)])
-    result, without = evaluate_model(dense, tasks, tmp_path)
-    embed = plain_embedding(dense)
-    images, texts = (
-        np.stack([[embed(row[f"{kind}_{side}"]) for side in range(2)] for row in pairs])
-        for kind in ("image", "caption")
-    )
-    assert result["metrics"] == pytest.approx(pair_metrics(images, texts, pairs["attribute"]))
-    assert result["primary"] == {"group": "group score"} and result["num_samples"] == 12
-    assert set(without["metrics"]) == {"text", "image", "group"}
 
 
 def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):

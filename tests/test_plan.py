@@ -1,6 +1,5 @@
 """What --plan says, against what runs write and the papers count."""
 
-import json
 import os
 import re
 import shlex
@@ -17,11 +16,10 @@ from tiny_runs import train as run_until
 from tiny_sources import images_and_texts, write_shard
 from transformers import AutoModel, BertConfig, CLIPConfig
 
-from benchmarks.runs import peak_of_stage
 from training import engine
 from training.commands import train
 from training.estimates import AtMost
-from training.plan import cell, plan
+from training.plan import plan
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -82,33 +80,6 @@ def plan_of(tmp_path):
         return {row.name: row for row in rows}, faults
 
     return plan_of
-
-
-def upcycled(folder, **stages):
-    stages = [{"name": name, "stage": "upcycle", "model": str(folder), **stage} for name, stage in stages.items()]
-    return yaml.safe_dump({"output_dir": "out", "stages": stages})
-
-
-def test_counts_of_the_papers(plan_of, tmp_path):
-    """CLIP-FMoE, Table 5 and section 4; CLIP-MoE, section 5. In millions, of L/14 with 77 tokens."""
-    HUB["openai/clip-vit-large-patch14"].save_pretrained(tmp_path / "l14")
-    without_gate = {"num_experts": 5, "num_experts_per_tok": 3, "fusion_gate": False}
-    stages = {
-        "fused": {"preset": "clip_fmoe"},
-        "no_gate": {"preset": "clip_fmoe", "changes": without_gate},
-        "moe": {"preset": "clip_moe"},
-    }
-    (tmp_path / "recipe.yaml").write_text(upcycled(tmp_path / "l14", **stages))
-    rows, _ = plan_of(tmp_path / "recipe.yaml", {})
-    counts = {name: [row.numbers[key] / 1e6 for key in ("parameters", "activated")] for name, row in rows.items()}
-    assert counts["fused"][0] == pytest.approx(693.830, abs=5e-4)
-    assert counts["no_gate"][0] == pytest.approx(685.78, abs=0.01)
-    assert counts["moe"] == pytest.approx([1202.1, 685.87], abs=0.01)
-    # In the recipe, the table of positions is longer: 248 rows instead of 77
-    rows, _ = plan_of(ROOT / "training/recipes/clip_fmoe_sharegpt4v.yaml", {"base.model": str(tmp_path / "l14")})
-    assert rows["unified"].numbers["parameters"] == pytest.approx(693.830e6 + 171 * 768, abs=500)
-    assert rows["expert_1"].numbers["trainable"] == pytest.approx(72.591e6, abs=500)
-    assert rows["clip_fmoe"].numbers["trainable"] == pytest.approx(8.095e6, abs=500)
 
 
 TRAINED = {
@@ -180,21 +151,6 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     assert len(faults) == 1 and "tuned was made with other settings (stage.learning_rate: 0.001 -> 1" in faults[0]
 
 
-def test_the_peak_of_a_process(tmp_path):
-    """What an operating system tells of a stage, within 15 %."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(REAL | {"output_dir": str(tmp_path / "out")}))
-    settings = {"tuned.global_batch_size": 48, "tuned.data.in_memory": True, "tuned.max_steps": 2}
-    settings |= {"tuned.num_epochs": None, "tuned.model": str(ROOT / "training/symbol_clip")}
-    words = " ".join(f"--{key} {json.dumps(value)}" for key, value in settings.items())
-    told = printed(f"clip-moe train --config {tmp_path}/recipe.yaml --stages tuned --plan {words}").stdout
-    (process,) = re.findall(r"this memory and ([\d.]+) MB", told)
-    recipe = load_recipe(tmp_path / "recipe.yaml", settings)
-    memory = plan(recipe, [stage for stage in recipe.stages if stage.name == "tuned"], 1)[0][0].numbers["memory"]
-    assert cell("memory", memory) in told
-    peak = peak_of_stage(tmp_path / "recipe.yaml", "tuned", settings, tmp_path / "out")
-    assert peak == pytest.approx(memory + 1e6 * float(process), rel=0.15)
-
-
 @pytest.mark.parametrize(
     ("data", "samples"),
     [
@@ -222,12 +178,6 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
     assert len(faults) == ("damaged" in str(data)) and all("damaged.csv: line " in fault for fault in faults)
     found = rows["features"].numbers["samples"]
     assert type(found) is type(samples) and (found == samples or fnmatch(str(found), str(samples)))
-
-
-def test_units():
-    assert type(AtMost(3) - 1) is AtMost
-    assert [cell("trainable", number) for number in (384, 3_072, 1_414_145)] == ["0.38 k", "3.07 k", "1.41 M"]
-    assert cell("steps", AtMost(3) * 1000 + 1) == "≤ 3,001" and cell("memory", 2_500_000_000) == "2.50 GB"
 
 
 def test_what_is_begun_goes_on(plan_of, tmp_path):

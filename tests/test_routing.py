@@ -7,11 +7,8 @@ import small_evaluation
 import small_experts
 import torch
 from matplotlib import cbook
-from matplotlib.colors import to_hex
-from tiny_clip_moe import tiny_model
 
 from data import symbols
-from data.worlds import build_processor
 from evaluation.embedder import Embedder
 from evaluation.preferences import (
     RoutedImages,
@@ -25,7 +22,7 @@ from evaluation.preferences import (
     word_shares,
 )
 from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
-from evaluation.routing_pictures import draw_agreement, draw_expert, draw_expert_patches, draw_patches, draw_shares
+from evaluation.routing_pictures import draw_agreement, draw_shares
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 figures = small_evaluation.figures
@@ -186,17 +183,6 @@ def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
     assert np.array_equal(of_texts.computed.sum(axis=-1), 2 * batch["attention_mask"])
 
 
-def test_what_is_left_beside_the_patches_is_not_routed(tmp_path):
-    side, patch = 31, 14
-    processor = build_processor("symbols", 12, side)
-    processor.save_pretrained(tmp_path)
-    text = {"vocab_size": len(processor.tokenizer), "eos_token_id": processor.tokenizer.eos_token_id}
-    tiny_model(text=text, vision={"image_size": side, "patch_size": patch}).save_pretrained(tmp_path)
-    embedder = Embedder(tmp_path, None, 4, torch.device("cpu"))
-    routed = route_images(embedder, list(symbols.load("test", "web", 1)["image"]), layer=1)
-    assert (routed.grid, routed.patch_size, routed.pixels.shape) == ((2, 2), patch, (1, side, side, 3))
-
-
 def test_top_patches_by_hand():
     """Two images of a class token and two patches, three experts; the last computes nothing."""
     probabilities = np.array(
@@ -284,29 +270,3 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     title = shares._suptitle.get_text()
     assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)
     assert texts_in(agreement.axes[0]) == ["1.00", "1.00"]
-
-
-# Of 4 x 4 pixels: the left half goes to expert 0, the right to expert 1, and the class token to expert 1
-HALVES = np.array([[[0.1, 0.9], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]])
-ROUTED = RoutedImages(5, HALVES, HALVES > 0.5, np.ones((1, 4, 4, 3)), 2)
-
-
-def test_pictures_of_patches(tmp_path, figures):
-    draw_patches(ROUTED, tmp_path / "patches.png")
-    draw_expert_patches(ROUTED, tmp_path / "patches.png")
-    draw_expert(0, ROUTED, tmp_path / "expert.png")
-    of_first, of_experts, large = figures
-    (legend,) = of_first.legends
-    colors = {
-        text.get_text(): to_hex(patch.get_facecolor())
-        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
-    }
-    above, below = of_first.axes
-    assert not above.patches and texts_in(below) == ["0", "1", "0", "1"]
-    assert {patch.get_xy(): to_hex(patch.get_facecolor()) for patch in below.patches} == {
-        (left, top): colors[name] for left, name in ((-0.5, "expert 0"), (1.5, "expert 1")) for top in (-0.5, 1.5)
-    }
-    best = [{(axis.get_title(), patch.get_xy()) for patch in axis.patches} for axis in of_experts.axes]
-    assert best == [{("80%", (-0.5, -0.5))}, {("80%", (1.5, 1.5))}]
-    framed = {patch.get_xy() for patch in large.axes[0].patches if not patch.get_fill()}
-    assert framed == {(-0.5, -0.5), (-0.5, 1.5)}

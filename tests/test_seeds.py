@@ -12,7 +12,6 @@ from conversion.upcycle import sparse_config
 from model_cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
 from model_cards.seeds import write_seeds
 from model_cards.tradeoff import above_line, write_tradeoff
-from records.provenance import Record
 
 figures = small_evaluation.figures
 
@@ -98,22 +97,6 @@ def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
     with pytest.raises(ValueError, match="all results are of the same weights: a spread needs runs of different"):
         write_seeds([folders[0], folders[2]], tmp_path / "other")
     assert not (tmp_path / "other").exists()
-
-
-def test_how_long_the_runs_took(tmp_path):
-    """Of all stages of the runs whose evaluation is given, where that was recorded."""
-    folders = [tmp_path / f"run {number}" / "evaluation" for number in range(2)]
-    attempt = {"device": "cpu", "num_processes": 1, "versions": {}}
-    for number, folder in enumerate(folders):
-        folder.mkdir(parents=True)
-        write(folder, result("sparse", value=0.5 + 0.1 * number))
-    for stage, seconds in (("dense", [90, None]), ("evaluation", [210])):
-        (folders[1].parent / stage).mkdir(exist_ok=True)
-        attempts = [{**attempt, "commit": stage[0], "seconds": number} for number in seconds]
-        Record(stage={}, attempts=attempts).write(folders[1].parent / stage)
-    write_seeds(folders, tmp_path / "out")
-    text = (tmp_path / "out" / "seeds.md").read_text()
-    assert text.endswith("\n\n- Run 1: 5 minutes on 1 x cpu, commit d, e\n") and "Run 0" not in text
 
 
 LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned

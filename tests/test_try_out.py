@@ -19,11 +19,10 @@ from tiny_runs import same_weights
 
 from data import symbols
 from data.images import decode_image
-from evaluation.embedder import Embedder
 from evaluation.ensemble import open_model
 from evaluation.preferences import route_images
 from examples import app
-from examples.app import ImageSearch, label_scores, patch_map, sparse_layers
+from examples.app import ImageSearch, patch_map, sparse_layers
 
 # The pictures that the Space of this repository offers
 NAMES = sorted(path.stem for path in (ROOT / "examples" / "pictures").iterdir())
@@ -45,19 +44,6 @@ def images(tmp_path_factory):
 
 def opened(folder):
     return open_model(folder, None, 4, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("image", "labels", "template", "message"),
-    [
-        ("broken.png", "a", "{}", "this image cannot be read: it is no image of the formats"),
-        ("a.png", " \n", "{}", "there are no labels: type some, one a line"),
-        ("a.png", "a", "{} {}", "the template needs one {} for the label, got '{} {}'"),
-    ],
-)
-def test_what_has_no_scores(dense, images, image, labels, template, message):
-    with pytest.raises(ValueError, match=message):
-        label_scores(opened(dense), image and images / image, labels, template)
 
 
 def test_map_of_patches(dense, sparse, images):
@@ -157,21 +143,6 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
     (elsewhere / "below").mkdir()
     with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
         app._copy_images(elsewhere / "below", tmp_path / "nothing")
-
-
-def test_only_the_embeddings_of_the_folders_images_are_kept(dense, images, tmp_path, gradio, monkeypatch):
-    pages = []
-    page = type("Blocks", (), {"launch": lambda *_, **__: None})
-    monkeypatch.setattr(app, "build_page", lambda *parts: (pages.append(parts), page())[1])
-    app.app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
-    ((models, search, *_),) = pages
-    kept = list((tmp_path / "kept").iterdir())
-    assert len(kept) == 1 and search.find("dense", "a red circle")
-    label_scores(models["dense"], images / "a.png", "7", "{}")
-    assert list((tmp_path / "kept").iterdir()) == kept
-    monkeypatch.setattr(Embedder, "model", None)
-    app.app.main([str(dense), "--images", str(images), "--cache-dir", str(tmp_path / "kept")])
-    assert np.array_equal(pages[1][1].images["dense"], search.images["dense"])  # which no model embedded again
 
 
 def test_without_gradio(dense, monkeypatch):
