@@ -1,44 +1,16 @@
 """What a card says of where a model comes from, and which examples and integrations it shows."""
 
-import json
-import shutil
-
 import pytest
-from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from published_runs import all_files, card_of, change_weights, lineage_of, made, run, write_analysis
+from published_runs import card_of, change_weights, lineage_of, made, run, write_analysis
 
-from conversion.commands import publish
 from conversion.publishing.lineage import WORLDS, Data, Lineage
-from data import symbols, worlds
-from evaluation.evaluate import evaluate_model
-from evaluation.own_data import OwnTask
-from evaluation.tasks import find_tasks
+from data import worlds
 from records.provenance import Record
 
 pytestmark = pytest.mark.slow
 
 made, run  # noqa: B018, fixtures
-
-
-def test_the_folder_above_own_data_stays_here(run, tmp_path, monkeypatch):
-    """Measured where it is a relative path, published where it is not there and looks like a name on the Hub."""
-    folder = tmp_path / "work" / "alice_secret_project"
-    folder.mkdir(parents=True)
-    monkeypatch.chdir(folder.parent)
-    symbols.load("test", "web", 8).to_parquet(folder / "patients.parquet")
-    shutil.copytree(run, folder.parent / "run")
-    own = OwnTask(task="retrieval", dataset="alice_secret_project/patients.parquet")
-    evaluate_model("run/sparse", find_tasks([own]), "run/scores")
-    monkeypatch.chdir(run)
-    publish.main([str(folder.parent / "run" / "sparse"), "user/clip", "--dry-run", str(tmp_path / "out")])
-    assert [file.name for file, text in all_files(tmp_path / "out").items() if b"secret" in text] == []
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "| retrieval, patients.parquet | R@1 image→text |" in card.text and ", split " not in card.text
-    assert "all rows of patients.parquet, columns image and caption |" in card.text
-    (file,) = (tmp_path / "out" / "results").iterdir()
-    assert file.name.startswith("retrieval-patients-caption-") and "local" not in json.loads(file.read_text())
-    assert not (tmp_path / "out" / ".eval_results").exists()  # no benchmark of the Hub
 
 
 def test_a_card_tells_whether_the_experts_do_anything(run):

@@ -71,8 +71,6 @@ dense.text_config.hidden_siz: 1 -> dense.text_config: * no field 'hidden_siz': d
 
 # References
 trained.model: sprase => there is no stage or folder 'sprase': did you mean 'sparse'?
-scores.models.trained: traiend => there is no stage *: did you mean 'trained'?
-expert.data.source: severel => there is no stage or folder *: did you mean 'several'?
 unified.experts: [dense, exprt] -> unified.experts.1: there is no stage *: did you mean 'expert'?
 expert.clusters: nowhere => there is no stage 'nowhere', and no such folder
 sparse.model: trained => trained is a later stage: move it up
@@ -87,7 +85,6 @@ dense.text_config.capacity_factor: 2 -> dense: capacity_factor: of sparse models
 dense.text_config.vocab_size: 700 -> dense: the tokenizer of symbols has 1313 tokens, but vocab_size is 700
 dense.text_config.eos_token_id: 5 -> dense: the tokenizer of symbols ends texts with 1312 *, but eos_token_id is 5
 dense.text_config.max_position_embeddings: 2 -> dense: *model_max_length is 2 and max_position_embeddings is 2
-dense.text_config.layer_norm_eps: .nan -> dense.text_config.layer_norm_eps.float: Input should be a finite number
 learned.family: siglip, learned.projection_dim: 8 -> learned: projection_dim is 8, but * must be the hidden_size of
 learned.shared_encoder: true, learned.text_config.hidden_size: 32 => *hidden_size, but it is 32 in text_config and 16
 learned.preset: clip_up, learned.changes.num_experts_per_tok: 9 -> learned.changes: num_experts_per_tok must be between
@@ -102,8 +99,6 @@ scores.tasks: [symbol_pairs] => unknown task symbol_pairs: did you mean 'symbols
 sparse.preset: clip_upp => Input should be *: did you mean 'clip_up'? (got 'clip_upp')
 sparse.changes.num_expert: 2 -> sparse.changes: * no num_expert (did you mean 'num_experts'?)
 sparse.changes.num_experts_per_tok: 5 -> sparse.changes: *num_experts_per_tok*5
-unified.changes.num_experts_per_tok: 3 -> unified.changes: *num_experts_per_tok*3
-sparse.text_config.capacity_factor: -1 -> sparse.text_config: *capacity_factor*-1
 sparse.changes.sparse_layers: [2] -> sparse.*: *2
 sparse.text_config.num_experts: 1 -> sparse.text_config: an upcycled tower has no field 'num_experts' to set here
 sparse.model: unified => unified is sparse already, and a dense CLIP is needed
@@ -119,7 +114,6 @@ trained.global_entropy_coef: {text: 1} -> trained: global_entropy_coef is for te
 trained.global_entropy_min_experts: {text: 2} -> trained: global_entropy_coef is for no tower, but *min_experts for text
 trained.global_entropy_min_experts: {text: 5}, trained.global_entropy_coef: {text: 1} -> *text: 5 of 2 experts
 trained.local_entropy_coef: {text: 1}, sparse.towers: [vision] -> trained.*.text: that tower has no sparse layers: leave
-trained.lora: {r: 2, target_modules: [q_proj], trainable: nothing} => *'nothing' is found in no parameter's name
 trained.trainable: nothing => *'nothing' is found in no parameter's name
 
 # Together
@@ -147,11 +141,8 @@ scores.tasks: [{task: retrieval, dataset: ./nowhere}] => retrieval: there is no 
 pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]} -> pre.evaluation.tasks: *no.parquet
 
 # What has no numbers, and what changes in every epoch
-words.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
 features.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
-expert.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
 tuned.data.streaming: true -> tuned: data.streaming: caption_weights and hidden_states need samples with numbers
-features.augmentation: {horizontal_flip: true} => there is no such key
 tuned.augmentation: {horizontal_flip: true} -> tuned: augmentation changes images in every epoch, but hidden_states
 pre.augmentation: {horizontal_flip: true}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory keeps
 
@@ -159,7 +150,6 @@ pre.augmentation: {horizontal_flip: true}, pre.data.in_memory: true -> pre: augm
 expert.mini_batch_size: 3 => 3 does not divide a process's batch of 8 pairs
 trained.gradient_accumulation_steps: 3 -> trained.global_batch_size: 8 cannot be shared by 1 processes x 3
 trained.global_batch_size: 48, trained.data.source: rows => a dataset of 40 samples does not fill *48
-
 
 # Models that do not fit
 expert.trainable: . -> unified.experts.0: expert was not trained from this base, or more *: it differs in logit_scale

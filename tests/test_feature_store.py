@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import PartialState
 from safetensors.numpy import load_file
+from tiny_runs import full_disk
 
 from evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
 
@@ -124,13 +124,8 @@ def test_arrays_are_written_whole_or_not_at_all(tmp_path):
     with open_arrays(path, "this test") as file:
         assert file.metadata() == {"of": "what"} and file.get_tensor("a").dtype == np.float16
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a full disk
-    try:
-        with pytest.raises(OSError, match="cannot write .*arrays.safetensors: .*File too large"):
-            save_arrays(path, {"a": np.zeros(1000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000), pytest.raises(OSError, match="cannot write .*arrays.safetensors: .*File too large"):
+        save_arrays(path, {"a": np.zeros(1000)})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match=f"arrays.safetensors is damaged; delete {tmp_path} to have it made anew"):
         with open_arrays(path, "this test") as file:

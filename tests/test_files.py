@@ -1,7 +1,6 @@
 """records/files.py: one process in a folder at a time, nothing half-written, errors in one line."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from converters import COMMANDS, run, sources
 from filelock import FileLock
 from safetensors.torch import save_file
 from tiny_clip import tiny_clip
+from tiny_runs import full_disk
 
 from records.command_line import INTERRUPTED, one_line_errors
 from records.files import locked, new_file, new_folder, respect_umask, write_text
@@ -174,24 +174,11 @@ def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(arrive, 
         pass  # it is not told to end any more
 
 
-@pytest.fixture
-def full_disk(capsys):
-    """Makes files end at a number of bytes for this process, as a full disk does; what it prints goes to none."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [0, 500, 30_000], ids=["not even the lock", "no configuration", "no weights"])
 @pytest.mark.parametrize("command", ["upcycle", "assemble", "llava", "released_clip_moe --reverse"])
-def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, full_disk, command, size):
-    full_disk(size)
-    error = run(command, sources, tmp_path / "out")
-    full_disk(resource.RLIM_INFINITY)
+def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, capsys, command, size):
+    with full_disk(size):  # what is printed goes to no file
+        error = run(command, sources, tmp_path / "out")
     assert error.startswith("error: ") and "\n" not in error
     assert "File too large" in error
     assert str(tmp_path) in error or size < 30_000

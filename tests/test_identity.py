@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import yaml
-from tiny_runs import recipe
+from tiny_runs import ended_by_a_checkpoint, recipe
 from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
 from data import identity as data_identity
@@ -164,19 +164,10 @@ def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
         identity(data)
 
 
-def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train, monkeypatch):
-    from training import engine
-
-    data, original = layout("parquet", tmp_path / "a"), engine.save_checkpoint
-
-    def save(*arguments):
-        original(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "save_checkpoint", save)
-        with pytest.raises(KeyboardInterrupt):
-            train(data)
+def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train):
+    data = layout("parquet", tmp_path / "a")
+    with ended_by_a_checkpoint():
+        train(data)
     layout("parquet", tmp_path / "a", first=100)
     with pytest.raises(ValueError, match=r"tuned.partial was made with other data .*data\.parquet.* Delete it"):
         train(data)

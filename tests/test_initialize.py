@@ -24,20 +24,6 @@ def processor_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        ({"vision_config.image_size": 48}, r"images of 3 x 32 x 32, but .*image_size .*takes 3 x 48 x 48"),
-        ({"text_config.max_position_embeddings": 8}, r"model_max_length is 16.*max_position_embeddings is 8"),
-        ({"text_config.hidden_act": "nonsense"}, r"make no CLIP.*nonsense"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_with_both_numbers(run, processor_folder, overrides, message):
-    stage = {**DENSE, "processor": str(processor_folder)}
-    with pytest.raises(ValueError, match=f"dense.*{message}"):
-        run([stage], {f"dense.{key}": value for key, value in overrides.items()})
-
-
 def test_weights_are_those_of_the_seed_or_as_large_as_openai_draws_them(run):
     """OpenAI's configuration says eos_token_id 2, by which transformers takes the highest token for the end."""
     openai = DENSE | {"name": "openai", "openai_weights": True}

@@ -1,9 +1,6 @@
 """CLIPMoDEModel: its folder, which experts are added to, replaced in and loaded from."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -139,46 +136,6 @@ def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(inputs, tmp_pa
     for loaded in (lazy, whole, AutoModel.from_pretrained(tmp_path / "elsewhere")):
         found = loaded(**inputs, routing_weights=weights).logits_per_image
         assert torch.equal(found, model(**inputs).logits_per_image) and torch.equal(loaded.centers, model.centers)
-
-
-def test_folder_loads_without_the_package(inputs, tmp_path):
-    model = mixture(2, sparse)
-    model.save_pretrained(tmp_path / "model")
-    model.set_task(unit(20, 6, seed=3))
-    save_file({**inputs, "metadata": unit(20, 6, seed=3)}, tmp_path / "inputs.safetensors")
-    code = """
-import sys
-sys.modules["modeling_clip_moe"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForZeroShotImageClassification
-torch.set_num_threads(1)
-inputs = load_file("inputs.safetensors")
-metadata = inputs.pop("metadata")
-logits = {}
-for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):
-    model = auto_class.from_pretrained("model", trust_remote_code=True)
-    model.set_task(metadata)
-    logits[auto_class.__name__] = model(**inputs).logits_per_image.detach().contiguous()
-model.save_pretrained("again")
-again = AutoModel.from_pretrained("again", trust_remote_code=True, max_loaded_experts=1)
-again.set_task(metadata)
-expert = AutoModel.from_pretrained("model/expert_1", trust_remote_code=True)  # a class from another file
-again.replace_expert(1, expert)
-logits["again"] = again(**inputs).logits_per_image.detach().contiguous()
-save_file(logits, "logits.safetensors")
-"""
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-    }
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    expected = model(**inputs).logits_per_image
-    for name, logits in load_file(tmp_path / "logits.safetensors").items():
-        assert torch.equal(logits, expected), name
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):

@@ -45,6 +45,14 @@ def test_unreadable_pairs_are_counted_and_skipped_if_they_are_few(tmp_path, capl
         load_pairs(DataArguments(**settings))
 
 
+def test_pairs_without_images_are_all_that_have_a_caption(tmp_path, monkeypatch):
+    arguments = DataArguments(**damaged(tmp_path, 0.02), max_unreadable=0.05)
+    monkeypatch.setattr("data.pairs.decode_image", None)  # calling it would fail
+    assert len(load_pairs(arguments, images=False)) == 199  # three images cannot be read, a caption is empty
+    with pytest.raises(ValueError, match="1 of 200 pairs .*: its caption is empty. More than max_unreadable = 0%"):
+        load_pairs(dataclasses.replace(arguments, max_unreadable=0.0), images=False)
+
+
 @STREAMING
 def test_captions_one_a_line(tmp_path, streaming):
     """As in the retrieval shards of CLIP_benchmark."""

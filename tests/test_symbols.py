@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.symbol_world import best_recall
 from data import symbol_captions, symbols
-from data.drawing import BACKGROUNDS, COLORS, OPPOSITE, POSITIONS, SIDES, TEXTURES
+from data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 from data.tokenizer import pieces_per_word
 from data.worlds import build_processor
@@ -113,14 +112,3 @@ def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer, web, detaile
 
 
 # --- what the benchmark finds
-
-
-def test_twins():
-    """Two pictures of a scene, told the other way round; two of another with equal captions; and one alone."""
-    rows = symbols.load("test", "detailed", 200, image_size=SMALL)
-    (first, _), (other, alone) = ([row for row in rows if bool(row["second_kind"]) is two][:2] for two in (True, False))
-    turned = {**first, "kind": first["second_kind"], "second_kind": first["kind"], "caption": "turned"}
-    turned |= {"color": first["second_color"], "second_color": first["color"], "position": OPPOSITE[first["position"]]}
-    five = type(rows).from_list([first, turned, other, other, alone], features=rows.features)
-    assert best_recall(five) == (2 / 5, 3 / 5)
-    assert best_recall(rows.select([0])) == (1, 1)

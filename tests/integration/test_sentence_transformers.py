@@ -10,7 +10,6 @@ import torch
 from backbones import both_backbones
 from PIL import Image
 from safetensors.numpy import load_file
-from sentence_transformers import SentenceTransformer
 
 from data import symbols
 
@@ -51,21 +50,6 @@ def expected(model, processor, images):
 
 def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-def normalized(embeddings):
-    return embeddings / np.linalg.norm(embeddings, axis=-1, keepdims=True)
-
-
-@both_backbones
-def test_embeddings_are_those_of_the_model(repository, images, expected):
-    model = SentenceTransformer(str(repository), device="cpu")
-    assert set(model.modalities) == {"text", "image"} and model.get_embedding_dimension() == 64
-    assert_close(model.encode(TEXTS), expected["texts"])
-    assert_close(model.encode(images), expected["images"])
-    unit = [model.encode(inputs, normalize_embeddings=True) for inputs in (TEXTS, images)]
-    assert_close(unit[0], normalized(expected["texts"]))
-    assert_close(model.similarity(*unit).numpy(), normalized(expected["texts"]) @ normalized(expected["images"]).T)
 
 
 @both_backbones

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from data import symbols
-from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel
+from modeling_clip_moe import CLIPMoEModel
 
 
 @pytest.fixture(scope="module")
@@ -96,21 +96,3 @@ def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, co
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     assert_same_weights(resumed.model, expected.model)
     assert logged(resumed, "loss")[3:] == logged(expected, "loss")[3:]
-
-
-def test_classification(repository, data, processor, tmp_path):
-    kinds = sorted({*data[0]["kind"], *data[1]["kind"]})
-
-    def collate(rows):
-        batch = processor(images=[row["image"] for row in rows], return_tensors="pt")
-        return {**batch, "labels": torch.tensor([kinds.index(row["kind"]) for row in rows])}
-
-    model = CLIPMoEForImageClassification.from_pretrained(repository, num_labels=len(kinds))
-    trainer = make_trainer(model, tmp_path, data, collate, max_steps=30, eval_steps=30, save_steps=30)
-    trainer.train()
-    loaded = CLIPMoEForImageClassification.from_pretrained(tmp_path / "checkpoint-30").eval()
-    assert_same_weights(loaded, trainer.model)
-    batch = collate(list(data[0]))
-    with torch.no_grad():
-        right = loaded(**batch).logits.argmax(-1) == batch["labels"]
-    assert right.float().mean() > 3 / len(kinds)
