@@ -1,12 +1,11 @@
 """README and docs: examples run as they stand, links lead somewhere, numbers are those of the cards."""
 
-import json
 import re
 import shutil
 
 import pytest
 import stand_ins
-from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_block, run_page
+from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
 
 from data import symbols
 from records.yaml_files import read_yaml
@@ -77,20 +76,6 @@ def test_examples_run_as_they_stand(page, checkout, tmp_path, monkeypatch):
     shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     monkeypatch.chdir(tmp_path / "checkout")
     run_page(page)
-
-
-@pytest.mark.slow
-def test_the_first_recipe_ends_with_scores_on_own_images(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("openai/clip-vit-base-patch16", "my/images/train", "my/images/test"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        stand_ins.STAND_INS[name](tmp_path / name)
-    for block in blocks(ROOT / "docs" / "recipes.md"):
-        if block.section == "Write one":
-            run_block(block)
-    results = [json.loads(file.read_text()) for file in (tmp_path / "runs/my_recipe/evaluation").glob("*.json")]
-    scored = {(result["model"], result["data"]["source"]) for result in results if "metrics" in result}
-    assert scored == {("dense", "my/images"), ("CLIP-UP", "my/images")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

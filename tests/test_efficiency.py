@@ -15,6 +15,7 @@ import pytest
 import small_evaluation
 import torch
 from test_report import lines_of
+from tiny_clip import error_of
 
 from conversion.checkpoints import load_clip
 from conversion.presets import PRESETS, sparse_layers
@@ -229,17 +230,10 @@ def test_models_are_timed_in_turn(monkeypatch):
     [
         (["ViT-L/14:clip_moo"], "there is no architecture 'clip_moo'"),
         (["ViT-B/16", "--baseline", "ViT-B/32"], "the baseline 'ViT-B/32' is none of the models"),
-        ([], "requires an argument"),
-        (["DAMAGED"], "cannot load"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments, message, sparse, tmp_path):
-    config = json.loads((sparse / "config.json").read_text())
-    config["vision_config"]["patch_size"] = 64  # of images of 32 pixels
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as exit:
-        efficiency.main([str(tmp_path) if argument == "DAMAGED" else argument for argument in arguments])
-    assert exit.value.code.startswith("error: ") and message in exit.value.code
+def test_mistakes_end_in_one_line(arguments, message):
+    assert message in error_of(efficiency.main, *arguments)
 
 
 @pytest.mark.slow

@@ -166,19 +166,6 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
         assert "file" in error_of(dense, tmp_path / output)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "options", "message"),
-    [
-        ("nope", [], "unknown task nope: known are linear_probe, names_16"),
-        ("retrieval", ["--dataset", "nowhere.parquet"], "nowhere.parquet"),
-        ("symbols_pairs", ["--change", "routing=!!python/name:os.system"], "routing is not valid YAML"),
-    ],
-)
-def test_mistakes_end_in_one_line(dense, tmp_path, tasks, options, message):
-    assert message in error_of(dense, tmp_path / "new", *options, tasks=tasks)
-    assert not list((tmp_path / "new").glob("*"))
-
-
 def test_an_output_folder_needs_a_name(dense):
     """An empty one would be the current folder; one check stands for all commands (records/command_line.py)."""
     assert error_of(dense, "") == "error: Invalid value for --output-dir: a folder needs a name"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 
 import datasets
 import numpy as np
@@ -243,20 +242,6 @@ def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
     assert [result[f"num_{what}"] for what in ("captions", "samples", "skipped")] == [5, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("captions", "per_line", "warned"),
-    [(["a\nb", "c\nd\n"], False, True), (["a\nb", "c\nd\n"], True, False), ([["a\nb"], ["c\nd"]], False, False)],
-)
-def test_captions_one_a_line_in_one_cell(tmp_path, caplog, captions, per_line, warned):
-    images = [PIL.Image.new("RGB", (8, 8), (number, 0, 0)) for number in range(2)]
-    rows = [{"image": image, "caption": caption} for image, caption in zip(images, captions, strict=True)]
-    with caplog.at_level(logging.WARNING):
-        task = retrieval_task(dataclasses.replace(save_rows(tmp_path, "x", rows), captions_per_line=per_line))
-        found = list(task.load()[0]["caption"])
-    assert found == ([["a", "b"], ["c", "d"]] if per_line else captions)
-    assert ("If each is a caption, say so: captions_per_line" in caplog.text) == warned
-
-
 # ---- pairs
 
 
@@ -306,36 +291,3 @@ def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
     rows, skipped = pairs_task(arguments).load()
     whole = [*pairs["caption_0"][:3], *pairs["caption_0"][4:]]
     assert (len(rows), skipped) == (11, 1) and rows["caption_0"][:] == whole
-
-
-@pytest.mark.parametrize(
-    ("values", "feature", "names"),
-    [
-        (["color", None, "x/y"], None, ["color", "none", "x/y"]),
-        ([0, 1, 0], datasets.ClassLabel(names=["color", "shape"]), ["color", "shape", "color"]),
-    ],
-)
-def test_what_differs_in_pairs_has_a_name(pairs, tmp_path, values, feature, names):
-    rows = pairs.add_column("label", values * 4)
-    (rows.cast_column("label", feature) if feature else rows).to_parquet(tmp_path / "pairs.parquet")
-    assert pairs_of(tmp_path).make().load()[0]["attribute"][:] == names * 4
-
-
-# ---- options that contradict each other
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("pairs", {}, "the task pairs needs --dataset"),
-        ("retrieval", {"dataset": "symbols"}, "num_samples must say how many symbols to draw"),
-        ("pairs", {"dataset": "symbols", "num-samples": "4"}, "of symbols, it is the built-in task symbols_pairs"),
-    ],
-)
-def test_options_that_contradict_each_other(tmp_path, task, options, message):
-    options = ({} if "needs" in message else {"dataset": "x"}) | options
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    with pytest.raises(SystemExit, match=f"^error: .*{message}") as error:
-        evaluate.main(["--model", "nowhere", "--output-dir", str(tmp_path / "out"), "--tasks", task, *words])
-    assert "\n" not in error.value.code and error.value.code.count("--dataset x") < 2
-    assert not (tmp_path / "out").exists()
