@@ -21,8 +21,6 @@ from published_runs import (
     lineage_of,
     made,
     run,
-    weights_of,
-    write_analysis,
     write_result,
 )
 from safetensors.torch import load_file
@@ -77,22 +75,6 @@ def test_of_two_measurements_the_later_one_counts(run):
     assert [result["metrics"]["group"] for result in lineage.results.values()] == [0.5, 0.25]
     assert list(lineage.results) == ["symbols_pairs--a.json", "other--symbols_pairs--a.json"]
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
-
-
-def test_pictures_of_experts_are_those_of_the_weights(run, capsys):
-    for weights, expected in ((weights_of(run), ["routing.png"]), ("0" * 64, [])):
-        write_analysis(run, weights)
-        (run / "experts" / "routing.png").write_bytes(b"picture")
-        assert list(lineage_of(run).pictures) == expected
-    assert "are left out: they are of other weights, or do not say of which; measure again (experts/experts.json)" in (
-        capsys.readouterr().err
-    )
-
-
-def test_what_is_no_score_is_refused(run):
-    write_result(run, metrics={"group": "good"})
-    with pytest.raises(ValueError, match="no result of an evaluation: metrics.group is 'good'"):
-        lineage_of(run)
 
 
 def test_lineage_goes_on_in_other_runs(run):

@@ -3,12 +3,10 @@
 import dataclasses
 
 import pytest
-import yaml
-from transformers import AutoConfig, CLIPConfig
+from transformers import CLIPConfig
 
 from conversion.presets import PRESETS, TOWERS, changed_preset, read_sparse_layers, sparse_layers
 from conversion.upcycle import sparse_config
-from training.commands import train
 
 DENSE = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})  # as ViT-L/14
 
@@ -74,19 +72,3 @@ def test_a_preset_with_changes():
     assert changed == dataclasses.replace(PRESETS["clip_up"], sparse_layers=[1], num_experts=2)
     with pytest.raises(ValueError, match=r"no fusion_gat \(did you mean 'fusion_gate'\?\) to change, only capacity"):
         changed_preset("clip_moe", {"fusion_gat": True})
-
-
-@pytest.mark.parametrize(
-    ("written", "options", "text", "vision"),
-    [
-        ({"text": [1], "vision": "every_second"}, [], [1], [1, 3, 5, 7]),
-        ("all", ["--sparse.changes.sparse_layers", "[0, 2]"], [0, 2], [0, 2]),
-    ],
-)
-def test_sparse_layers_of_a_recipe(tmp_path, written, options, text, vision):
-    stage = {"name": "sparse", "stage": "upcycle", "model": "training/symbol_clip", "preset": "clip_up"}
-    recipe = {"output_dir": str(tmp_path / "out"), "stages": [{**stage, "changes": {"sparse_layers": written}}]}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train.main(["--config", str(tmp_path / "recipe.yaml"), *options])
-    config = AutoConfig.from_pretrained(tmp_path / "out" / "sparse")
-    assert (config.text_config.moe_layers, config.vision_config.moe_layers) == (text, vision)
