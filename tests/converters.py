@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from openai_weights import openai_state_dict
+from openai_weights import as_released, openai_state_dict
 from safetensors.torch import save_file
 from tiny_clip import processor, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from conversion import openai, released_clip_moe, upcycle
+from conversion import released_clip_moe, upcycle
 from conversion.commands import assemble, average, dense, llava, long_context, unify
 from conversion.commands import openai as openai_command
 from conversion.commands import released_clip_moe as released_clip_moe_command
@@ -66,14 +66,7 @@ def make_sources(folder):
     state["token_embedding.weight"] = state["token_embedding.weight"][:40].clone()
     state["vocab_size"] = torch.tensor(40)
     save_file(state, folder / "openai.safetensors")
-    released = {}
-    for key, tensor in state.items():
-        if ".mlp." in key:
-            block, name = key.split("mlp.")
-            released |= {f"{block}experts.{number}.{name}": tensor.clone() for number in range(2)}
-            released[f"{block}gate.weight"] = torch.eye(2, 64)
-        elif key not in openai.SETTINGS:
-            released[key] = tensor
+    released = as_released(state)
     save_file(released, folder / "released.safetensors")
     released_clip_moe.convert(released).save_pretrained(folder / "heads_of_64")
 

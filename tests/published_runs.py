@@ -8,6 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from test_report import result
 
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
@@ -84,23 +85,13 @@ def change_weights(run):
 
 def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **changes):
     """A result of the run's model as it is now; a key that is None is left out."""
-    result = {
-        "model": "a",
-        "task": "symbols_pairs",
-        "title": "attribute pairs",
-        "protocol": "1,200 pairs",
-        "metrics": {"group": SCORE, "text": 0.8},
-        "num_samples": 1200,
-        "num_skipped": 0,
-        "primary": {"group": "group score"},
-        "source": str(run / "sparse"),
-        "weights": changes["weights"] if "weights" in changes else weights_of(run),
-        "dtype": "float32",
-        "commit": "abc",
-        "versions": {"torch": "2"},
-    } | changes
+    of_pairs = {"metrics": {"group": SCORE, "text": 0.8}, "primary": {"group": "group score"}, "num_samples": 1200}
+    of_pairs |= {"title": "attribute pairs", "protocol": "1,200 pairs", "source": str(run / "sparse")}
+    of_pairs["weights"] = None if "weights" in changes else weights_of(run)
+    content = result("a", "symbols_pairs") | of_pairs | changes
+    written = {key: value for key, value in content.items() if value is not None}
     (run / stage).mkdir(exist_ok=True)
-    (run / stage / name).write_text(json.dumps({key: value for key, value in result.items() if value is not None}))
+    (run / stage / name).write_text(json.dumps(written))
 
 
 def write_analysis(run, weights=None, summary=SUMMARY):

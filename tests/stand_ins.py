@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 from benchmark_folders import make_copy
-from openai_weights import openai_state_dict
+from openai_weights import as_released, openai_state_dict
 from tiny_families import saved, tiny_dense
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
 from conversion.long_context import POSITIONS
-from conversion.openai import SETTINGS
 from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
@@ -52,15 +51,7 @@ def save_openai(file: Path) -> None:
 
 def save_released(file: Path) -> None:
     """A checkpoint in the layout of CLIP-MoE's authors, with two experts."""
-    released = {}
-    for key, tensor in openai_weights().items():
-        if ".mlp." in key:
-            block, name = key.split("mlp.")
-            released |= {f"{block}experts.{number}.{name}": tensor.clone() for number in range(2)}
-            released[f"{block}gate.weight"] = torch.eye(2, 64)
-        elif key not in SETTINGS:
-            released[key] = tensor
-    torch.save(released, file)
+    torch.save(as_released(openai_weights()), file)
 
 
 def save_images(folder: Path) -> None:

@@ -1,16 +1,15 @@
 """Batches for training, loaded and streamed: their order, where they resume, and pairs that cannot be read."""
 
 import dataclasses
-import json
 import os
 import signal
 from collections import Counter
 
-import datasets
 import numpy as np
 import pytest
+import tiny_sources
 import torch
-from tiny_sources import damaged, parquet, png, saved_pairs, sharegpt4v, write_shard
+from tiny_sources import SOURCES, damaged, parquet, png, saved_pairs, sharegpt4v
 from tiny_sources import rows as rows_of
 
 from data import symbols
@@ -87,49 +86,19 @@ def test_streams_of_uneven_shards_resume(processor, tmp_path, counts, num_worker
         assert equal(batches(loader, start, 12 - start), whole[start:])
 
 
-def with_a_broken_image(tmp_path, layout):
-    """Twenty pairs of which the image of one is cut short, beside columns that nobody asked for."""
-    images = [png(number) for number in range(20)]
-    images[7] = images[7][:50]
-    folder = tmp_path / "x"
-    if layout == "image folder":
-        folder.mkdir()
-        for number, image in enumerate(images):
-            (folder / f"{number}.png").write_bytes(image)
-        lines = [{"file_name": f"{number}.png", "caption": f"number {number}", "more": 1} for number in range(20)]
-        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        return {"source": str(folder)}
-    if layout == "shards":
-        members = []
-        for number, image in enumerate(images):
-            contents = {"png": image, "other.png": image, "txt": b"number %d" % number}
-            members += [(f"{number}.{column}", content) for column, content in contents.items()]
-        write_shard(tmp_path / "x.tar", members)
-        return {"source": str(tmp_path / "x.tar"), "image_column": "png", "caption_column": "txt"}
-    encoded = [{"bytes": image, "path": f"{number}.png"} for number, image in enumerate(images)]
-    columns = {"other": encoded, "image": encoded, "caption": [f"number {number}" for number in range(20)]}
-    rows = datasets.Dataset.from_dict(columns)
-    for column in ("other", "image"):
-        rows = rows.cast_column(column, datasets.Image())
-    if layout == "parquet":
-        rows.to_parquet(tmp_path / "x.parquet")
-        return {"source": str(tmp_path / "x.parquet")}
-    rows.save_to_disk(folder)
-    return {"source": str(folder)}
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-@pytest.mark.parametrize("layout", ["image folder", "parquet", "shards", "saved"])
-def test_one_broken_image_is_skipped_counted_and_named(tmp_path, processor, caplog, layout, streaming):
-    arguments = DataArguments(**with_a_broken_image(tmp_path, layout), streaming=streaming, max_unreadable=0.1)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_one_broken_image_is_skipped_counted_and_named(tmp_path, processor, caplog, monkeypatch, source, streaming):
+    monkeypatch.setattr(tiny_sources, "png", lambda number=0: png(number)[:50] if number == 7 else png(number))
+    arguments = DataArguments(**source(tmp_path), streaming=streaming, max_unreadable=0.2)
     loader = PairLoader(load_pairs(arguments), processor, arguments, batch_size=1)
-    pixels = [batch["pixel_values"].mean().item() for batch in batches(loader, 0, 2 * 19)]
-    assert len(set(pixels[:19])) == 19 and sorted(pixels[:19]) == sorted(pixels[19:])
-    assert f"1 of 20 pairs of {arguments.source} cannot be used" in caplog.text
+    pixels = [batch["pixel_values"].mean().item() for batch in batches(loader, 0, 2 * 7)]
+    assert len(set(pixels[:7])) == 7 and sorted(pixels[:7]) == sorted(pixels[7:])
+    assert f"1 of 8 pairs of {arguments.source} cannot be used" in caplog.text
     assert "7.png" in caplog.text and "its image cannot be read: " in caplog.text
     strict = dataclasses.replace(arguments, max_unreadable=0.01)
     with pytest.raises(ValueError, match=r"7\.png.*its image cannot be read: .*More than max_unreadable = 1%"):
-        batches(PairLoader(load_pairs(strict), processor, strict, batch_size=1), 0, 20)
+        batches(PairLoader(load_pairs(strict), processor, strict, batch_size=1), 0, 8)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])

@@ -1,7 +1,6 @@
 """The commands of docs/machines.md for several machines, as two processes of this one that meet over the network."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,15 +89,3 @@ def test_machines_have_the_same_number_of_processes(monkeypatch):
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     with pytest.raises(SystemExit, match="--num_processes 3 cannot be shared by 2 machines"):
         processes.launch_cpu_processes("upcycle.py", ["upcycle.py"])
-
-
-def test_the_batch_script_is_one():
-    subprocess.run(["bash", "-n", SBATCH], check=True)
-    lines = SBATCH.read_text().splitlines()
-    options = [line for line in lines if line.startswith("#SBATCH")]
-    first_command = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    assert all(line in lines[:first_command] for line in options)  # Slurm reads no further
-    names = {re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)[1] for line in options}
-    assert {"nodes", "ntasks-per-node", "gpus-per-node", "requeue"} <= names
-    config = re.search(r"CONFIG:-(\S+)}", SBATCH.read_text())[1]
-    assert (ROOT / config).is_file()

@@ -60,7 +60,8 @@ def image_folder(tmp_path, first=0):
 
 
 def table(tmp_path):
-    rows = {"picture": [picture(number) for number in range(len(CAPTIONS))], "caption": CAPTIONS}
+    pictures = [{"bytes": png(number), "path": f"{number}.png"} for number in range(len(CAPTIONS))]
+    rows = {"picture": pictures, "caption": CAPTIONS}
     return datasets.Dataset.from_dict(rows).cast_column("picture", datasets.Image())
 
 
