@@ -130,6 +130,7 @@ trained.data: {source: rows, caption_column: text} => rows has no column 'text';
 trained.data: {source: rows, image_root: nowhere} -> trained.data.image_root: there is no folder nowhere
 trained.data: {source: several, caption_column: text} -> trained.data.caption_column: several makes the column caption
 several.captions: [{policy: full, column: alt}, {policy: full, column: caption}] => symbols has no column 'alt'; its
+pre.data.num_samples: null -> pre.data: *num_samples must say how many symbols to draw
 pre.data.split: validation -> pre.data: symbols have no split 'validation', only train, test
 features.data: {source: rows, num_samples: null, skip: 40} -> features.data.skip: 40 leaves no pair of rows
 scores.tasks: [retrieval] => the task retrieval needs data: in a recipe, {task: retrieval

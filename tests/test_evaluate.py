@@ -138,6 +138,13 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
 # ---- what has no score
 
 
+def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
+    folder = shutil.copytree(dense, tmp_path / "model")
+    damage(folder, lambda weights: weights["visual_projection.weight"].fill_(0))
+    assert "is zero or not finite" in error_of(folder, tmp_path / "scores")
+    assert not list(tmp_path.glob("scores/**/*.json"))
+
+
 @pytest.mark.parametrize("place", ["", "scores", "../link"])
 def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place):
     """They would count as its weights."""

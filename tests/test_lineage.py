@@ -77,6 +77,12 @@ def test_of_two_measurements_the_later_one_counts(run):
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
 
 
+def test_what_is_no_score_is_refused(run):
+    write_result(run, metrics={"group": "good"})
+    with pytest.raises(ValueError, match="no result of an evaluation: metrics.group is 'good'"):
+        lineage_of(run)
+
+
 def test_lineage_goes_on_in_other_runs(run):
     lineage = lineage_of(run)
     assert list(lineage.stages) == ["first/mean", "sparse"]

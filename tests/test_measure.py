@@ -272,6 +272,8 @@ def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path):
     assert paper["weights"] == released["weights"] and paper["routing_weights"] != released["routing_weights"]
     with pytest.raises(SystemExit, match="another changes, {'routing': 'released'} and not None"):
         evaluate.main([*options, "--name", "released"])
+    with pytest.raises(ValueError, match="damaged is no mixture, whose routing could be changed"):
+        opened(mixture[0] / "damaged", changes={"routing": "paper"})
 
 
 # ---- rows
