@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from conversion.families import family_of, is_clip, model_class
+from conversion.families import family_of, is_clip, longest_text, model_class
 from conversion.folders import has_file, load_config, loading
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
@@ -150,8 +150,8 @@ def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
     if text is not config:
         inputs = _sample_images(config.vision_config, batch_size, generator)
     last = text.vocab_size - 1
-    input_ids = torch.randint(last, (batch_size, text.max_position_embeddings), generator=generator)
-    input_ids[:, -1] = last if pools_highest(text) else min(text.eos_token_id, last)
+    input_ids = torch.randint(last, (batch_size, longest_text(text)), generator=generator)
+    input_ids[:, -1] = last if pools_highest(text) or text.eos_token_id is None else min(text.eos_token_id, last)
     return inputs | {"input_ids": input_ids}
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AltCLIPTextConfig,
     AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     BatchEncoding,
+    ChineseCLIPTextConfig,
     CLIPTextConfig,
     MetaClip2TextConfig,
     PreTrainedConfig,
@@ -22,15 +24,17 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from conversion.families import family_of, is_clip
+from conversion.families import family_of, is_clip, longest_text
 from conversion.folders import has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
 
 # Files that show that a folder or repository has a half of a processor
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# Text towers that pool the first token of a text
+POOL_FIRST = ChineseCLIPTextConfig | AltCLIPTextConfig
 # Settings of a tokenizer that its last call leaves there
 LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 
@@ -76,12 +80,15 @@ def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`.
 
     That is its `model_max_length` then. It also gives no mask, here and where it is saved: to SigLIP padding is text,
-    and a mask that other programs pass on would change what it computes.
+    and a mask that other programs pass on would change what it computes. A tokenizer of Chinese-CLIP or AltCLIP that
+    has no `model_max_length` gets the model's.
     """
     if pads_to_max_length(text := config.get_text_config()):
         tokenizer.pads_to_max_length = True
         tokenizer.model_max_length = text.max_position_embeddings
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
+    elif isinstance(text, POOL_FIRST) and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it says nothing
+        tokenizer.model_max_length = longest_text(text)
 
 
 def _load_whole(source: str | Path) -> ProcessorMixin:
@@ -121,7 +128,7 @@ def require_fit(
                 f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
                 f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be {number}"
             )
-        if isinstance(text, CLIPTextConfig | MetaClip2TextConfig):
+        if isinstance(text, CLIPTextConfig | MetaClip2TextConfig | POOL_FIRST):
             for fault in _text_faults(text, model, source, tokenizer):
                 raise ValueError(f"the tokenizer of {source} {fault}")
         elif pads_to_max_length(text) and tokenizer.model_max_length not in (
@@ -156,20 +163,23 @@ def pools_highest(text: PreTrainedConfig) -> bool:
 
 
 def _text_faults(
-    text: CLIPTextConfig | MetaClip2TextConfig,
+    text: CLIPTextConfig | MetaClip2TextConfig | POOL_FIRST,
     model: str | Path,
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
-    """Why a short and a long text, tokenized together, are not both pooled at their last token whatever their words."""
-    if not 2 < tokenizer.model_max_length <= text.max_position_embeddings:
+    """Why a short and a long text, tokenized together, are not both pooled at their last token whatever their words, or
+    at their first one."""
+    longest, length, pools_first = longest_text(text), tokenizer.model_max_length, isinstance(text, POOL_FIRST)
+    # VERY_LARGE_INTEGER says nothing, see `mark_padding`
+    if not 2 < length <= longest and not (pools_first and length == VERY_LARGE_INTEGER):
         yield (
-            f"cuts texts at its model_max_length, but model_max_length is {tokenizer.model_max_length} and "
+            f"cuts texts at its model_max_length, but model_max_length is {length} and "
             f"max_position_embeddings is {text.max_position_embeddings} in {model}: model_max_length, in "
-            "tokenizer_config.json, must be at least 3 and at most max_position_embeddings"
+            f"tokenizer_config.json, must be at least 3 and at most {longest}"
         )
     with loading(source):
-        batch = _short_and_long(tokenizer, text.max_position_embeddings)
+        batch = _short_and_long(tokenizer, longest)
     ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
     # As the models pool: CLIP takes the highest token where eos_token_id is 2, MetaCLIP 2 never does
     end, highest_is_end = ids[0, last[0]].item(), pools_highest(text)
@@ -180,6 +190,8 @@ def _text_faults(
             f"pads texts on the left, but {model} numbers the tokens of a text from its first: set padding_side to "
             "right in tokenizer_config.json"
         )
+    if pools_first:
+        return
     if (pooled != last).any():
         yield (
             f"ends texts with {end} and pads them with {tokenizer.pad_token_id}, but eos_token_id is "

@@ -41,7 +41,11 @@ ROUTING_FIELDS = SPARSE_FIELDS - {"num_experts", "moe_layers", "fusion_gate"} | 
 
 
 def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> SparseMoEConfig:
-    """The config of the upcycled model; a tower not in `towers` stays dense."""
+    """The config of the upcycled model; a tower not in `towers`, or that the family has dense alone, stays dense."""
+    family = family_of(dense)
+    towers = [tower for tower in towers if tower in family.towers]
+    if not towers:
+        raise ValueError(f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it")
     require_towers(preset.sparse_layers, towers)
     routing = {
         "num_experts": preset.num_experts,

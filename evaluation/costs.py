@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, MetaClip2Config, PreTrainedConfig, PreTrainedModel, SiglipConfig
 
-from conversion.families import model_class
+from conversion.families import longest_text, model_class
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
@@ -150,7 +150,7 @@ def count_multiply_adds(model: nn.Module) -> dict[str, int]:
     if not hasattr(vision, "image_size"):
         raise ValueError(f"{model.config.model_type}: its images have any shape, so what one costs is not counted")
     pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size, device="meta")
-    tokens = torch.zeros(1, text.max_position_embeddings, dtype=torch.long, device="meta")
+    tokens = torch.zeros(1, longest_text(text), dtype=torch.long, device="meta")
     image, image_scores = _multiply_adds(lambda: model.get_image_features(pixel_values=pixels))
     caption, caption_scores = _multiply_adds(lambda: model.get_text_features(input_ids=tokens))
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
@@ -181,10 +181,12 @@ def _kept_by_tower(model: PreTrainedModel, text_tokens: int) -> Iterator[tuple[i
     """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
     patches = model.vision_model.embeddings.position_embedding.num_embeddings
     for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
+        base = getattr(tower, "roberta", tower)  # AltCLIP's text tower
         # Embeddings, and in the vision tower of a CLIP a norm
-        below = itertools.takewhile(lambda module, encoder=tower.encoder: module is not encoder, tower.children())
+        below = itertools.takewhile(lambda module, encoder=base.encoder: module is not encoder, base.children())
         flows, kept = any(map(_trains, below)), []
-        for layer in tower.encoder.layers:
+        (layers,) = base.encoder.children()
+        for layer in layers:
             kept.append(_kept_of_token(layer, tower.config, flows))
             flows = flows or _trains(layer)
         yield length, tower.config.hidden_size, kept
@@ -200,17 +202,21 @@ def _kept_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
     Attention: what enters its norm, query, key, value and result; where it trains, what leaves the norm. An FFN: what
     enters its norm, what its activation function gets and computes within; where it trains, what leaves the norm and
     the function. A sparse one keeps that of each expert of a token, with what enters it, and leaves it for the routers'
-    gradient; with a fusion gate, of an FFN and the gate, too.
+    gradient; with a fusion gate, of an FFN and the gate, too. A layer of a BERT, with the norms behind, keeps as much.
 
     Args:
         flows: whether something below the layer trains.
     """
     width, inner, kept = tower.hidden_size, tower.intermediate_size, 0
-    if flows or _trains(layer.self_attn) or _trains(layer.layer_norm1):
-        kept, flows = (5 + _trains(layer.self_attn)) * width, True
-    flows = flows or _trains(layer.layer_norm2)
+    if hasattr(layer, "mlp"):
+        attention, norm1, norm2, ffn = layer.self_attn, layer.layer_norm1, layer.layer_norm2, layer.mlp
+    else:
+        attention, norm1 = layer.attention.self, layer.attention.output
+        norm2, ffn = layer.output.LayerNorm, nn.ModuleList([layer.intermediate, layer.output.dense])
+    if flows or _trains(attention) or _trains(norm1):
+        kept, flows = (5 + _trains(attention)) * width, True
+    flows = flows or _trains(norm2)
     kept += flows * width
-    ffn = layer.mlp
 
     def of_ffn(module: nn.Module) -> int:
         trains = _trains(module)

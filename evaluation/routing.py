@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts, CLIPMoESparseMoeBlock, expert_capacity_mask
+from modeling_clip_moe.sparse_moe import CLIPMoEExperts, expert_capacity_mask
 
 TOWERS = ("text", "vision")
 # The token whose last hidden state a tower's output is made of
@@ -103,9 +103,8 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
 
     hooks = [model.text_model.register_forward_pre_hook(note_ends, with_kwargs=True)]
     for tower in TOWERS:
-        for number, layer in enumerate(getattr(model, f"{tower}_model").encoder.layers):
-            if not isinstance(layer.mlp, CLIPMoESparseMoeBlock):
-                continue
+        for number in sorted(getattr(model.config, f"{tower}_config").moe_layers):
+            layer = getattr(model, f"{tower}_model").encoder.layers[number]
             of_layer = {kind: LayerCounts(layer.mlp.router.config.num_experts) for kind in ("all", "output")}
             counts.setdefault(tower, {})[number] = of_layer
 

@@ -27,6 +27,12 @@ from .configuration_siglip_moe import (
     SiglipMoETextConfig,
     SiglipMoEVisionConfig,
 )
+from .configuration_vision_moe import (
+    AltCLIPMoEConfig,
+    AltCLIPMoETextConfig,
+    ChineseCLIPMoEConfig,
+    ChineseCLIPMoETextConfig,
+)
 from .families import FAMILIES, Family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
@@ -47,6 +53,7 @@ from .modeling_siglip_moe import (
     SiglipMoETextModel,
     SiglipMoEVisionModel,
 )
+from .modeling_vision_moe import AltCLIPMoEModel, AltCLIPMoETextModel, ChineseCLIPMoEModel, ChineseCLIPMoETextModel
 from .sparse_moe import (
     expert_capacity_mask,
     global_entropy_loss,
@@ -87,6 +94,10 @@ _register(FAMILIES[0], CLIPMoDEModel)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
 
 __all__ = [
+    "AltCLIPMoEConfig",
+    "AltCLIPMoEModel",
+    "AltCLIPMoETextConfig",
+    "AltCLIPMoETextModel",
     "CLIPMoDEConfig",
     "CLIPMoDEModel",
     "CLIPMoEConfig",
@@ -99,6 +110,10 @@ __all__ = [
     "CLIPMoEVisionConfig",
     "CLIPMoEVisionModel",
     "CLIPMoEVisionModelWithProjection",
+    "ChineseCLIPMoEConfig",
+    "ChineseCLIPMoEModel",
+    "ChineseCLIPMoETextConfig",
+    "ChineseCLIPMoETextModel",
     "MetaClip2MoEConfig",
     "MetaClip2MoEModel",
     "MetaClip2MoETextConfig",

@@ -96,6 +96,11 @@ class CLIPMoETowerConfig(PublishedConfig):
         self.validate_moe()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     @property
+    def output_size(self) -> int:
+        """The size of what the tower pools."""
+        return self.hidden_size
+
+    @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """
         Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense

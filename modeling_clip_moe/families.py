@@ -2,11 +2,21 @@
 
 from dataclasses import dataclass, fields
 
-from transformers import CLIPModel, MetaClip2Model, PreTrainedConfig, PreTrainedModel, Siglip2Model, SiglipModel
+from transformers import (
+    AltCLIPModel,
+    ChineseCLIPModel,
+    CLIPModel,
+    MetaClip2Model,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Siglip2Model,
+    SiglipModel,
+)
 
 from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
+from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel
 
 TOWER_CONFIGS = ("text_config", "vision_config")
 
@@ -20,6 +30,7 @@ class Family:
             there.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
         naflex: whether images may have any shape.
+        towers: those that become sparse; another one stays dense.
     """
 
     name: str
@@ -30,6 +41,7 @@ class Family:
     image_processor: str
     sigmoid: bool = False
     naflex: bool = False
+    towers: tuple[str, ...] = ("text", "vision")
 
     @property
     def model_type(self) -> str:
@@ -64,6 +76,16 @@ FAMILIES = (
         *("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor"),
         sigmoid=True,
         naflex=True,
+    ),
+    Family(
+        *("Chinese-CLIP", ChineseCLIPModel, ChineseCLIPMoEModel),
+        *("ChineseCLIPProcessor", "BertTokenizer", "ChineseCLIPImageProcessor"),
+        towers=("vision",),
+    ),
+    Family(
+        *("AltCLIP", AltCLIPModel, AltCLIPMoEModel),
+        *("AltCLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor"),
+        towers=("vision",),
     ),
 )
 # The classes of whole models, dense and sparse, by the type in their configurations; and their families

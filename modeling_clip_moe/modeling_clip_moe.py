@@ -137,7 +137,7 @@ class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
         super()._init_weights(module)
         factor = self.config.initializer_factor
         if isinstance(module, CLIPMoEModel):
-            init.normal_(module.text_projection.weight, std=module.config.text_config.hidden_size**-0.5 * factor)
+            init.normal_(module.text_projection.weight, std=module.config.text_config.output_size**-0.5 * factor)
             init.normal_(module.visual_projection.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
             init.constant_(module.logit_scale, module.config.logit_scale_init_value)
         elif isinstance(module, (CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection)):
@@ -352,7 +352,7 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         super().__init__(config)
         self.text_model = self.text_model_class._from_config(config.text_config)
         self.vision_model = self.vision_model_class._from_config(config.vision_config)
-        self.text_projection = nn.Linear(config.text_config.hidden_size, config.projection_dim, bias=False)
+        self.text_projection = nn.Linear(config.text_config.output_size, config.projection_dim, bias=False)
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
         # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))

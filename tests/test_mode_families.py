@@ -40,7 +40,7 @@ def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
 
 
 def test_experts_of_two_families_are_refused(tmp_path):
-    clip, _, siglip, _ = FAMILIES
+    clip, _, siglip, *_ = FAMILIES
     for family in (clip, siglip):
         saved(family, tiny_dense(family), tmp_path / family.model_type)
     error = error_of(assemble.main, tmp_path / "mixture", "--experts", tmp_path / "clip", tmp_path / "siglip")

@@ -4,6 +4,10 @@ import torch
 from tiny_clip import moved
 from tiny_clip import processor as clip_processor
 from transformers import (
+    AltCLIPProcessor,
+    BertTokenizer,
+    ChineseCLIPImageProcessorPil,
+    ChineseCLIPProcessor,
     CLIPImageProcessorPil,
     CLIPProcessor,
     Siglip2Tokenizer,
@@ -16,6 +20,7 @@ WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "nu
 # 2 is the end of a text in MetaCLIP 2, which pools there, and where CLIP would pool at the highest id
 TEXT = WIDTH | {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 IMAGES = {"image_size": 16, "patch_size": 8}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PATCHES = {"num_patches": 16, "patch_size": 4}
 
 
@@ -23,7 +28,14 @@ def tiny_dense(family, length=8):
     """A dense model in which every parameter is random, for texts of so many tokens."""
     torch.manual_seed(0)
     text, vision = TEXT | {"max_position_embeddings": length}, WIDTH | (PATCHES if family.naflex else IMAGES)
-    return moved(family.dense(family.dense.config_class(text_config=text, vision_config=vision)), "", seed=0).eval()
+    if "text" not in family.towers:
+        text |= NO_DROPOUT
+    if family.name == "AltCLIP":  # its positions begin behind the padding token's number
+        text["max_position_embeddings"] += TEXT["pad_token_id"] + 1
+    model = moved(family.dense(family.dense.config_class(text_config=text, vision_config=vision)), "", seed=0)
+    if family.name == "Chinese-CLIP":  # whose class makes the padding token's row zero whenever it is loaded
+        model.text_model.embeddings.word_embeddings.weight.data[TEXT["pad_token_id"]] = 0
+    return model.eval()
 
 
 def tiny_processor(family, length=8):
@@ -34,10 +46,17 @@ def tiny_processor(family, length=8):
         return processor
     images = {"size": {"height": 16, "width": 16}}
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    if family.name == "Chinese-CLIP":
+        pieces = [f"##{letter}" for letter in letters[1:5]]
+        vocab = {piece: number for number, piece in enumerate(["[UNK]", "[PAD]", "[CLS]", "[SEP]", *letters, *pieces])}
+        tokenizer = BertTokenizer(vocab=vocab, model_max_length=length)
+        images = ChineseCLIPImageProcessorPil(size=images["size"], crop_size=images["size"])
+        return ChineseCLIPProcessor(images, tokenizer)
     if not family.sigmoid:
         vocab = [(token, -1.0) for token in ("<s>", "<pad>", "</s>", "<unk>", *letters)]
         tokenizer = XLMRobertaTokenizer(vocab=vocab, model_max_length=length)
-        return CLIPProcessor(CLIPImageProcessorPil(size=images["size"], crop_size=16), tokenizer)
+        processor = AltCLIPProcessor if family.name == "AltCLIP" else CLIPProcessor
+        return processor(CLIPImageProcessorPil(size=images["size"], crop_size=16), tokenizer)
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)

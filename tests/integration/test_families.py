@@ -79,7 +79,7 @@ def test_the_card_and_the_code_are_the_familys(family, published):
     assert f"A {family.name} with sparse Mixture-of-Experts layers" in card
     assert ("sigmoid()" in card) == ('padding="max_length"' in card) == family.sigmoid
     assert ("zhai2023siglip" in card) == family.sigmoid and "{{ " not in card
-    assert (published / f"modeling_{family.sparse.config_class.model_type}.py").is_file()
+    assert (published / f"{family.sparse.config_class.auto_classes['AutoModel'].split('.')[0]}.py").is_file()
 
 
 @torch.no_grad()

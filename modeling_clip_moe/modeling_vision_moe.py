@@ -1,0 +1,81 @@
+"""Families whose image tower alone has sparse Mixture-of-Experts layers: Chinese-CLIP and AltCLIP, whose image tower
+is CLIP's, and MLCD, which is an image tower without texts."""
+
+import torch
+from transformers import AltCLIPTextModel, ChineseCLIPTextModel
+from transformers.core_model_loading import PrefixChange
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_vision_moe import (
+    AltCLIPMoEConfig,
+    AltCLIPMoETextConfig,
+    ChineseCLIPMoEConfig,
+    ChineseCLIPMoETextConfig,
+)
+from .modeling_clip_moe import CLIPMoEModel, CLIPMoEModelOutputWithPooling
+from .sparse_moe import SparseMoEMixin
+
+
+class _DenseTextModel(SparseMoEMixin):
+    """Stands before a family's text tower, which stays dense. It pools the first token of a text."""
+
+    _tower_prefix = "text_model."
+    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
+    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|text_projection\.|logit_scale$)"]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        sparse_inputs: None = None,
+        **kwargs,
+    ) -> CLIPMoEModelOutputWithPooling:
+        """
+        Args:
+            input_ids: (B, S).
+            attention_mask: (B, S), 1 for a token and 0 for padding.
+            position_ids: (B, S).
+            sparse_inputs: None: there is no sparse layer that a text could enter.
+        """
+        outputs = super().forward(input_ids, attention_mask, position_ids=position_ids, return_dict=True, **kwargs)
+        return CLIPMoEModelOutputWithPooling(**{**outputs, "pooler_output": outputs.last_hidden_state[:, 0]})
+
+    def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B,), which token of each text (B, S) is pooled: the first."""
+        return torch.zeros_like(input_ids[:, 0])
+
+
+class ChineseCLIPMoETextModel(_DenseTextModel, ChineseCLIPTextModel):
+    """The text tower, without projection."""
+
+    config: ChineseCLIPMoETextConfig
+
+    def __init__(self, config: ChineseCLIPMoETextConfig):
+        super().__init__(config, add_pooling_layer=False)
+
+
+class ChineseCLIPMoEModel(CLIPMoEModel):
+    """Both towers and their projections into one space."""
+
+    config: ChineseCLIPMoEConfig
+    base_model_prefix = "chinese_clip_moe"
+    text_model_class = ChineseCLIPMoETextModel
+
+
+class AltCLIPMoETextModel(_DenseTextModel, AltCLIPTextModel):
+    """The text tower, without projection."""
+
+    config: AltCLIPMoETextConfig
+
+
+class AltCLIPMoEModel(CLIPMoEModel):
+    """Both towers and their projections into one space."""
+
+    config: AltCLIPMoEConfig
+    base_model_prefix = "altclip_moe"
+    text_model_class = AltCLIPMoETextModel
+
+
+__all__ = ["AltCLIPMoEModel", "AltCLIPMoETextModel", "ChineseCLIPMoEModel", "ChineseCLIPMoETextModel"]
