@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 
 from data import symbols
-from data.worlds import build_processor
 from evaluation.embedder import Embedder
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
@@ -33,14 +32,6 @@ def accuracy():
 
 def test_they_learn_on(accuracy):
     assert 5 / len(symbols.KINDS) < accuracy["quarter"] < accuracy["half"] < accuracy["whole"] < 0.9
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_its_tokenizer_is_the_worlds(name):
-    """Another state of the world would have other words."""
-    embedder = Embedder(FOLDERS[name], None, 64, torch.device("cpu"))
-    built = build_processor("symbols", 64, 32).tokenizer
-    assert embedder.processor.tokenizer.get_vocab() == built.get_vocab()
 
 
 def test_together_they_are_small():
