@@ -25,7 +25,7 @@ KIT_TOOLS := build==1.6.1 ipykernel==7.4.0 mkdocs-material nbclient==0.11.0 twin
 SPACE_MODEL ?= training/name_clip_moe
 IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
 
-.PHONY: kit wheel site notebook space release app test-app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
+.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -50,10 +50,6 @@ $(APP)/installed: setup.py constraints.txt
 
 app: $(APP)/installed  ## a page for a model: make app MODEL=runs/clip_moe_demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
 	$(APP)/bin/python -m examples.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
-
-test-app: $(APP)/installed  ## the page in a headless Chromium
-	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app,test]" PyQt6-WebEngine
-	$(APP)/bin/python -m pytest --numprocesses 0 tests/integration/test_app.py
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.

@@ -1,4 +1,4 @@
-"""What `examples.app` computes, against the models themselves; the page is tested in integration/test_app.py."""
+"""What `examples.app` computes, against the models themselves; `make space` starts the page and asks it."""
 
 import shutil
 import sys
