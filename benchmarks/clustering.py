@@ -1,32 +1,24 @@
 """Clustering as the stages compute it, beside faiss by itself, scikit-learn and k-means-constrained.
 
-    python -m benchmarks.clustering kmeans [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
+    python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
 
 Every method runs in a process of its own. Memory is what this holds beside the features that are clustered.
 """
 
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from accelerate import Accelerator
 from sklearn.cluster import MiniBatchKMeans
-from sklearn.metrics import pairwise_distances_argmin
 
 from benchmarks.page import Output, cost, described, mib, page, table
-from evaluation.feature_store import FeatureStore
 from evaluation.speed import in_turn
-from records.command_line import command_line, run
-from training.clusters import Method, balanced_kmeans, import_faiss, kmeans, nearest_centers
+from records.command_line import command
+from training.clusters import Method, balanced_kmeans, import_faiss, kmeans
 
 OURS, FAISS = "cluster stage", "faiss alone"
-PART, IN_MEMORY, ITERATIONS = 32_768, 131_072, 20
-line = command_line("python -m benchmarks.clustering", help=__doc__)
+PART, ITERATIONS = 32_768, 20
 
 
 def random_rows(num_rows: int, size: int, num_means: int, uneven: bool = False) -> np.ndarray:
@@ -88,7 +80,7 @@ def compare(names: Sequence[str], number: int, *features: int | bool, rounds: in
     return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
 
 
-@line.command(name="kmeans")
+@command
 def compare_kmeans(
     *,
     output: Output = None,
@@ -124,56 +116,5 @@ def compare_kmeans(
     )
 
 
-def assigned(name: str, folder: Path, num_rows: int, size: int, number: int) -> Callable[[], object]:
-    """Assigns rows that `of_assign` wrote: from disk as the stage does, or the first ones in memory by a peer."""
-    centers, accelerator = random_rows(number, size, number), Accelerator(cpu=True)
-    rows = FeatureStore.open(folder, "this benchmark")["embeddings"]
-
-    def compute(shards: Iterable[range]) -> Iterator[dict[str, np.ndarray]]:
-        for shard in shards:
-            yield {"labels": nearest_centers(rows[shard.start : shard.stop], torch.as_tensor(centers))}
-
-    if name == "cluster_fine":
-        store = FeatureStore(folder / f"labels_{num_rows}", num_rows, PART)
-        return lambda: store.write(accelerator, "labels", compute)
-    in_memory = rows[:num_rows].astype(np.float32)
-    if name == "scikit-learn":
-        return lambda: pairwise_distances_argmin(in_memory, centers)
-    index = import_faiss().IndexFlatL2(size)
-    index.add(centers)
-    return lambda: index.search(in_memory, 1)[1][:, 0]
-
-
-@line.command(name="assign")
-def compare_assignment(
-    *, output: Output = None, rows: int = 100_000, size: int = 768, clusters: int = 256, means: int = 1000
-) -> str:
-    """Captions on disk to their nearest centers, as a `cluster_fine` stage does it, for half of the rows and for all:
-    memory must not grow.
-
-    Args:
-        means: that the features lie around
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        part = random_rows(PART, size, means).astype(np.float16)  # every part: only how many there are matters
-        half = -(-rows // PART) // 2 * PART
-        store = FeatureStore(Path(folder), rows, PART)
-        store.write(None, "rows", lambda shards: ({"embeddings": part[: len(shard)]} for shard in shards))
-        peers = ["scikit-learn", *(["faiss"] if find_spec("faiss") else [])]
-        cases = [("cluster_fine", rows), ("cluster_fine", half), *((name, min(IN_MEMORY, half)) for name in peers)]
-        costs = [cost(assigned, name, Path(folder), number, size, clusters) for name, number in cases]
-    rates = [number / result["seconds"] for (_, number), result in zip(cases, costs, strict=True)]
-    lines = [
-        [name, f"{number:,}", f"{rate:,.0f}", f"{rate / rates[0]:.2f}", mib(result["before"] + result["memory"])]
-        for (name, number), rate, result in zip(cases, rates, costs, strict=True)
-    ]
-    return page(
-        output,
-        f"# Assigning {size}-d rows to {clusters:,} centers",
-        table(["", "rows", "rows/s", "relative", "peak memory"], lines),
-        f"From disk by the stage, in memory by the others. {described()}.",
-    )
-
-
 if __name__ == "__main__":
-    run(line)
+    compare_kmeans.main()

@@ -37,7 +37,6 @@ AUGMENTATIONS = {
     "": None,
     ", by the image processor itself": None,
     ", random crops of [0.9, 1]": Augmentation(random_resized_crop=[0.9, 1.0]),
-    ", jpeg_draft": Augmentation(jpeg_draft=True),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from cyclopts import Parameter
 
-from evaluation.speed import in_own_process, peak_resident
+from evaluation.speed import in_own_process, peak_resident, wait_for
 from records.files import write_text
 from records.markdown import markdown_table
 
@@ -31,15 +31,12 @@ def median_of(results: Iterable[Mapping[str, float]], key: str) -> float:
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of the processor on a CPU, where other programs would disturb the clock, and by the clock elsewhere."""
-    if device.type == "cpu":
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-    torch.accelerator.synchronize(device)
-    start = time.perf_counter()
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    wait_for(device)
+    start = clock()
     call()
-    torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
+    wait_for(device)
+    return clock() - start
 
 
 def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 from benchmarks.page import Output, Rounds, cost, described, median_of, median_ratio, page, seconds, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from evaluation.costs import SIZES, count_activations, count_largest_layer, paper_config
+from evaluation.costs import count_activations, count_largest_layer, paper_config
 from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoEExperts
@@ -47,7 +47,7 @@ RECIPES = {
     "CLIP-FMoE, routers": ("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe", {}),
 }
 DIMENSIONS = 768
-Size, Dtype = Literal[*SIZES], Literal["float32", "bfloat16"]
+Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 line = command_line("python -m benchmarks.steps", help=__doc__)
 
@@ -67,7 +67,7 @@ def ffn_ratios(
     and of five times as many forwards, which are short.
 
     Args:
-        size: of `evaluation.costs.SIZES`, the vision tower.
+        size: the vision tower's.
         dropped: the share of the choices that capacity drops.
     """
     device, vision = torch.device(device), paper_config(size).vision_config

@@ -27,7 +27,7 @@ def holds_list(path: str | Path) -> bool:
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
-    """All columns of tables with the same header. Cells are texts, as they stand there."""
+    """The columns of tables with the same header. Cells are texts, as they stand there."""
     columns: Columns = {}
     for path in paths:
         lines = _lines(path)
@@ -42,11 +42,6 @@ def read_tables(paths: Sequence[str]) -> Columns:
             for name, cell in zip(header, cells, strict=True):
                 columns[name].append(cell)
     return columns
-
-
-def count_rows(path: str) -> int:
-    """The rows of a table below its first line. Raises ValueError where it cannot be read."""
-    return max(sum(1 for _ in _lines(path)) - 1, 0)
 
 
 def _lines(path: str) -> Iterator[tuple[int, list[str]]]:

@@ -67,7 +67,6 @@ def contact_sheet(
                 image = decode_image(row["image"], image_root)
             except OSError:  # nobody has looked at images of which only the captions were clustered
                 image = UNREADABLE
-            caption = row["caption"] if isinstance(row["caption"], str) else first_caption(row["caption"])
-            cells.append(([image], caption))
+            cells.append(([image], first_caption(row["caption"])))
         cells += [([], "")] * (columns - len(chosen))
     grid(cells, columns + 1, side=120, lines=5).save(path)

@@ -37,10 +37,6 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
     """
     if arguments.source in WORLDS:
         return _of_world(arguments)
-    if not arguments.source.endswith(".json"):
-        raise ValueError(
-            f"conversations are in a .json of LLaVA's layout or a built-in world, not in {arguments.source}"
-        )
     with reading(arguments):
         first = arguments.taken_rows.start
         entries = read_entries(arguments)[arguments.taken_rows]

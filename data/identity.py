@@ -210,20 +210,16 @@ def _named_images(arguments: DataArguments) -> list[str]:
             entries = read_entries(arguments)[arguments.taken_rows]
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
         names = [name for name in names if isinstance(name, str)]
-        return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
-    # A stream has no slices and no rows to leave out, so that those of all pairs count
-    streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
-    taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
-    rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
-    if column not in (rows.column_names or [column]):
-        return []
-    if saved:
-        names = named_images(rows.data.column(column))
-        members = [MEMBER.fullmatch(name) for name in names]
-        names = [member[1] if member else name for member, name in zip(members, names, strict=True)]
     else:
-        names = _names(rows, column)
-    return [os.path.join(arguments.image_root or "", name) for name in dict.fromkeys(names) if name]
+        # A stream has no slices and no rows to leave out, so that those of all pairs count
+        streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
+        taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
+        rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
+        if column not in (rows.column_names or [column]):
+            return []
+        names = named_images(rows.data.column(column)) if saved else _names(rows, column)
+    files = dict.fromkeys(member[1] if (member := MEMBER.fullmatch(name)) else name for name in names if name)
+    return [os.path.join(arguments.image_root or "", name) for name in files]
 
 
 def _names(rows: Rows, column: str) -> list[str]:

@@ -25,15 +25,12 @@ MAX_PIXELS = 89_478_485
 MAX_ASPECT_RATIO = 100
 
 
-def decode_image(value: Any, image_root: str | None = None, draft: int | None = None) -> PIL.Image.Image:
+def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
     """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path, which may have a
     `box` (left, upper, right, lower) that alone counts.
 
     It is turned as EXIF says. Transparent parts are laid on white. Gray of more than 8 bits is scaled, not clipped. The
     first of several frames counts.
-
-    Args:
-        draft: JPEGs are decoded at 1/2, 1/4 or 1/8 of their size, if their shorter side has so many pixels then.
 
     Raises:
         OSError: whatever else the image is: not there, no image, cut short, larger than `MAX_PIXELS` or longer than
@@ -45,8 +42,6 @@ def decode_image(value: Any, image_root: str | None = None, draft: int | None = 
             return _rgb(PIL.ImageOps.exif_transpose(value))
         with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
             _require_size(image)
-            if draft is not None:
-                image.draft(None, (draft, draft))  # does nothing to other formats
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
             if isinstance(value, dict) and value.get("box") is not None:
                 return _rgb(image.crop(value["box"]))

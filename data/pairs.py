@@ -103,8 +103,8 @@ def present_texts(captions: Any) -> list[str]:
     return present_captions(captions)
 
 
-def first_caption(captions: Sequence[str | None]) -> str:
-    """The first of several captions that is not missing."""
+def first_caption(captions: str | Sequence[str | None]) -> str:
+    """The caption of an image, or the first of several that is not missing."""
     return present_captions(captions)[0]
 
 
@@ -156,15 +156,12 @@ def _split_lines(rows: Rows) -> Rows:
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
-def read_pair(
-    row: dict[str, Any], arguments: DataArguments, draft: int | None = None
-) -> tuple[str, PIL.Image.Image | None]:
+def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None]:
     """The problem that keeps a pair from being used, empty if there is none; and its image.
 
     Args:
         row: without an `image`, only the caption counts. The image of an indexed shard has to be there, and is not
             decoded.
-        draft: see `decode_image`.
     """
     try:
         if not present_texts(row["caption"]):
@@ -176,7 +173,7 @@ def read_pair(
     if arguments.indexed:
         return "" if _is_there(row["image"]) else "it has no image", None
     try:
-        return "", decode_image(row["image"], arguments.image_root, draft)
+        return "", decode_image(row["image"], arguments.image_root)
     except OSError as error:
         return f"its image cannot be read: {error}", None
 

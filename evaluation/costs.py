@@ -18,22 +18,34 @@ from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import did_you_mean
 
-# OpenAI's, at 224 pixels and 77 tokens: width, layers, heads and patch size of the vision tower; width, layers and
-# heads of the text tower; size of the embeddings
+
+def _tower(width: int, layers: int, heads: int, **more: int) -> dict[str, int]:
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads, **more}
+
+
+def _siglip_2(*sizes: int, vision: dict[str, int], **more: int) -> tuple[type, dict, dict, dict]:
+    return SiglipConfig, _tower(*sizes, **more, **vision), _tower(*sizes, **more, vocab_size=256_000), {}
+
+
+# Class of the configuration, vision tower, text tower, and what they share. Images have 224 pixels, if nothing else is
+# said; OpenAI's texts have 77 tokens
 SIZES = {
-    "ViT-B/32": (768, 12, 12, 32, 512, 12, 8, 512),
-    "ViT-B/16": (768, 12, 12, 16, 512, 12, 8, 512),
-    "ViT-L/14": (1024, 24, 16, 14, 768, 12, 12, 768),
+    "ViT-B/32": (CLIPConfig, _tower(768, 12, 12, patch_size=32), _tower(512, 12, 8), {"projection_dim": 512}),
+    "ViT-B/16": (CLIPConfig, _tower(768, 12, 12, patch_size=16), _tower(512, 12, 8), {"projection_dim": 512}),
+    "ViT-L/14": (CLIPConfig, _tower(1024, 24, 16, patch_size=14), _tower(768, 12, 12), {"projection_dim": 768}),
+    # google/siglip2-*
+    "SigLIP2-B/16": _siglip_2(768, 12, 12, vision={"patch_size": 16}),
+    "SigLIP2-L/16": _siglip_2(1024, 24, 16, vision={"patch_size": 16, "image_size": 256}),
+    "SigLIP2-So400m/14": _siglip_2(1152, 27, 16, vision={"patch_size": 14}, intermediate_size=4304),
+    # facebook/metaclip-2-worldwide-huge-quickgelu
+    "MetaCLIP2-H/14": (
+        MetaClip2Config,
+        _tower(1280, 32, 16, patch_size=14),
+        _tower(1024, 24, 16, vocab_size=901_629),
+        {"projection_dim": 1024},
+    ),
 }
-# Both towers of a SigLIP 2: width, size of the FFN, layers, heads, patch and image size (google/siglip2-*)
-SIGLIP_2_SIZES = {
-    "SigLIP2-B/16": (768, 3072, 12, 12, 16, 224),
-    "SigLIP2-L/16": (1024, 4096, 24, 16, 16, 256),
-    "SigLIP2-So400m/14": (1152, 4304, 27, 16, 14, 224),
-}
-# MetaCLIP 2's, in the order of OpenAI's (facebook/metaclip-2-worldwide-huge-quickgelu)
-METACLIP_2_SIZES = {"MetaCLIP2-H/14": (1280, 32, 16, 14, 1024, 24, 16, 1024)}
-SIGLIP_2_TOKENS, METACLIP_2_TOKENS = 256_000, 901_629
 # "Up-Cycling" in CLIP-FMoE's tables
 FIVE_EXPERTS = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=5, num_experts_per_tok=3, fusion_gate=False)
 ARCHITECTURES = {**PRESETS, "5_experts": FIVE_EXPERTS}
@@ -46,48 +58,17 @@ def paper_config(name: str) -> PreTrainedConfig | None:
         ValueError: there is no such architecture.
     """
     size, colon, architecture = name.partition(":")
-    if size in SIZES:
-        dense = _dense_config(CLIPConfig, {}, *SIZES[size])
-    elif size in METACLIP_2_SIZES:
-        dense = _dense_config(MetaClip2Config, {"vocab_size": METACLIP_2_TOKENS}, *METACLIP_2_SIZES[size])
-    elif size in SIGLIP_2_SIZES:
-        dense = _siglip_2_config(*SIGLIP_2_SIZES[size])
-    else:
+    if size not in SIZES:
         return None
+    config_class, vision, text, shared = SIZES[size]
+    vision_config = {"image_size": 224, **vision, **shared}
+    dense = config_class(text_config=text | shared, vision_config=vision_config, **shared)
     if not colon:
         return dense
     if architecture not in ARCHITECTURES:
         hint = did_you_mean(architecture, ARCHITECTURES)
         raise ValueError(f"{name}: there is no architecture {architecture!r}{hint}, only {', '.join(ARCHITECTURES)}")
     return sparse_config(dense, ARCHITECTURES[architecture])
-
-
-def _dense_config(
-    config_class: type[PreTrainedConfig], texts: dict[str, int],
-    vision, vision_layers, vision_heads, patch, text, text_layers, text_heads, projection,
-) -> PreTrainedConfig:  # fmt: skip
-    def tower(width: int, layers: int, heads: int) -> dict[str, int]:
-        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "projection_dim": projection}
-        return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
-
-    return config_class(
-        text_config=tower(text, text_layers, text_heads) | texts,
-        vision_config=tower(vision, vision_layers, vision_heads) | {"patch_size": patch, "image_size": 224},
-        projection_dim=projection,
-    )
-
-
-def _siglip_2_config(width, inner, layers, heads, patch, image) -> SiglipConfig:
-    tower = {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-    return SiglipConfig(
-        text_config=tower | {"vocab_size": SIGLIP_2_TOKENS},
-        vision_config=tower | {"patch_size": patch, "image_size": image},
-    )
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -45,15 +45,7 @@ def compare_models(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
 ) -> str:
-    """Count and measure what models cost.
-
-    Args:
-        models: folders, hub names, or architectures at a paper's size (`paper_config`).
-        baseline: the model of the ratios; default: the first.
-        captions: how many different ones the data have, of which each has to be told from all others.
-        output_dir: gets `efficiency.md` and `efficiency.json`.
-        batch_size: images or texts that are embedded at a time.
-        device: default: the accelerator, if there is one.
+    """Count and measure what models cost. For the arguments, see `evaluation.commands.efficiency`.
 
     Returns:
         The page: a table of what was counted, and one of what was measured, of models with weights.

@@ -3,7 +3,6 @@
 import math
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -70,18 +69,6 @@ def _too_little_memory(
         ) from error
 
 
-@contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Processes that start meanwhile do not get it either."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
-
-
 def measure_memory(model: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """`peak_memory` in bytes: of a process of its own that embeds a batch of images and one of texts, on a CPU all of
     it, with the libraries; else what it takes of the accelerator. On a CPU also `memory_before` the model is loaded.
@@ -95,8 +82,11 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
     # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         others = set(active_children())
-        with _ctrl_c_ignored():  # of which the process would print its own traceback
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of which the process would print its own traceback
+        try:
             computed = process.submit(function, *arguments)
+        finally:
+            signal.signal(signal.SIGINT, handler)
         try:
             return computed.result()
         except BaseException:  # also Ctrl-C: it may compute for long
@@ -143,14 +133,15 @@ def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype)
 
 def _seconds(call: Callable[[], None], times: int, device: torch.device) -> float:
     """A call takes, in the mean of so many."""
-    _wait_for(device)
+    wait_for(device)
     started = time.perf_counter()
     for _ in range(times):
         call()
-    _wait_for(device)
+    wait_for(device)
     return (time.perf_counter() - started) / times
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until an accelerator has computed all."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -10,7 +10,6 @@ images of a folder. `--space` does not open the page: it writes a Space for the 
 import html
 import io
 import logging
-import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -109,12 +108,7 @@ class ImageSearch:
     """
 
     def __init__(self, models: Mapping[str, Model], folder: str | Path):
-        paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in SUFFIXES)
-        self.paths = [path for path in paths if _is_readable(path)]
-        if not self.paths:
-            raise ValueError(f"{folder} has no image that can be read")
-        if len(self.paths) < len(paths):
-            logger.warning("%d of %d images in %s cannot be read", len(paths) - len(self.paths), len(paths), folder)
+        self.paths = readable_images(Path(folder))
         rows = Dataset.from_dict({"image": [str(path) for path in self.paths]})
         self.models = models
         self.images = {
@@ -132,12 +126,25 @@ class ImageSearch:
         return [self.paths[row] for row in best[:number]]
 
 
-def _is_readable(path: Path) -> bool:
-    try:
-        decode_image(str(path))
-    except OSError:
-        return False
-    return True
+def readable_images(folder: Path) -> list[Path]:
+    """The images of a folder and of those below that can be read. What is reached by a link is left out, since it may
+    be anything: a Space would publish it."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    left_out = {}
+    for path in paths:
+        try:
+            if path.is_symlink():
+                raise OSError("it is a link")
+            decode_image(str(path))
+        except OSError as error:
+            left_out[path] = f"{path.relative_to(folder)} ({error})"
+    if len(left_out) == len(paths):
+        raise ValueError(f"{folder} has no image that can be read, links not counted")
+    if left_out:
+        logger.warning(
+            "%d of %d images in %s are left out: %s", len(left_out), len(paths), folder, cut(left_out.values())
+        )
+    return [path for path in paths if path not in left_out]
 
 
 def import_gradio():
@@ -155,9 +162,9 @@ def import_gradio():
 
 def named_pictures(folder: str | Path) -> list[list[str]]:
     """What the page offers to try: the pictures of a folder, each with the names of all, one a line, and a template."""
-    paths = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
+    paths = readable_images(Path(folder))
     labels = "\n".join(path.name.split(".")[0] for path in paths)
-    return [[require_image(str(path)), labels, "{}"] for path in paths]
+    return [[str(path), labels, "{}"] for path in paths]
 
 
 def build_page(models: Mapping[str, Model], search: ImageSearch | None = None, examples: list[list[str]] = ()):
@@ -293,30 +300,13 @@ def _copy_code(source: Path, target: Path) -> None:
 
 def _copy_images(source: Path, target: Path) -> None:
     """Write the pixels of a folder's images into PNG files, `a.jpg.png` for `a.jpg`, without metadata such as where
-    they were taken.
-
-    What is reached by a link stays behind, since it may be anything, and so does what cannot be decoded.
-    """
-    folders = [(Path(folder), names) for folder, _, names in os.walk(source)]  # which follows no links
-    paths = sorted(folder / name for folder, names in folders for name in names)
-    paths, left_out, copied = [path for path in paths if path.suffix.lower() in SUFFIXES], [], 0
-    for path in paths:
-        try:
-            if path.is_symlink():
-                raise OSError("it is a link")
-            image = decode_image(str(path))
-        except OSError as error:
-            left_out.append(f"{path.relative_to(source)} ({error})")
-            continue
+    they were taken."""
+    for path in readable_images(source):
+        image = decode_image(str(path))
         image.info.clear()  # comments and color profiles, which Pillow would write
         copy = target / path.relative_to(source).with_name(f"{path.name}.png")
         copy.parent.mkdir(parents=True, exist_ok=True)
         image.save(copy)
-        copied += 1
-    if copied == 0:
-        raise ValueError(f"{source} has no image that can be read, links not counted")
-    if left_out:
-        logger.warning("%d of %d images in %s are left out: %s", len(left_out), len(paths), source, cut(left_out))
 
 
 def _names(sources: list[str]) -> list[str]:

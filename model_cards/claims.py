@@ -35,10 +35,10 @@ from model_cards.verdicts import (
     measure_claim,
     read_all_scores,
     read_claims,
-    read_expert_scores,
     verdict_of_all,
 )
 from records.command_line import Folder, command
+from records.files import read_json
 from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\
@@ -254,8 +254,7 @@ def _computed_with(folder: Path) -> str:
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Commit ")]
     if not (folder / "experts_0.json").exists():
         return lines[-1]
-    of_seeds = (read_expert_scores(folder, seed) for seed in range(len(list(folder.glob("experts_*.json")))))
-    made = dict.fromkeys(computed_with(of_seed.model_dump()) for of_seed in of_seeds)
+    made = dict.fromkeys(computed_with(read_json(path)) for path in sorted(folder.glob("experts_*.json")))
     return f"{lines[-1]} Single experts: {escape('; '.join(made))}."
 
 

@@ -1,7 +1,5 @@
 """Random changes of training images: what they are, and that nothing but seed, epoch and number settles them."""
 
-import io
-
 import numpy as np
 import PIL.Image
 import pytest
@@ -13,7 +11,7 @@ from data.images import decode_image
 from data.sources import DataArguments
 from training.loader import PairLoader
 
-BOTH = Augmentation(random_resized_crop=[0.5, 1.0], horizontal_flip=True)
+CROPPED = Augmentation(random_resized_crop=[0.5, 1.0])
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +19,7 @@ def rows():
     return symbols.load("train", "web", 20)
 
 
-def batches(rows, processor, start, number, augmentation=BOTH, share=(8,), **settings):
+def batches(rows, processor, start, number, augmentation=CROPPED, share=(8,), **settings):
     arguments = DataArguments(source="symbols", num_samples=20, **settings)
     stream = PairLoader(rows, processor, arguments, *share, augmentation=augmentation).batches(start)
     return [next(stream)["pixel_values"] for _ in range(number)]
@@ -46,19 +44,15 @@ def test_crops_have_the_share_and_the_ratio_and_lie_within():
     assert crop_box((30, 1000), (0.9, 1.0), rng) == (0, 480, 30, 520)
 
 
-def test_images_are_cropped_resized_and_mirrored(rows, processor):
+def test_images_are_cropped_and_resized(rows, processor):
     """As Pillow and the processor do it, by the numbers of seed, epoch and image."""
     (found,) = batches(rows, processor, 0, 1)
     loader = PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20), 8)
-    flipped = 0
     for pixels, number in zip(found, next(iter(loader.sampler)), strict=True):
         rng, image = np.random.default_rng([0, 0, number, 1]), decode_image(rows[number]["image"])
         image = image.crop(crop_box(image.size, [0.5, 1.0], rng)).resize((16, 16), PIL.Image.BICUBIC)
-        if rng.random() < 0.5:
-            image, flipped = image.transpose(PIL.Image.FLIP_LEFT_RIGHT), flipped + 1
         expected = processor.image_processor(image, return_tensors="pt", do_resize=False)["pixel_values"][0]
         assert torch.equal(pixels, expected)
-    assert 0 < flipped < 8
 
 
 def test_batches_depend_on_neither_workers_nor_processes_nor_interruptions(rows, processor):
@@ -72,34 +66,10 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_interruptions(rows,
 
 def test_every_epoch_changes_images_in_another_way_and_no_embedding_does(rows, processor):
     plain, arguments = rows.select([0] * 8), DataArguments(source="symbols", num_samples=8)
-    loader = PairLoader(plain, processor, arguments, 8, augmentation=BOTH)
+    loader = PairLoader(plain, processor, arguments, 8, augmentation=CROPPED)
     stream = loader.batches(0)
     images = torch.cat([next(stream)["pixel_values"] for _ in range(2)])
     assert len(images.flatten(1).unique(dim=0)) > 12  # of 16 pictures of one image
     (batch,) = loader.in_order(0, 8)
     expected = processor.image_processor(plain[0]["image"], return_tensors="pt")["pixel_values"]
     assert torch.equal(batch["pixel_values"], expected.expand(8, -1, -1, -1))
-
-
-def photo(width, height):
-    """A JPEG with the soft and the fine structures of a photo."""
-    rng = np.random.default_rng(0)
-    image = np.zeros((height, width, 3))
-    for cells in (4, 16, 64):
-        small = PIL.Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-        image += np.asarray(small.resize((width, height), PIL.Image.BICUBIC), float) / cells
-    image = PIL.Image.fromarray((255 * image / image.max()).astype(np.uint8))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=90)
-    return {"bytes": file.getvalue()}
-
-
-def test_a_draft_is_smaller_and_differs_little():
-    whole, draft = (decode_image(photo(640, 480), draft=edge) for edge in (None, 224))
-    assert whole.size == (640, 480) and draft.size == (320, 240)
-    pixels = (np.asarray(image.resize((298, 224), PIL.Image.BICUBIC), float) for image in (whole, draft))
-    differences = abs(next(pixels) - next(pixels))
-    assert 0 < differences.mean() < 1 and np.quantile(differences, 0.99) < 4
-    assert decode_image(photo(640, 480), draft=241).size == (640, 480)
-    assert Augmentation(jpeg_draft=True).draft(224) == 224 and BOTH.draft(224) is None
-    assert Augmentation(jpeg_draft=True, random_resized_crop=[0.25, 1.0]).draft(224) == 448

@@ -144,8 +144,8 @@ pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]
 # What has no numbers, and what changes in every epoch
 features.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
 tuned.data.streaming: true -> tuned: data.streaming: caption_weights and hidden_states need samples with numbers
-tuned.augmentation: {horizontal_flip: true} -> tuned: augmentation changes images in every epoch, but hidden_states
-pre.augmentation: {horizontal_flip: true}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory keeps
+tuned.augmentation: {random_resized_crop: [0.9, 1]} -> tuned: augmentation changes images in every epoch, but hidden_
+pre.augmentation: {random_resized_crop: [0.9, 1]}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory
 
 # Batches
 expert.mini_batch_size: 3 => 3 does not divide a process's batch of 8 pairs

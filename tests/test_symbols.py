@@ -109,6 +109,3 @@ def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer, web, detaile
     scene |= {"second_color": "brown", "background": "turquoise", "texture": "checkered", "position": "bottom"}
     captions = [symbol_captions.caption(scene, "detailed", np.random.default_rng(seed)) for seed in range(20)]
     assert max(map(len, tokenizer([*detailed["caption"], *captions]).input_ids)) <= 48 < tokenizer.model_max_length
-
-
-# --- what the benchmark finds

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import datasets
 import pyarrow.parquet
 import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
@@ -23,7 +22,7 @@ from transformers import (
 
 from conversion import processors
 from conversion.families import is_clip
-from data import annotations
+from data.annotations import TABLES, holds_list
 from data.once import once
 from data.pairs import all_captions, load_pairs, select_columns
 from data.sources import DataArguments, Rows, is_here, is_saved, open_rows, read_entries, split_files
@@ -184,19 +183,14 @@ def _count_rows(arguments: DataArguments) -> int:
     source = arguments.source
     if not is_here(source):
         raise Unknown(f"{source} is not here")
-    if source.endswith(".json"):
-        if annotations.holds_list(source):  # of pairs or of conversations
-            return len(read_entries(arguments))
-        return len(annotations.read_annotations(Path(source), arguments.split)[0])
-    if is_saved(source):
-        saved = datasets.load_from_disk(source)
-        return len(saved[arguments.split] if isinstance(saved, dict) else saved)
+    if source.endswith(".json") and holds_list(source):  # of pairs or of conversations
+        return len(read_entries(arguments))
+    if source.endswith((".json", *TABLES)) or is_saved(source):
+        return len(open_rows(replace(arguments, skip=None, num_samples=None)))
     if "[" in arguments.split:
         raise Unknown(f"only loading {source} tells how many pairs it has")
     builder, by_split = split_files(arguments)
     files = [file for of_split in by_split.values() for file in of_split]
-    if builder == "csv":
-        return sum(map(annotations.count_rows, files))
     if builder == "parquet":
         return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
     if builder == "imagefolder":

@@ -116,7 +116,7 @@ def encoder_features(
 def captions_of(rows: datasets.Dataset, start: int, stop: int) -> list[str]:
     """The captions of rows, of several the first."""
     captions = rows.select_columns("caption")[start:stop]["caption"]  # the images stay where they are
-    return [caption if isinstance(caption, str) else first_caption(caption) for caption in captions]
+    return [*map(first_caption, captions)]
 
 
 def hidden_states(accelerator: Accelerator, model: CLIPMoEModel, loader: PairLoader, dtype: torch.dtype) -> Compute:

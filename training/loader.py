@@ -17,7 +17,7 @@ from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerB
 from data.augmentation import Augmentation
 from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
-from data.preparation import Preparation, crop_size, resized_size
+from data.preparation import Preparation, crop_size
 from data.sources import DataArguments, Rows, reading
 from data.tokenizer import read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
@@ -183,20 +183,17 @@ class _Images:
 
     def __init__(self, processor: BaseImageProcessor, image_root: str | None, augmentation: Augmentation | None):
         self.prepare, self.image_root, self.augmentation = Preparation(processor), image_root, augmentation
-        self.size = self.draft = None
-        if augmentation is not None:
-            self.size = crop_size(processor)
-            self.draft = augmentation.draft(min(resized_size(processor, (1, 1))))
+        self.size = None if augmentation is None else crop_size(processor)
 
     def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
         """The `pixel_values` of a value of an image column."""
-        return self.pixel_values(decode_image(value, self.image_root, self.draft), rng)
+        return self.pixel_values(decode_image(value, self.image_root), rng)
 
     def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
         """(C, H, W) in float32, changed at random if there is a generator for it."""
         if self.augmentation is None or rng is None:
             return self.prepare(image)
-        return self.prepare(*self.augmentation(image, self.size, rng))
+        return self.prepare(self.augmentation(image, self.size, rng), is_resized=True)
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -230,7 +227,7 @@ class _Stream(torch.utils.data.IterableDataset):
             generator = np.random.default_rng([self.seed, epoch])
             rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, *self.share):
-                problem, image = read_pair(row, self.arguments, self.images.draft)
+                problem, image = read_pair(row, self.arguments)
                 report.add(row, problem)
                 if problem:
                     continue
