@@ -43,7 +43,6 @@ def contact_sheet(
     path: Path,
     rows: datasets.Dataset,
     labels: np.ndarray,
-    image_root: str | None,
     seed: int,
     columns: int = 8,
     names: np.ndarray | None = None,
@@ -64,7 +63,7 @@ def contact_sheet(
         chosen = rng.permutation(np.flatnonzero(labels == clusters[line]))[:columns]
         for row in rows.select(chosen):
             try:
-                image = decode_image(row["image"], image_root)
+                image = decode_image(row["image"])
             except OSError:  # nobody has looked at images of which only the captions were clustered
                 image = UNREADABLE
             cells.append(([image], first_caption(row["caption"])))

@@ -1,5 +1,6 @@
 """Conversations about images: LLaVA's files, and questions about the pictures of the built-in worlds."""
 
+import os
 from typing import Any
 
 import datasets
@@ -70,6 +71,7 @@ def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, 
         raise ValueError(f"{arguments.source}: entry {number} needs turns of human and gpt in texts: {entry!r:.200}")
     texts = [text for _, text in turns]
     if image is not None:
+        image = os.path.join(arguments.image_root or "", image)
         texts[0] = f"{IMAGE}\n{texts[0]}"
     return {"image": image, "caption": texts[1], "turns": texts}
 

@@ -40,7 +40,7 @@ AT_ONCE = 1000
 SECONDS_UNTIL_KEPT = 2
 
 
-def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, images: bool = True) -> str:
+def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     """The hash of all captions and images in their order, by which labels know their dataset.
 
     An image in a file of its own counts by its name without folders and its content, any other by its bytes and the
@@ -48,7 +48,6 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
 
     Args:
         rows: columns `image` and `caption`.
-        image_root: what relative paths of images start from.
         images: whether they are used. If not, only the captions count, and no image is read.
     """
     if not images:
@@ -62,7 +61,7 @@ def data_fingerprint(rows: datasets.Dataset, image_root: str | None = None, imag
     digest, in_files = hashlib.sha256(), False
     for batch in files.select_columns(["image", "caption"]).iter(AT_ONCE):
         images = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch["image"]]
-        paths = [os.path.join(image_root or "", image["path"]) for image in images if image["bytes"] is None]
+        paths = [image["path"] for image in images if image["bytes"] is None]
         in_files = in_files or bool(paths)  # which may change while the rows stay
         contents = iter(content_digests(paths))
         for image, caption in zip(images, batch["caption"], strict=True):

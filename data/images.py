@@ -25,7 +25,7 @@ MAX_PIXELS = 89_478_485
 MAX_ASPECT_RATIO = 100
 
 
-def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
+def decode_image(value: Any) -> PIL.Image.Image:
     """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path, which may have a
     `box` (left, upper, right, lower) that alone counts.
 
@@ -40,7 +40,7 @@ def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
         if isinstance(value, PIL.Image.Image):
             _require_size(value)
             return _rgb(PIL.ImageOps.exif_transpose(value))
-        with PIL.Image.open(_file(value, image_root), formats=FORMATS) as image:
+        with PIL.Image.open(_file(value), formats=FORMATS) as image:
             _require_size(image)
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
             if isinstance(value, dict) and value.get("box") is not None:
@@ -59,7 +59,7 @@ def decode_image(value: Any, image_root: str | None = None) -> PIL.Image.Image:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
+def _file(value: Any) -> str | io.BytesIO:
     if isinstance(value, str):
         value = {"path": value}
     if isinstance(value, dict) and value.get("bytes") is not None:
@@ -67,7 +67,7 @@ def _file(value: Any, image_root: str | None) -> str | io.BytesIO:
     if isinstance(value, dict) and value.get("path") and MEMBER.fullmatch(value["path"]):
         return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
-        return os.path.join(image_root or "", value["path"])
+        return value["path"]
     raise OSError("there is no image")
 
 

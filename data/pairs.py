@@ -58,8 +58,7 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
         rows = open_rows(arguments)
     image = "image" if arguments.source in WORLDS else arguments.image_column
     wanted = {image: "image"} | {column: column for column in sorted(columns)}
-    rows = rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")
-    return with_image_root(rows, arguments)
+    return rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")
 
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
@@ -72,21 +71,6 @@ def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
 def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str, seed: int) -> datasets.Dataset:
     world = WORLDS[source]
     return world.load(split, captions, num_samples, world.kind_set(kinds), seed)
-
-
-def with_image_root(rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
-    """Rows whose column `image` has whole paths, for those who read it without `image_root`."""
-    root = arguments.image_root
-    if root is None:
-        return rows
-
-    def whole(image: str | dict | None) -> str | dict | None:
-        if isinstance(image, str):
-            return os.path.join(root, image)
-        missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
-
-    return rows.map(lambda row: {"image": whole(row["image"])})
 
 
 def present_captions(captions: Any) -> list[str]:
@@ -122,7 +106,7 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
 
 
 def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = SETTINGS) -> Rows:
-    """These columns alone, under their new names; images are not decoded yet.
+    """These columns alone, under their new names. Images are not decoded yet, and their paths begin with `image_root`.
 
     Args:
         settings: by which others are named, for errors.
@@ -139,7 +123,21 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
         if isinstance((rows.features or {}).get(column), datasets.Image):
             rows = rows.cast_column(column, datasets.Image(decode=False))
     rows = rows.select_columns(list(wanted))
-    return rows.rename_columns({old: new for old, new in wanted.items() if old != new})
+    rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
+    root, images = arguments.image_root, [name for name in ("image", "image_0", "image_1") if name in wanted.values()]
+    if root is None:
+        return rows
+
+    def whole(image: str | dict | None) -> str | dict | None:
+        if isinstance(image, str):
+            return os.path.join(root, image)
+        missing = image is None or image["path"] is None
+        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+
+    def with_root(batch: dict[str, list]) -> dict[str, list]:
+        return {name: [*map(whole, batch[name])] for name in images}
+
+    return rows.map(with_root, batched=True, features=rows.features)
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -173,7 +171,7 @@ def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.I
     if arguments.indexed:
         return "" if _is_there(row["image"]) else "it has no image", None
     try:
-        return "", decode_image(row["image"], arguments.image_root)
+        return "", decode_image(row["image"])
     except OSError as error:
         return f"its image cannot be read: {error}", None
 
@@ -197,12 +195,12 @@ def readable_pairs(
     if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
         print(f"{what} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
     with reading(arguments):
-        files = _named_files(rows, arguments) if images else ""
+        files = _named_files(rows) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
         looks = looked_at.map(
             look,
             fn_kwargs={"files": files},  # part of what the result is cached under
-            cache_file_name=None if rows.cache_files else _cache_file(looked_at, arguments, files),
+            cache_file_name=None if rows.cache_files else _cache_file(looked_at, files),
             remove_columns=looked_at.column_names,
             num_proc=arguments.num_workers or None,
             desc=what,
@@ -238,17 +236,17 @@ def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.select([numbers[0] for numbers in numbers_of.values()])
 
 
-def _named_files(rows: datasets.Dataset, arguments: DataArguments) -> str:
+def _named_files(rows: datasets.Dataset) -> str:
     """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
-    paths = [os.path.join(arguments.image_root or "", name) for name in named_images(rows.data.column("image"))]
+    paths = named_images(rows.data.column("image"))
     return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
-def _cache_file(rows: datasets.Dataset, arguments: DataArguments, files: str) -> str:
+def _cache_file(rows: datasets.Dataset, files: str) -> str:
     """Where looks at rows in memory are cached: `datasets` finds a place for those of rows in files alone."""
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "looks"
     folder.mkdir(parents=True, exist_ok=True)
-    key = datasets.fingerprint.Hasher.hash([rows._fingerprint, arguments.image_root, files])
+    key = datasets.fingerprint.Hasher.hash([rows._fingerprint, files])
     return str(folder / f"{key}.arrow")
 
 

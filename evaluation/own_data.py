@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
-from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_image_root
+from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns
 from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
@@ -117,7 +117,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
     def load():
         if arguments.source in WORLDS:
             return load_pairs(arguments), 0
-        rows, skipped = _readable(select_columns(open_rows(arguments), arguments), arguments)
+        rows, skipped = readable_pairs(select_columns(open_rows(arguments), arguments), arguments)
         captions = [] if arguments.captions_per_line else rows["caption"]
         if captions and all(isinstance(caption, str) and "\n" in caption.strip() for caption in captions):
             logger.warning(
@@ -148,7 +148,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
         kind="zero_shot",
         title=_title("zero-shot", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
-        load=lambda: _readable(rows, arguments),
+        load=lambda: readable_pairs(rows, arguments),
         classes=classes,
         templates=templates,
         data=data,
@@ -178,8 +178,8 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         kind="linear_probe",
         title=_title("linear probe", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
-        load=lambda: _readable(rows, arguments),
-        load_train=lambda: _readable(train_rows, train_arguments),
+        load=lambda: readable_pairs(rows, arguments),
+        load_train=lambda: readable_pairs(train_rows, train_arguments),
         classes=classes,
         data=data,
     )
@@ -221,7 +221,7 @@ def _with_named_attributes(rows: Dataset) -> Dataset:
 
 
 def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
-    """The pairs whose images and captions can all be read, with whole paths, and how many others there were."""
+    """The pairs whose images and captions can all be read, and how many others there were."""
     skipped = 0
     for side in range(2):
         # A tokenizer would take two texts for one and its continuation
@@ -229,7 +229,7 @@ def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Datas
             raise ValueError(f"{arguments.source}: an image of a pair has one caption, not a list")
         columns = {f"image_{side}": "image", f"caption_{side}": "caption"}
         rows, number = readable_pairs(rows.rename_columns(columns), arguments)
-        rows = with_image_root(rows, arguments).rename_columns({new: old for old, new in columns.items()})
+        rows = rows.rename_columns({new: old for old, new in columns.items()})
         skipped += number
     return rows, skipped
 
@@ -252,12 +252,6 @@ def read_templates(templates: Sequence[str]) -> list[str]:
     if bad or not templates:
         raise ValueError(f"templates need one {{}} for the class's name, got {bad or 'none'}")
     return templates
-
-
-def _readable(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
-    """The readable rows of `select_columns`, with whole paths, and how many others there were."""
-    rows, skipped = readable_pairs(rows, arguments)
-    return with_image_root(rows, arguments), skipped
 
 
 def is_template(text: str) -> bool:

@@ -94,7 +94,7 @@ def learned(loader, batch, row=0):
     return loader.processor.tokenizer.decode(labels[labels != IGNORED]).split()
 
 
-def test_llavas_layout(file):
+def test_llavas_layout(file, tmp_path):
     entries = [
         {"id": "a", "image": "0.png", "conversations": turns("What?\n<image>", "A disc.", "Which color?", "Red.")},
         {"id": "b", "conversations": turns("<image>Why?", "So.", "And then?")},
@@ -102,8 +102,8 @@ def test_llavas_layout(file):
     ]
     rows = list(load_conversations(file(entries)))
     assert rows == [
-        {"image": "0.png", "turns": ["<image>\nWhat?", "A disc.", "Which color?", "Red."]},
-        {"image": "1.png", "turns": ["<image>\n", "A star."]},
+        {"image": str(tmp_path / "0.png"), "turns": ["<image>\nWhat?", "A disc.", "Which color?", "Red."]},
+        {"image": str(tmp_path / "1.png"), "turns": ["<image>\n", "A star."]},
         {"image": None, "turns": ["Why?", "So."]},
     ]
     assert list(load_conversations(file(entries, skip=1, num_samples=1))) == rows[2:]

@@ -40,7 +40,11 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
     first, second = (sorted(map(lambda image: image.mean().item(), part)) for part in (pixels[:196], pixels[196:]))
     assert first == second
     assert "4 of 200 pairs" in caplog.text and caplog.text.count("skipped so far") == 4
-    for problem in ("now cut.png: its image cannot be read", "now nowhere.png: its image", "its caption is empty"):
+    for problem in (
+        "images/cut.png: its image cannot be read",
+        "images/nowhere.png: its image",
+        "its caption is empty",
+    ):
         assert problem in caplog.text
     strict = dataclasses.replace(arguments, max_unreadable=0.01)
     with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):

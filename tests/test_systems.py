@@ -205,7 +205,7 @@ def test_clip_moe_stages_and_sheets(system, tmp_path):
         "accumulated_clusters.png": [f"cluster {label}" for label in clusters.labels],
     }
     for name, of_samples in titles.items():
-        contact_sheet(tmp_path / name, pairs, np.array(of_samples), None, seed=0)
+        contact_sheet(tmp_path / name, pairs, np.array(of_samples), seed=0)
         assert (run.whole / "clusters_2" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
@@ -355,7 +355,7 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
-    contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), None, seed=0)
+    contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), seed=0)
     assert (out / "coarse" / "clusters.png").read_bytes() == (tmp_path / "sheet.png").read_bytes()
     # Selected pairs are those of the centers that are nearest to the metadata
     assert np.array_equal(selected == 0, np.isin(fine, nearest(encoder.encode(["heart", "star"]), centers)))

@@ -75,10 +75,10 @@ class Context:
         with self._main_process_first():
             return readable_pairs(rows, arguments)[0]
 
-    def data_fingerprint(self, rows: datasets.Dataset, arguments: DataArguments, images: bool = True) -> str:
+    def data_fingerprint(self, rows: datasets.Dataset, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
         with self._main_process_first():
-            return data_fingerprint(rows, arguments.image_root, images)
+            return data_fingerprint(rows, images)
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""

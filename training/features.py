@@ -87,11 +87,7 @@ def mean_of_captions(
 
 
 def encoder_features(
-    encoder: SentenceEncoder,
-    rows: datasets.Dataset,
-    batch_size: int,
-    image_root: str | None,
-    dtype: str = "float32",
+    encoder: SentenceEncoder, rows: datasets.Dataset, batch_size: int, dtype: str = "float32"
 ) -> Compute:
     """`embeddings` (pairs, d) of captions or of images; one batch of images is in memory at a time."""
 
@@ -101,7 +97,7 @@ def encoder_features(
         images, embeddings = rows.select_columns("image"), []
         for first in range(pairs.start, pairs.stop, batch_size):
             batch = images[first : min(first + batch_size, pairs.stop)]["image"]
-            embeddings.append(encoder.encode([decode_image(image, image_root) for image in batch]))
+            embeddings.append(encoder.encode([*map(decode_image, batch)]))
         return np.concatenate(embeddings)
 
     def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:

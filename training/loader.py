@@ -67,7 +67,7 @@ class PairLoader:
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         self.hidden_states, self._in_order = hidden_states, None
-        self.images = _Images(processor.image_processor, arguments.image_root, augmentation)
+        self.images = _Images(processor.image_processor, augmentation)
         if not arguments.streaming:
             self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions, hidden_states is None)
             if sampler is None:
@@ -181,13 +181,13 @@ class _Images:
         augmentation: of training.
     """
 
-    def __init__(self, processor: BaseImageProcessor, image_root: str | None, augmentation: Augmentation | None):
-        self.prepare, self.image_root, self.augmentation = Preparation(processor), image_root, augmentation
+    def __init__(self, processor: BaseImageProcessor, augmentation: Augmentation | None):
+        self.prepare, self.augmentation = Preparation(processor), augmentation
         self.size = None if augmentation is None else crop_size(processor)
 
     def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
         """The `pixel_values` of a value of an image column."""
-        return self.pixel_values(decode_image(value, self.image_root), rng)
+        return self.pixel_values(decode_image(value), rng)
 
     def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
         """(C, H, W) in float32, changed at random if there is a generator for it."""

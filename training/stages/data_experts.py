@@ -86,7 +86,7 @@ class EmbedCaptionsStage(Stage):
             raise ValueError(f"{self.name}: modality {self.modality}, but the encoder {encoder.name} is of the other")
 
         store = _store(directory, rows, self, encoder, context)
-        compute = encoder_features(encoder, rows, self.batch_size, self.data.image_root, self.dtype)
+        compute = encoder_features(encoder, rows, self.batch_size, self.dtype)
         store.write(accelerator, "embeddings", compute)
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
@@ -176,7 +176,7 @@ class ClusterFineStage(Stage):
             encoder = load_encoder(captions / ENCODER, accelerator.device)
             rows = context.pairs(inputs.data, encoder.modality == "image")
             store = _store(directory, rows, self, encoder, context)
-            batches = encoder_features(encoder, rows, self.batch_size, self.data.image_root)
+            batches = encoder_features(encoder, rows, self.batch_size)
 
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
             return ({"labels": nearest_centers(batch["embeddings"], on_device)} for batch in batches(shards))
@@ -290,7 +290,7 @@ def _store(
         "encoder": encoder.name,
         "data": dump(stage.data),
         "pairs": READABLE if images else CAPTIONED,
-        "dataset_fingerprint": context.data_fingerprint(rows, stage.data, images),
+        "dataset_fingerprint": context.data_fingerprint(rows, images),
     }
     return FeatureStore(directory, len(rows), stage.batch_size * CAPTION_BATCHES_PER_SHARD, about)
 
@@ -316,9 +316,9 @@ def _save_experts(
     """
     store = open_store(Path(inputs.fine), "a cluster_fine stage")
     about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
-    images, root = about["pairs"] == READABLE, store.about["data"]["image_root"]
+    images = about["pairs"] == READABLE
     rows = context.pairs(DataArguments(**store.about["data"]), images)
-    if data_fingerprint(rows, root, images) != about["dataset_fingerprint"]:
+    if data_fingerprint(rows, images) != about["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {inputs.fine} was made; delete it to assign them anew")
     labels = centers[1][store["labels"][:]].astype(np.int16)
     if at_random:
@@ -330,7 +330,7 @@ def _save_experts(
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
     drawn = np.sort(drawn)
     titles = np.array([f"expert {label}" for label in labels[drawn]])
-    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, root, context.seed)
+    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, context.seed)
     sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
     ranges = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, clusters.ranges, strict=True))
     print(f"{stage.name}: {ranges}; look at {context.output_dir / stage.name / 'clusters.png'}")

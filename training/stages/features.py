@@ -127,7 +127,7 @@ class EmbedStage(Stage):
         rows = context.pairs(inputs.data)
         model, weights = load_clip(inputs.model, dtype=torch.float32), self.caption_weights
         loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)), caption_weights=weights)
-        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows, self.data)}
+        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
         store = FeatureStore(directory, len(rows), loader.batch_size * BATCHES_PER_SHARD, about)
         store.write(context.accelerator, "features", clip_features(context.accelerator, model, loader, weights))
 
@@ -178,7 +178,7 @@ class HiddenStatesStage(Stage):
         dtype = getattr(torch, self.dtype)
         about = {
             "captions": captions_per_image(rows, self.caption_weights),
-            "dataset_fingerprint": context.data_fingerprint(rows, self.data),
+            "dataset_fingerprint": context.data_fingerprint(rows),
             "weights": frozen_weights_hash(model),
         }
         store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
@@ -270,7 +270,7 @@ class ClusterStage(Stage):
         features = FeatureStore.open(source, "an embed stage", {"data": dict, "dataset_fingerprint": str})
         data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
         rows = context.pairs(data)
-        if data_fingerprint(rows, data.image_root) != fingerprint:
+        if data_fingerprint(rows) != fingerprint:
             raise ValueError(
                 f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
             )
@@ -284,11 +284,11 @@ class ClusterStage(Stage):
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         labels, names = combine(columns)
-        contact_sheet(directory / "clusters.png", rows, labels, data.image_root, context.seed, names=names)
+        contact_sheet(directory / "clusters.png", rows, labels, context.seed, names=names)
         if previous is not None and not self.within:
             labels, names = combine({"cluster": clusters.labels})
             path = directory / "accumulated_clusters.png"
-            contact_sheet(path, rows, labels, data.image_root, context.seed, names=names)
+            contact_sheet(path, rows, labels, context.seed, names=names)
         sizes = np.bincount(clusters.labels)
         print(
             f"{self.name}: {len(sizes)} clusters of {sizes.min()} to {sizes.max()} samples; "

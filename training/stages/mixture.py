@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
-from data.pairs import load_pairs, with_image_root
+from data.pairs import load_pairs
 from data.sources import DataArguments
 from records.provenance import value_digest
 from training.context import Context
@@ -63,8 +63,8 @@ class MixtureStage(Stage):
 
 
 def _pairs(arguments: DataArguments) -> datasets.Dataset:
-    """Pairs with a caption, whose images are bytes or paths that begin with their `image_root`."""
-    rows = with_image_root(load_pairs(arguments, images=False), arguments)
+    """Pairs with a caption, whose images are bytes or whole paths."""
+    rows = load_pairs(arguments, images=False)
     feature = rows.features["image"]
     if isinstance(feature, datasets.Value):
         return rows.map(

@@ -477,7 +477,7 @@ class TrainStage(RouterSettings, StepsStage):
         if inputs.hidden_states is None:
             return None
         require_same([inputs.hidden_states, inputs.model])
-        fingerprint = context.data_fingerprint(rows, self.data)
+        fingerprint = context.data_fingerprint(rows)
         captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
 
@@ -516,7 +516,7 @@ class TrainExpertsStage(TrainStage):
 
     def batch_sampler(self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context) -> ClusterBatchSampler:
         """Batches of one cluster each."""
-        clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows, self.data))
+        clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows))
         batch_size = share.batch_size * share.world_size
         labels = self.labels(clusters, batch_size)
         sizes = np.unique(labels[labels >= 0], return_counts=True)[1]

@@ -58,7 +58,7 @@ class TrainDataExpertStage(TrainStage):
     def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
         """The pairs of one cluster."""
         folder = Path(inputs.clusters)
-        fingerprint = context.data_fingerprint(rows, self.data, _of_images(folder))
+        fingerprint = context.data_fingerprint(rows, _of_images(folder))
         chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
