@@ -32,13 +32,7 @@ def labeled_rows(
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
-    of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, classes or ()) if match)
-    synset = next(filter(SYNSET.match, classes or ()), None)
-    if as_prompts and synset is not None and len(of_ids) < len(classes):
-        raise ValueError(
-            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names (--classes), one a line, "
-            "as tench, or each after its id, as n01440764 tench"
-        )
+    of_ids = names_after_ids(classes or (), "--classes") if as_prompts else {}
     own = _own_names(rows, arguments)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them with --classes")
@@ -49,7 +43,7 @@ def labeled_rows(
         classes = [name_of[name] for name in own] if of_ids else classes
         names = [name_of[label] for label in _named_labels(labels, feature, column, own)]
     else:
-        classes = own if classes is None else classes
+        classes = own if classes is None else list(of_ids.values()) or classes
         names = _named_labels(labels, feature, column, classes)
     return rows.remove_columns("caption").add_column("caption", names, feature=Value("string")), classes
 
@@ -72,6 +66,25 @@ def in_order(ids: Iterable[str]) -> list[str]:
 def are_ids(names: Sequence[str]) -> bool:
     """Whether one name is a synset, or half of them or more are numbers: they say nothing to a model."""
     return any(map(SYNSET.match, names)) or 0 < len(names) <= 2 * len(list(filter(NUMBER.fullmatch, names)))
+
+
+def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
+    """WordNet id -> name, in the order of the lines; {} where these are names alone.
+
+    Args:
+        place: where the lines stand.
+
+    Raises:
+        ValueError: a line has an id and no name, or lines differ in whether they have ids, or two have one id.
+    """
+    of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
+    synset = next(filter(SYNSET.match, lines), None)
+    if synset is not None and len(of_ids) < len(lines):
+        raise ValueError(
+            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names ({place}), one a line, "
+            "as tench, or each after its own id, as n01440764 tench"
+        )
+    return of_ids
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:

@@ -128,10 +128,10 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
 
 
 def measure_choice(task: Task, model: Model) -> dict[str, Any]:
-    """Each image against its right caption and those wrong ones that have other words."""
+    """Each image against its right caption and those wrong ones that have other words. If none has, it is a miss."""
     rows, num_skipped = task.load()
     choices = [list(texts) for texts in rows["caption"]]
-    different = [[right, *(text for text in wrong if text != right)] for right, *wrong in choices]
+    different = [[right, *([text for text in wrong if text != right] or wrong)] for right, *wrong in choices]
     image_of_text = np.repeat(np.arange(len(rows)), list(map(len, different)))
     corpus = [text for texts in different for text in texts]
     counts = count_texts(task, "captions", _read_texts(model, corpus), range(len(corpus)), image_of_text.tolist())

@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
-from benchmark_folders import COPIES, NUMBER, STEP, TAGS, WEBDATASETS, make_all, make_copy, write_names
+from benchmark_folders import COPIES, NUMBER, STEP, TAGS, WEBDATASETS, WORDS, make_all, make_copy, write_names
 from tiny_sources import write_shard
 
 from data import symbols
@@ -198,27 +198,35 @@ def damage(path, change):
     [
         ("imagenet1k_linear_probe", "train", None, "must be test/0.tar, .* a cls each.*, and the same for train$"),
         ("cars", "test/1.tar", None, "nshards.txt says '2.*', but there are 1 shards: copy all"),
-        ("cars", CLASSES, "one\n", "label 1 is none of the numbers of 1 classes, from 0 on"),
+        ("cars", CLASSES, "one\ntwo\n", "label 2 is none of the numbers of 2 classes, from 0 on"),
+        ("cars", CLASSES, "one\n", "cars needs two classes or more, but has .'one'. alone"),
+        ("cars", CLASSES, "n00000001\none\n", "the class 'n00000001' is WordNet's id.*: give names .*classnames.txt"),
+        ("cars", CLASSES, "0\n1\n2\n3\n", "classnames.txt calls classes 0, 1, 2, which says nothing to a model"),
+        ("imagenet1k", CLASSES, "n00000002 b\nn00000001 a\n", "all classes in .*, but n00000003 is in one of both"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
         ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
         ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
         ("pets", "annotations/test.txt", ("red_7 1 1 1", "red_7"), "line 8 of .*test.txt needs the name .* is 'red_7'"),
         ("sugar_crepe", "data/swap_obj.json", None, "no copy of sugar_crepe: there must be data/add_att.json to"),
+        ("sugar_crepe", "data/add_obj.json", ('"a thing green"', "null"), "choice 2 lacks a caption.*thing', None"),
+        ("sugar_crepe", "data/add_obj.json", ('"a green thing"', '" "'), "choice 2 lacks a caption, there are .. "),
         ("sugar_crepe", "data/add_obj.json", "[]", "sugar_crepe is not as it should be .*; there must be .*_obj.json"),
         ("aro_vg_relation", "visual_genome_relation.json", ("relation_name", "r"), "KeyError.*the keys image_path, tr"),
         ("winoground", "data/test-00000-of-00002.parquet", b"x", "test-.* cannot be read: .* Parquet file size is 1"),
         ("cifar10", "test_batch.bin", None, "there must be .*binary version .Python's has pickles, which are not read"),
         ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} for the name: write them into .*_templates.txt"),
-        ("food101", CLASSES, "Red-Food\n2\n3\ngreen food\n5\n6\n7\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
+        ("food101", CLASSES, "Red-Food\nb\nc\ngreen food\ne\nf\ng\n", "line 1 of .* is 'Red-Food', but .* 'blue food'"),
         ("ucf101", "test/Empty/.hidden.jpg", b"", "test/Empty has no images: a folder in .*test must hold those of a"),
         ("hateful_memes", "dev.jsonl", ('"label": 0', '"label": 0.7'), "label 0.* is none of the numbers of 2 classes"),
+        ("hateful_memes", "dev.jsonl", ('"label": 1', '"label": 0'), "needs images of every class, but has none of m"),
+        ("voc2007_multilabel", "ImageSets/Main/red_test.txt", "".join(f"{n:06} -1\n" for n in range(14)), "none of re"),
         ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
         ("urban1k", "image/003.jpg", None, "1 images in .* have no caption or captions no image; one is 003"),
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
-    layouts = {"urban1k": 1, "imagenet_a": 1, "imagenet_r": 1, "cifar10": 1, "imagenet1k": 3, "pets": 1}
+    layouts = dict.fromkeys(["urban1k", "imagenet_a", "cifar10", "pets", "voc2007_multilabel"], 1) | {"imagenet1k": 3}
     damage(make(tmp_path, name, layouts.get(name, 0)) / file, change)
     with pytest.raises((ValueError, OSError), match=message) as error:
         benchmark_task(BENCHMARKS[name], tmp_path).load()
@@ -238,6 +246,14 @@ def test_classes_of_one_name_keep_their_numbers(tmp_path):
     """ImageNet has two pairs of such."""
     write_names(make(tmp_path, "cars"), ["crane", "crane", *"abcde"])
     assert list(benchmark_task(BENCHMARKS["cars"], tmp_path).load()[0]["label"]) == [n % 7 for n in range(14)]
+
+
+@pytest.mark.parametrize(("name", "layout", "step"), [("imagenet1k", 1, -1), ("cars", 0, 1)])
+def test_names_after_their_ids(tmp_path, name, layout, step):
+    """They belong to the folders of these ids; those of shards are in the order of the classes."""
+    lines = [f"n{1440764 + number:08} {word}" for number, word in enumerate(WORDS)]
+    write_names(make(tmp_path, name, layout), lines[::step])
+    assert list(benchmark_task(BENCHMARKS[name], tmp_path).classes) == WORDS
 
 
 def test_one_unreadable_image_of_many_is_no_less_an_error(tmp_path, copies):
@@ -348,7 +364,8 @@ def test_suites_score_as_a_loop_does(dense, copies, tmp_path, name):
             right.append(a > b and d > c and a > c and d > b)
         else:
             image, (own, *wrong) = embed(decode_image(row["image"])), row["caption"]
-            right.append(all(image @ embed(own) > image @ embed(text) for text in wrong if text != own))
+            others = [text for text in wrong if text != own]
+            right.append(others != [] and all(image @ embed(own) > image @ embed(text) for text in others))
     metrics = result["metrics"]
     assert metrics["group" if name == "winoground" else "accuracy"] == np.mean(right)
     each = {attribute: np.mean([r for r, of in zip(right, attributes, strict=True) if of == attribute])

@@ -82,6 +82,7 @@ def labeled(tmp_path, labels, features=None):
         ([0, 1, 1], datasets.ClassLabel(names=["cat", "dog", "emu"]), ["dog", "cat"], ["cat", "dog", "dog"]),  # by name
         (["n01443537", "n01440764"], None, ["tench", "goldfish"], ["goldfish", "tench"]),
         (["n01443537", "n01440764"], None, ["n01440764 tench", "n01443537\tgoldfish"], ["goldfish", "tench"]),
+        ([1, 0], None, ["n01443537 goldfish", "n01440764 tench"], ["tench", "goldfish"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["0", "1"], ["0", "1"]),  # digits that are called so
         (["cat", "1", "dog"], None, None, ["cat", "1", "dog"]),

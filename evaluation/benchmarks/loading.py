@@ -2,10 +2,11 @@
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 
@@ -13,7 +14,7 @@ from data.pairs import readable_pairs
 from data.sources import DataArguments
 from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
-from evaluation.class_names import are_ids
+from evaluation.class_names import SYNSET, are_ids, names_after_ids
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.results import content_hash
 from evaluation.task import Task
@@ -39,6 +40,8 @@ def benchmark_task(
     classes, templates, protocol = [], [], benchmark.protocol
     if benchmark.kind in ("zero_shot", "linear_probe"):
         classes = _class_names(benchmark, folder, layout, ask_hub)
+        if len(classes) < 2:
+            raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
         protocol += f"; {len(classes)} classes"
     if benchmark.kind == "zero_shot":
         templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES, ask_hub))])
@@ -116,6 +119,15 @@ def _class_names(benchmark: Benchmark, folder: Path, layout: Layout, ask_hub: bo
         return of_data
     file = _text_file(benchmark, folder, CLASSES, ask_hub)
     names = read_classes(file)
+    of_ids = names_after_ids(names, str(file))
+    if of_ids and any(map(SYNSET.match, of_data or ())):
+        alone = sorted(of_ids.keys() ^ set(of_data))
+        if alone:
+            raise ValueError(f"{folder} needs images of all classes in {file}, but {alone[0]} is in one of both alone")
+        return [of_ids[synset] for synset in of_data]
+    names = list(of_ids.values()) or names
+    if are_ids(names) and not benchmark.numbers:
+        raise ValueError(f"{file} calls classes {', '.join(names[:3])}, which says nothing to a model: write names")
     if of_data:
         _require_order(names, of_data, file, folder)
     return names
@@ -168,9 +180,27 @@ def _load(
         raise ValueError(f"{folder} has no images of the split {arguments.split}")
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
+    if benchmark.kind == "choice":
+        _require_captions(rows["caption"], folder)
     if classes:
         rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
+    if {"roc_auc", "mean_average_precision"} & set(benchmark.metrics):
+        _require_every_class(np.array(rows["label"]), classes, folder)
     return readable_pairs(rows, arguments)
+
+
+def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
+    """Raises a ValueError if a caption is missing or blank: any other would be right."""
+    for number, texts in enumerate(choices):
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {texts!r:.200}")
+
+
+def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
+    """Raises a ValueError if a class has no image: its average precision and the ROC's area are not defined."""
+    images = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+    if not images.all():
+        raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
 
 
 def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:

@@ -39,6 +39,7 @@ class Benchmark:
         split: what is measured.
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
+        numbers: whether its classes may be called by numbers.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Benchmark:
     split: str = "test"
     train_split: str = "train"
     metrics: Sequence[str] = ()
+    numbers: bool = False
 
     @property
     def splits(self) -> list[str]:
@@ -201,13 +203,13 @@ _ROWS = (
     _shards("vtab-pets", "Oxford-IIIT Pets", PETS, folders=["oxford-iiit-pet"], metrics=PER_CLASS),
     _shards("vtab-caltech101", "Caltech-101", metrics=PER_CLASS),
     _shards("vtab-flowers", "Flowers-102", metrics=PER_CLASS),
-    _shards("mnist", "MNIST", MNIST(), folders=["MNIST/raw"]),
+    _shards("mnist", "MNIST", MNIST(), folders=["MNIST/raw"], numbers=True),
     _shards("fer2013", "FER-2013"),
     _shards("stl10", "STL-10", STL10(), folders=["stl10_binary"]),
     _shards("vtab-eurosat", "EuroSAT"),
     _shards("vtab-resisc45", "RESISC45"),
     _shards("gtsrb", "GTSRB", GTSRB),
-    _shards("vtab-kitti_closest_vehicle_distance", "KITTI distance"),
+    _shards("vtab-kitti_closest_vehicle_distance", "KITTI distance", numbers=True),
     _shards("country211", "Country211"),
     _shards("vtab-pcam", "PatchCamelyon"),
     _classes("ucf101", "UCF-101", [ClassFolders()], "a frame of each video of its test split"),
@@ -219,7 +221,7 @@ _ROWS = (
         split="val",
         metrics=["mean_of_top1_and_top5"],
     ),
-    _shards("vtab-clevr_count_all", "CLEVR counts"),
+    _shards("vtab-clevr_count_all", "CLEVR counts", numbers=True),
     _classes("hateful_memes", "Hateful Memes", MEMES, "its development set", split="dev", metrics=["roc_auc"]),
     _shards("renderedsst2", "Rendered SST2", ClassFolders(), folders=["rendered-sst2"]),
     # Robustness
@@ -366,15 +368,15 @@ _ROWS = (
         protocol="VOC 2007, CLIP_benchmark's test split, several classes an image",
         metrics=["mean_average_precision"],
     ),
-    _shards("vtab-clevr_closest_object_distance", "CLEVR distance"),
-    _shards("vtab-diabetic_retinopathy", "Diabetic retinopathy"),
-    _shards("vtab-dmlab", "DMLab"),
-    _shards("vtab-dsprites_label_orientation", "dSprites orientation"),
-    _shards("vtab-dsprites_label_x_position", "dSprites x position"),
-    _shards("vtab-dsprites_label_y_position", "dSprites y position"),
-    _shards("vtab-smallnorb_label_azimuth", "SmallNORB azimuth"),
-    _shards("vtab-smallnorb_label_elevation", "SmallNORB elevation"),
-    _shards("vtab-svhn", "SVHN"),
+    _shards("vtab-clevr_closest_object_distance", "CLEVR distance", numbers=True),
+    _shards("vtab-diabetic_retinopathy", "Diabetic retinopathy", numbers=True),
+    _shards("vtab-dmlab", "DMLab", numbers=True),
+    _shards("vtab-dsprites_label_orientation", "dSprites orientation", numbers=True),
+    _shards("vtab-dsprites_label_x_position", "dSprites x position", numbers=True),
+    _shards("vtab-dsprites_label_y_position", "dSprites y position", numbers=True),
+    _shards("vtab-smallnorb_label_azimuth", "SmallNORB azimuth", numbers=True),
+    _shards("vtab-smallnorb_label_elevation", "SmallNORB elevation", numbers=True),
+    _shards("vtab-svhn", "SVHN", numbers=True),
 )
 
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ROWS}
