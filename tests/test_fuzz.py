@@ -151,17 +151,6 @@ def place(sources, monkeypatch, tmp_path):
     return tmp_path / "place"
 
 
-PROCESSOR = ("tokenizer.json", "tokenizer_config.json", "processor_config.json")
-
-
-def parts(folder, *names):
-    return [f"{folder}/{name}" for name in names]
-
-
-def model_files(folder, *more):
-    return parts(folder, "config.json", "model.safetensors", *PROCESSOR, *more)
-
-
 def evaluation_of(model):
     return lambda s, out: [
         *("--model", s / model, "--tasks", "retrieval, zero_shot, linear_probe", "--output-dir", out),
@@ -173,50 +162,38 @@ def publication_of(model):
     return lambda s, out: [s / model, "user/clip", "--dry-run", out]
 
 
-DATA = ["data/train.parquet", "data/test.parquet", "classes.txt"]
-MIXTURE = ["mixture/config.json", *parts("mixture/expert_1", "config.json", "model.safetensors")]
-RUN = ["../experts/experts.json", "../scores/symbols_pairs--a.json", "manifest.json"]
-CONVERTED = {
-    "upcycle": model_files("dense"),
-    "dense": model_files("sparse"),
-    "average": model_files("dense"),
-    "assemble": [*model_files("dense"), *model_files("sparse")],
-    "unify": model_files("dense"),
-    "long_context": model_files("dense"),
-    "llava": [*model_files("llava"), "sparse/config.json", "sparse/model.safetensors"],
-    "openai": ["openai.safetensors", *parts("dense", *PROCESSOR)],
-    "released_clip_moe": ["released.safetensors", *parts("dense", *PROCESSOR)],
-    "released_clip_moe --reverse": ["heads_of_64/config.json", "heads_of_64/model.safetensors"],
-}
-# Command -> its function, its arguments for folders of sources and an output, and the files that it reads
-READERS = {name: (*COMMANDS[name], files) for name, files in CONVERTED.items()} | {
-    "evaluate dense": (evaluate.main, evaluation_of("dense"), [*model_files("dense"), *DATA]),
-    "evaluate sparse": (evaluate.main, evaluation_of("sparse"), model_files("sparse")),
-    "evaluate mixture": (evaluate.main, evaluation_of("mixture"), MIXTURE),
-    "experts": (
-        experts.main,
-        lambda s, out: ["--model", s / "sparse", "--tasks", "small", "--output-dir", out],
-        [*model_files("sparse"), DATA[1]],
-    ),
+# Command -> its function, and its arguments for folders of sources and an output
+READERS = COMMANDS | {
+    **{f"evaluate {model}": (evaluate.main, evaluation_of(model)) for model in ("dense", "sparse", "mixture")},
+    "experts": (experts.main, lambda s, out: ["--model", s / "sparse", "--tasks", "small", "--output-dir", out]),
     "report": (
         report.main,
         lambda s, out: [*sorted((s / "seed_0").glob("*.json")), "--output-dir", out, "--baseline", "a"],
-        ["seed_0/retrieval--b.json"],
     ),
     "seeds": (
         write_seeds.main,
         lambda s, out: [s / "seed_0", s / "seed_1", "--output-dir", out, "--baseline", "a"],
-        ["seed_0/retrieval--b.json"],
     ),
-    "publish": (publish.main, publication_of("run/sparse"), model_files("run/sparse", *RUN)),
-    "publish mixture": (publish.main, publication_of("mixture"), MIXTURE),
+    "publish": (publish.main, publication_of("run/sparse")),
+    "publish mixture": (publish.main, publication_of("mixture")),
 }
 
 
+def files_of(command, sources, place):
+    """What a command reads: the files that its arguments name, and those of other stages of the run."""
+    named = [path for path in READERS[command][1](sources, place) if isinstance(path, Path) and path != place]
+    named += [sources / "run"] * (command == "publish")
+    files = {file for path in named for file in ([path] if path.is_file() else path.rglob("*.*"))}
+    return sorted(file for file in files if file.suffix in (".json", ".safetensors", ".txt", ".parquet"))
+
+
+# Command -> the model of which it takes one tower, or the processor alone
+TAKEN_IN_PART = {"llava": "sparse", "openai": "dense", "released_clip_moe": "dense"}
+
+
 def must_be_seen(command, file, damage):
-    """Whether a damage leaves nothing that a command could do as before: a LLaVA takes one tower, and an expert of a
-    mixture is compared when it is used."""
-    unused = command == "llava" and file.startswith("sparse") or (command, damage) == ("publish mixture", "not finite")
+    """Whether a damage leaves nothing that a command could do as before. A mixture's experts are compared when used."""
+    unused = file.split("/")[0] == TAKEN_IN_PART.get(command) or (command, damage) == ("publish mixture", "not finite")
     return file.endswith(("/config.json", ".safetensors")) and damage != "flipped" and not unused
 
 
@@ -231,7 +208,7 @@ def ended(main, arguments):
 
 def check(name, sources, place, may_succeed):
     """Runs a command, whose output is `place / "out"`, and removes that."""
-    main, arguments, _ = READERS[name]
+    main, arguments = READERS[name]
     error = ended(main, arguments(sources, place / "out"))
     if error is None:
         assert may_succeed, name
@@ -247,18 +224,18 @@ def check(name, sources, place, may_succeed):
     place.mkdir()
 
 
-@pytest.mark.parametrize(("command", "file"), [(name, file) for name, (*_, files) in READERS.items() for file in files])
-def test_damaged_files(sources, place, command, file):
-    path = sources / file
-    whole = path.read_bytes()
-    for damage, change in damages(file).items():
-        path.write_bytes(change(whole))
-        try:
-            check(command, sources, place, may_succeed=not must_be_seen(command, file, damage))
-        except Exception as error:
-            raise AssertionError(f"{command}: {file}, {damage}: {error!r:.300}") from error
-        finally:
-            path.write_bytes(whole)
+@pytest.mark.parametrize("command", READERS)
+def test_damaged_files(sources, place, command):
+    for path in files_of(command, sources, place):
+        file, whole = path.relative_to(sources).as_posix(), path.read_bytes()
+        for damage, change in damages(file).items():
+            path.write_bytes(change(whole))
+            try:
+                check(command, sources, place, may_succeed=not must_be_seen(command, file, damage))
+            except Exception as error:
+                raise AssertionError(f"{command}: {file}, {damage}: {error!r:.300}") from error
+            finally:
+                path.write_bytes(whole)
 
 
 # --- Files of pairs and of benchmarks: each is read, or refused in one line that names it
