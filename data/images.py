@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def decode_image(value: Any) -> PIL.Image.Image:
             _require_size(image)
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
             if isinstance(value, dict) and value.get("box") is not None:
-                return _rgb(image.crop(value["box"]))
+                return _rgb(_crop(image, value["box"]))
             # JPEGs are RGB without a copy: nothing else is read of their files
             return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image)
     except PIL.UnidentifiedImageError as error:
@@ -57,6 +58,14 @@ def decode_image(value: Any) -> PIL.Image.Image:
         raise
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _crop(image: PIL.Image.Image, box: Sequence[float]) -> PIL.Image.Image:
+    """The part of an image in a box, which may go over its edges: what is outside is black."""
+    left, upper, right, lower = box
+    if min(right, image.width) <= max(left, 0) or min(lower, image.height) <= max(upper, 0):
+        raise OSError(f"its box {box} has nothing of its {image.width} x {image.height} pixels")
+    return image.crop(box)
 
 
 def _file(value: Any) -> str | io.BytesIO:

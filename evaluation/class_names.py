@@ -1,6 +1,7 @@
 """The names of the classes of own data."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -59,8 +60,13 @@ def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
 
 
 def in_order(ids: Iterable[str]) -> list[str]:
-    """Names of classes or their ids in alphabetical order, numbers by their value."""
-    return sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
+    """Names of classes or their ids in alphabetical order, numbers by their value. Raises a ValueError if two are the
+    same number, as 01 and 1 are."""
+    ids = sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
+    for one, other in itertools.pairwise(filter(NUMBER.fullmatch, ids)):
+        if float(one) == float(other):
+            raise ValueError(f"the classes {one} and {other} are one number: write it alike everywhere")
+    return ids
 
 
 def are_ids(names: Sequence[str]) -> bool:

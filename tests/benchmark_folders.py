@@ -4,6 +4,7 @@ none is taken from the specs. Each image has one brightness, by which a test kno
 import csv
 import io
 import json
+import struct
 
 import datasets
 import numpy as np
@@ -193,9 +194,10 @@ def cifar(labels, file, names):
 
 
 def mnist(folder):
-    images = bytes(16) + b"".join(bytes([STEP * number] * 784) for number in range(NUMBER))
+    images = struct.pack(">4i", 2051, NUMBER, 28, 28) + b"".join(bytes([STEP * n] * 784) for n in range(NUMBER))
     (folder / "t10k-images-idx3-ubyte").write_bytes(images)
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(bytes(8) + bytes(number % 7 for number in range(NUMBER)))
+    labels = struct.pack(">2i", 2049, NUMBER) + bytes(number % 7 for number in range(NUMBER))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(labels)
     write_names(folder, WORDS)
     return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
@@ -208,7 +210,7 @@ def stl10(folder):
     return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
 
-def listed(file, images, image, line, suffix=".jpg"):
+def listed(file, images, image, line, suffix=".jpg", header=()):
     """A list of images with their classes, or the numbers of these from 1 on."""
 
     def make(folder):
@@ -217,7 +219,7 @@ def listed(file, images, image, line, suffix=".jpg"):
             values = {"number": number, "word": WORDS[number % 7], "label": number % 7 + 1}
             write_image(folder / images / f"{image.format(**values)}{suffix}", number)
             lines.append(line.format(image=image.format(**values), **values))
-        write_lines(folder / file, lines)
+        write_lines(folder / file, [*header, *lines])
         write_names(folder, WORDS if "{label}" in line else sorted(WORDS))
         return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
@@ -558,7 +560,12 @@ COPIES = {
         (
             "gtsrb",
             listed(
-                "GT-final_test.csv", "GTSRB/Final_Test/Images", "{number:05}.ppm", "{image};53;54;6;5;48;49;{label}", ""
+                "GT-final_test.csv",
+                "GTSRB/Final_Test/Images",
+                "{number:05}.ppm",
+                "{image};53;54;6;5;48;49;{label}",
+                suffix="",
+                header=["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"],
             ),
         ),
     ],

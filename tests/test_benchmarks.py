@@ -205,9 +205,43 @@ def damage(path, change):
         ("imagenet1k", CLASSES, "n00000002 b\nn00000001 a\n", "all classes in .*, but n00000003 is in one of both"),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
-        ("imagenet1k", "val/ILSVRC2012_val_00000002.JPEG", None, "val has 13 images, but .*truth.txt has 14 lines"),
+        (
+            "imagenet1k",
+            "val/ILSVRC2012_val_00000002.JPEG",
+            None,
+            "13 images, .* 14 lines; ILSVRC2012_val_00000002 is i",
+        ),
+        (
+            "imagenet1k",
+            "val/ILSVRC2012_val_00000015.JPEG",
+            b"x",
+            "15 images, .* 14 lines; ILSVRC2012_val_00000015 is",
+        ),
+        ("mnist", "t10k-labels-idx1-ubyte", bytes(8), "t10k-labels.* must begin with 0, 0, 8, 1, not .0, 0, 0"),
+        (
+            "mnist",
+            "t10k-images-idx3-ubyte",
+            b"\0\0\x08\3" + b"\0\0\0\7" * 3,
+            "cannot reshape array of size 0 .*7,7,7",
+        ),
         ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
-        ("pets", "annotations/test.txt", ("red_7 1 1 1", "red_7"), "line 8 of .*test.txt needs the name .* is 'red_7'"),
+        ("pets", "annotations/test.txt", ("red_0 1 1 1", "red_0"), "line 1 of .*test.txt needs the name .* is 'red_0'"),
+        ("pets", "annotations/test.txt", ("red_7 1 1", "red_0 2 1"), "test.txt has two entries for red_0.jpg, 1 and 2"),
+        (
+            "pets",
+            "annotations/test.txt",
+            ("red_7 1", "red_7 01"),
+            "the classes 01 and 1 are one number: write it",
+        ),
+        ("food101", "images/red_food/7.png", b"", "images has two entries for red_food/7, .*7.jpg and .*7.png: one of"),
+        ("xm3600_de", "captions.jsonl", ('000001"', '000000"'), "captions.jsonl has two entries for 0{16}.jpg"),
+        ("aro_vg_relation", "visual_genome_relation.json", ('x": 4', 'x": 20'), "its box .20.* of its 20 x 10 pixels"),
+        (
+            "aro_vg_relation",
+            "visual_genome_relation.json",
+            ('w": 8', 'w": 0'),
+            "its box .4, 2, 4, 9. has nothing of",
+        ),
         ("sugar_crepe", "data/swap_obj.json", None, "no copy of sugar_crepe: there must be data/add_att.json to"),
         ("sugar_crepe", "data/add_obj.json", ('"a thing green"', "null"), "choice 2 lacks a caption.*thing', None"),
         ("sugar_crepe", "data/add_obj.json", ('"a green thing"', '" "'), "choice 2 lacks a caption, there are .. "),
@@ -226,7 +260,9 @@ def damage(path, change):
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
-    layouts = dict.fromkeys(["urban1k", "imagenet_a", "cifar10", "pets", "voc2007_multilabel"], 1) | {"imagenet1k": 3}
+    layouts = dict.fromkeys(["urban1k", "imagenet_a", "cifar10", "pets", "mnist", "voc2007_multilabel"], 1) | {
+        "imagenet1k": 3
+    }
     damage(make(tmp_path, name, layouts.get(name, 0)) / file, change)
     with pytest.raises((ValueError, OSError), match=message) as error:
         benchmark_task(BENCHMARKS[name], tmp_path).load()
@@ -240,6 +276,15 @@ def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
         damage(folder / name, b"")
     task = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
     assert (task.classes, task.data) == (whole.classes, whole.data) and len(task.load()[0]) == 14
+
+
+def test_all_images_within_the_folder_of_a_class_are_its_own(tmp_path):
+    """Also in folders of their own, and where two differ in their suffixes alone."""
+    folder = make(tmp_path, "imagenet_a", 1) / "n01440764"
+    (image, *_) = sorted(folder.iterdir())
+    for name in ("images/1.jpeg", f"{image.stem}.png"):
+        damage(folder / name, image.read_bytes())
+    assert list(benchmark_task(BENCHMARKS["imagenet_a"], tmp_path).load()[0]["label"][:5]) == [0, 0, 0, 0, 1]
 
 
 def test_classes_of_one_name_keep_their_numbers(tmp_path):

@@ -7,6 +7,7 @@ first is right, and may have an `attribute`. No image is decoded here.
 
 import glob
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -79,10 +80,30 @@ class Layout(ABC):
         """The rows of a split."""
 
 
-def _by_stem(files: Iterable[Path]) -> dict[str, Path]:
-    """The images among files, by their names without suffixes."""
-    images = [file for file in sorted(files) if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "."]
-    return {file.stem: file for file in images}
+def _images(folder: Path) -> list[Path]:
+    """The images in a folder and in those within it, in order, as torchvision walks."""
+    files = [Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names]
+    hidden = re.compile(r"(.*/)?(\.|__MACOSX)")
+    return [
+        file
+        for file in sorted(files)
+        if file.suffix.lower() in IMAGE_SUFFIXES and not hidden.match(file.relative_to(folder).as_posix())
+    ]
+
+
+def _by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
+    """The images of a folder by their names in it, without suffixes."""
+    named = ((image.relative_to(folder).with_suffix("").as_posix(), image) for image in images)
+    return _without_contradiction(named, folder)
+
+
+def _without_contradiction(pairs: Iterable[tuple[str, Any]], place: Path) -> dict[str, Any]:
+    """A dictionary of pairs, which may be repeated. Raises a ValueError if a key has two values."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if values.setdefault(key, value) != value:
+            raise ValueError(f"{place} has two entries for {key}, {values[key]} and {value}: one of them must go")
+    return values
 
 
 def _stamp_of_sizes(folder: Path, files: Iterable[Path]) -> str:
@@ -160,22 +181,24 @@ class ClassFolders(Layout):
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
     def stamp(self, folder: Path, split: str) -> str:
-        images = [image for path in self._classes(folder, split) for image in _by_stem(path.iterdir()).values()]
+        images = [image for path in self._classes(folder, split) for image in _images(path)]
         return content_hash([super().stamp(folder, split), _stamp_of_sizes(folder, images)])
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        there = {}  # CLASS/NAME -> the image and the number of its class
+        label_of = {}  # the number of each image's class
         for label, path in enumerate(self._classes(folder, split)):
-            images = _by_stem(path.iterdir())
+            images = _images(path)
             if not images:
                 raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
-            there |= {f"{path.name}/{name}": (str(image), label) for name, image in images.items()}
-        listed = self._listed(folder, split) if self.files else there.keys()
-        missing = sorted(listed - there.keys())
-        if missing:
-            raise ValueError(f"{len(missing)} images of the split {split} are not in {folder}; one is {missing[0]}")
-        rows = [there[name] for name in there if name in listed]
-        return Dataset.from_dict({"image": [image for image, _ in rows], "label": [label for _, label in rows]})
+            label_of |= dict.fromkeys(images, label)
+        if self.files:
+            listed, root = self._listed(folder, split), folder / self.of_split(self.images, split)
+            by_name = _by_name(label_of, root)
+            missing = sorted(listed - by_name.keys())
+            if missing:
+                raise ValueError(f"{len(missing)} images of the split {split} are not in {folder}; one is {missing[0]}")
+            label_of = {image: label_of[image] for name, image in by_name.items() if name in listed}
+        return Dataset.from_dict({"image": list(map(str, label_of)), "label": list(label_of.values())})
 
     def _listed(self, folder: Path, split: str) -> set[str]:
         """CLASS/NAME of the images of a split, without suffixes."""
@@ -192,8 +215,8 @@ class LabelLines(Layout):
     """A line for each image, with its class or the id of that. Classes have the numbers of their labels in order.
 
     Args:
-        line: regular expression of a line, with the groups `name`, of the image, and `label`. The first line may be a
-            header.
+        line: regular expression of a line, with the groups `name`, of the image, and `label`, or of a header, without
+            them.
         suffix: of images, where their names have none.
     """
 
@@ -206,10 +229,11 @@ class LabelLines(Layout):
         (file,) = self.annotations(folder, split)
         lines = [line.strip() for line in read_text(file).split("\n")]
         matches = [re.fullmatch(self.line, line) for line in lines]
-        bad = [number for number, line in enumerate(lines) if line and number and not matches[number]]
+        bad = [number for number, line in enumerate(lines) if line and not matches[number]]
         if bad:
             raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
-        return {f"{line['name']}{self.suffix}": line["label"] for line in filter(None, matches)}
+        images = [match for match in matches if match and match["name"]]
+        return _without_contradiction(((image["name"] + self.suffix, image["label"]) for image in images), file)
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         return in_order(set(self.labels(folder, split).values()))
@@ -235,13 +259,16 @@ class Devkit(LabelLines):
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         file, meta = self.annotations(folder, split)
-        images, numbers = sorted(_by_stem((folder / self.images).iterdir()).values()), read_text(file).split()
-        if len(images) != len(numbers):
-            raise ValueError(f"{folder / self.images} has {len(images)} images, but {file} has {len(numbers)} lines")
+        place, numbers = folder / self.images, read_text(file).split()
+        images = _by_name(_images(place), place)
+        names = [f"ILSVRC2012_val_{number:08}" for number in range(1, len(numbers) + 1)]
+        alone = sorted(images.keys() ^ set(names))
+        if alone:
+            raise ValueError(f"{place} has {len(images)} images, {file} {len(names)} lines; {alone[0]} is in one alone")
         try:
             synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
             synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
-            return {image.name: synset_of[int(number)] for image, number in zip(images, numbers, strict=True)}
+            return {images[name].name: synset_of[int(number)] for name, number in zip(names, numbers, strict=True)}
         except (MatReadError, OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{meta} or {file} is not that of ImageNet's development kit ({error!r})") from error
 
@@ -370,7 +397,7 @@ class CaptionFiles(Layout):
 
     def rows(self, folder: Path, split: str) -> Dataset:
         texts = {file.stem: read_text(file).partition("\n")[0].strip() for file in self.annotations(folder, split)}
-        images = _by_stem((folder / self.images).iterdir())
+        images = _by_name(_images(folder / self.images), folder / self.images)
         alone = sorted(images.keys() ^ texts.keys())
         if alone:
             raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")
@@ -423,5 +450,5 @@ class XM3600(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
-        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
-        return _captioned(folder / self.images, captions)
+        captions = [(f"{entry['image/key']}.jpg", entry[self.language]["caption"]) for entry in entries]
+        return _captioned(folder / self.images, _without_contradiction(captions, file))

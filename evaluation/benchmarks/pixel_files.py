@@ -75,7 +75,16 @@ class MNIST(Pixels):
 
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         images, labels = self.annotations(folder, split)
-        return np.fromfile(images, np.uint8, offset=16).reshape(-1, 28, 28), np.fromfile(labels, np.uint8, offset=8)
+        return _idx_array(images, 3), _idx_array(labels, 1)
+
+
+def _idx_array(file: Path, dimensions: int) -> np.ndarray:
+    """The bytes of an idx file, in the shape that its header gives: 0, 0, 8, the number of dimensions, and their sizes
+    in 4 bytes each."""
+    content, size = np.fromfile(file, np.uint8), 4 + 4 * dimensions
+    if content[:4].tolist() != [0, 0, 8, dimensions]:
+        raise ValueError(f"{file} must begin with 0, 0, 8, {dimensions}, not {content[:4].tolist()}: is it packed?")
+    return content[size:].reshape(content[4:size].view(">i4"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ IMAGENET = [
     LabelLines(
         files=["LOC_val_solution.csv"],
         images="ILSVRC/Data/CLS-LOC/val",
-        line=r"(?P<name>\w+),(?P<label>n\d{8}) .*",
+        line=r"ImageId,.*|(?P<name>\w+),(?P<label>n\d{8}) .*",
         suffix=".JPEG",
     ),
 ]
@@ -181,7 +181,7 @@ PETS = LabelLines(
 GTSRB = LabelLines(
     files=["GT-final_SPLIT.csv"],
     images="GTSRB/Final_Test/Images",
-    line=r"(?P<name>\w+\.ppm);.*;(?P<label>\d+)",
+    line=r"Filename;.*|(?P<name>\w+\.ppm);.*;(?P<label>\d+)",
 )
 
 _ROWS = (
