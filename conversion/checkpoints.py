@@ -14,7 +14,7 @@ from conversion.folders import has_file, load_config, loading
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILIES
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from records.messages import cut
 
 TOLERANCE = 1e-4
@@ -22,8 +22,8 @@ TOLERANCE = 1e-4
 DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
 HINTS = {
-    **{family.model_type: DENSE_HINT for family in FAMILIES},
-    **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILIES},
+    **{family.model_type: DENSE_HINT for family in FAMILY_OF_TYPE.values()},
+    **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
 
@@ -87,7 +87,7 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 
 def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
-    """Loads a dense CLIP of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
+    """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
     config = load_config(source)
     with loading(source):
         family = family_of(config)
@@ -96,7 +96,7 @@ def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
 
 
 def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
-    """Loads a sparse CLIP of any family, see `load_model`."""
+    """Loads a sparse model of any family, see `load_model`."""
     config = load_config(source)
     with loading(source):
         family = family_of(config)
@@ -143,10 +143,12 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
     """Random images and token ids for a CLIP of this config, each text with the token that its family pools at.
 
-    For the config of a text tower, token ids alone.
+    For the config of a text tower, token ids alone; for that of an image tower, images.
     """
     generator = torch.Generator().manual_seed(0)
     text, inputs = config.get_text_config(), {}
+    if not hasattr(text, "vocab_size"):
+        return _sample_images(config, batch_size, generator)
     if text is not config:
         inputs = _sample_images(config.vision_config, batch_size, generator)
     last = text.vocab_size - 1
@@ -169,11 +171,14 @@ def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.G
 
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP.
+    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP; of an image
+    tower alone its hidden states and what it pools.
 
     Those of padding among patches are 0: no expert computes it, and nothing reads it.
     """
     outputs = model(**inputs, output_hidden_states=True)
+    if not is_clip(model.config):
+        return {"hidden states": torch.stack(outputs.hidden_states), "pooled": outputs.pooler_output}
     patches = inputs.get("pixel_attention_mask", torch.ones(1))
     return {
         "logits": outputs.logits_per_image,

@@ -44,11 +44,11 @@ def upcycle(
         --preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate
 
     Args:
-        source: folder or hub name of a CLIPModel, or of a CLIPMoEModel without sparse layers, as a dense CLIP with one
-            encoder for images and texts is saved
+        source: folder or hub name of a CLIPModel or of another family's (docs/families.md), or of a CLIPMoEModel
+            without sparse layers, as a dense CLIP with one encoder for images and texts is saved
         output: new folder for the CLIPMoEModel
         preset: the paper whose architecture to build; what follows the seed changes it
-        towers: which become sparse
+        towers: which become sparse, of those that the family has sparse
         seed: of routers and fusion gates
         sparse_layers: all, every_second, second_half_every_second, or layers from 0 such as 1,3; of each tower as in
             text=1,3 vision=5,7

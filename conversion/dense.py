@@ -22,10 +22,10 @@ from conversion.checkpoints import (
     model_outputs,
     sample_inputs,
 )
-from conversion.families import family_of
+from conversion.families import family_of, is_clip
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns
+from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns, towers_of
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import read_json
@@ -38,7 +38,7 @@ def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
     """The config of the dense model: the family's own fields of the sparse one."""
     config_class = family_of(config).dense.config_class
     towers = {}
-    for name in TOWER_CONFIGS:
+    for name in TOWER_CONFIGS if is_clip(config) else ():
         fields = architecture(getattr(config, name), type(getattr(config, name)))
         towers[name] = {field: value for field, value in fields.items() if field not in SPARSE_FIELDS}
     return config_class(**architecture(config, config_class) | towers)
@@ -55,7 +55,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
     It is 1 for the base FFN, and where the weights of a token's experts sum to 1, whatever `scale` says.
     """
     scales = {}
-    for tower, tower_config in (("text", config.text_config), ("vision", config.vision_config)):
+    for tower, (prefix, tower_config) in towers_of(config).items():
         for layer in sorted(tower_config.moe_layers):
             value = 1.0
             if expert != BASE and not tower_config.norm_topk_prob:
@@ -66,7 +66,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
                         f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `clip-moe "
                         "experts` makes of this model, or, right after upcycling, --scale 1"
                     )
-            scales[rf"{tower}_model\.encoder\.layers\.{layer}\.mlp"] = value
+            scales[rf"{prefix}encoder\.layers\.{layer}\.mlp"] = value
     return scales
 
 

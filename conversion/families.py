@@ -5,7 +5,7 @@ import re
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from modeling_clip_moe.families import CLASS_OF_TYPE, FAMILIES, FAMILY_OF_TYPE, Family
+from modeling_clip_moe.families import CLASS_OF_TYPE, FAMILY_OF_TYPE, Family
 
 # The first and the last token of SigLIP's configurations are CLIP's by default, above their vocabulary. transformers
 # warns of them wherever it compares a configuration with the default. SigLIP reads neither
@@ -16,30 +16,31 @@ logging.getLogger("transformers.configuration_utils").addFilter(
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a whole model, dense or sparse.
+    """The family of a whole model or of an image tower alone, dense or sparse.
 
     Raises:
         ValueError: there is none.
     """
-    if not is_clip(config):
+    if config.model_type not in FAMILY_OF_TYPE:
         raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {dense_types()}")
     return FAMILY_OF_TYPE[config.model_type]
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a whole model, dense or sparse."""
-    family_of(config)  # raises
-    return CLASS_OF_TYPE[config.model_type]
+    """The class of a model of a family, dense or sparse."""
+    family = family_of(config)
+    return family.dense if config.model_type == family.model_type else family.sparse
 
 
 def dense_types() -> str:
     """The types of dense models of transformers that become sparse, for errors."""
-    return f"there are {', '.join(family.model_type for family in FAMILIES)}, see docs/families.md"
+    types = dict.fromkeys(family.model_type for family in FAMILY_OF_TYPE.values())
+    return f"there are {', '.join(types)}, see docs/families.md"
 
 
 def is_clip(config: PreTrainedConfig) -> bool:
     """Whether it is of a whole model, dense or sparse, of one of the families."""
-    return config.model_type in FAMILY_OF_TYPE
+    return config.model_type in CLASS_OF_TYPE
 
 
 def longest_text(text: PreTrainedConfig) -> int:

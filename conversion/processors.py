@@ -112,7 +112,7 @@ def require_fit(
     """Refuses the halves of a processor that are given, where they do not fit the towers that a model has.
 
     Args:
-        config: of a CLIP, of a text tower alone, or of a LLaVA.
+        config: of a CLIP, of a tower alone, or of a LLaVA.
         model: what the configuration was loaded from, for errors.
         source: what the processor was loaded from, for errors.
 
@@ -120,7 +120,7 @@ def require_fit(
         ValueError: the tokenizer has tokens that the model does not know, cuts texts at a length that it does not take,
             or a text is not pooled at its own end token; or images get another size than the model takes.
     """
-    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    text, vision = config.get_text_config(), getattr(config, "vision_config", config)
     if tokenizer is not None:
         number = max(tokenizer.get_vocab().values(), default=-1) + 1
         if number > text.vocab_size:

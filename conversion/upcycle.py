@@ -6,6 +6,7 @@ if __name__ == "__main__":
     upcycle.main()
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, check_equal, load_dense, load_sparse, model_outputs, sample_inputs
-from conversion.families import family_of
+from conversion.families import family_of, is_clip
 from conversion.folders import load_config
 from conversion.presets import TOWERS, Preset, require_towers, sparse_layers
 from conversion.processors import copy_processor
@@ -54,10 +55,13 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
         "fusion_gate": preset.fusion_gate,
         "capacity_factor": preset.capacity_factor,
     }
-    layers = {"text": dense.text_config.num_hidden_layers, "vision": dense.vision_config.num_hidden_layers}
-    changes = {
-        tower: routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, layers[tower])} for tower in towers
-    }
+    of_dense, changes = towers_of(dense), {}
+    for tower in towers:
+        layers = of_dense[tower][1].num_hidden_layers
+        changes[tower] = routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, layers)}
+    if not is_clip(dense):
+        config_class = family.sparse.config_class
+        return config_class(**architecture(dense, config_class), **changes["vision"])
     shared = {"shared_encoder": True} if getattr(dense, "shared_encoder", False) else {}
     return _whole_config(
         dense,
@@ -88,12 +92,19 @@ def _whole_config(
     return family.sparse.config_class(**towers, **whole, **settings)
 
 
-def sparse_ffns(config: SparseMoEConfig) -> dict[str, CLIPMoETowerConfig]:
+def towers_of(config: PreTrainedConfig) -> dict[str, tuple[str, PreTrainedConfig]]:
+    """Each tower of a model, "text" or "vision": a regular expression of what the names of its modules start with, and
+    its configuration. An image tower alone has no such prefix."""
+    if not is_clip(config):
+        return {"vision": ("", config)}
+    return {tower: (rf"{tower}_model\.", getattr(config, f"{tower}_config")) for tower in TOWERS}
+
+
+def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
     """Regular expressions of the module names of each tower's sparse FFNs, with the tower's config."""
-    towers = {"text_model": config.text_config, "vision_model": config.vision_config}
     return {
-        rf"{tower}\.encoder\.layers\.(?:{'|'.join(map(str, tower_config.moe_layers))})\.mlp": tower_config
-        for tower, tower_config in towers.items()
+        rf"{prefix}encoder\.layers\.(?:{'|'.join(map(str, tower_config.moe_layers))})\.mlp": tower_config
+        for prefix, tower_config in towers_of(config).values()
         if tower_config.moe_layers
     }
 
@@ -165,7 +176,7 @@ def build_sparse(
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
-        tower_config = config.text_config if key.startswith("text_model.") else config.vision_config
+        (tower_config,) = [tower for prefix, tower in towers_of(config).values() if re.match(prefix, key)]
         tensor.normal_(std=getattr(tower_config, "initializer_range", 0.02), generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))

@@ -32,8 +32,9 @@ from .configuration_vision_moe import (
     AltCLIPMoETextConfig,
     ChineseCLIPMoEConfig,
     ChineseCLIPMoETextConfig,
+    MLCDMoEVisionConfig,
 )
-from .families import FAMILIES, Family
+from .families import FAMILIES, IMAGE_TOWERS, Family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
@@ -53,7 +54,13 @@ from .modeling_siglip_moe import (
     SiglipMoETextModel,
     SiglipMoEVisionModel,
 )
-from .modeling_vision_moe import AltCLIPMoEModel, AltCLIPMoETextModel, ChineseCLIPMoEModel, ChineseCLIPMoETextModel
+from .modeling_vision_moe import (
+    AltCLIPMoEModel,
+    AltCLIPMoETextModel,
+    ChineseCLIPMoEModel,
+    ChineseCLIPMoETextModel,
+    MLCDMoEVisionModel,
+)
 from .sparse_moe import (
     expert_capacity_mask,
     global_entropy_loss,
@@ -65,7 +72,7 @@ from .sparse_moe import (
 
 def _register(
     family: Family,
-    whole: type[PreTrainedModel],
+    whole: type[PreTrainedModel] | None,
     text: type[PreTrainedModel] | None = None,
     vision: type[PreTrainedModel] | None = None,
 ) -> None:
@@ -73,8 +80,9 @@ def _register(
     for model in filter(None, (whole, text, vision)):
         AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
         AutoModel.register(model.config_class, model, exist_ok=True)
-    AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
-    AutoProcessor.register(whole.config_class, getattr(transformers, family.processor), exist_ok=True)
+    if whole is not None:
+        AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
+        AutoProcessor.register(whole.config_class, getattr(transformers, family.processor), exist_ok=True)
     for model in filter(None, (whole, text)):
         AutoTokenizer.register(model.config_class, getattr(transformers, family.tokenizer), exist_ok=True)
     image_processors = {}
@@ -90,6 +98,8 @@ def _register(
 # From the last to CLIP, whose vision tower others have, too
 for family in reversed(FAMILIES):
     _register(family, family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class)
+for family in IMAGE_TOWERS:
+    _register(family, None, vision=family.sparse)
 _register(FAMILIES[0], CLIPMoDEModel)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
 
@@ -114,6 +124,8 @@ __all__ = [
     "ChineseCLIPMoEModel",
     "ChineseCLIPMoETextConfig",
     "ChineseCLIPMoETextModel",
+    "MLCDMoEVisionConfig",
+    "MLCDMoEVisionModel",
     "MetaClip2MoEConfig",
     "MetaClip2MoEModel",
     "MetaClip2MoETextConfig",

@@ -2,7 +2,7 @@
 CLIP's, and MLCD, which is an image tower without texts."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import AltCLIPTextConfig, ChineseCLIPTextConfig
+from transformers import AltCLIPTextConfig, ChineseCLIPTextConfig, MLCDVisionConfig
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, CLIPMoEVisionConfig
 
@@ -79,4 +79,22 @@ class AltCLIPMoEConfig(CLIPMoEConfig):
     projection_dim: int = 768
 
 
-__all__ = ["AltCLIPMoEConfig", "AltCLIPMoETextConfig", "ChineseCLIPMoEConfig", "ChineseCLIPMoETextConfig"]
+@strict
+class MLCDMoEVisionConfig(CLIPMoETowerConfig, MLCDVisionConfig):
+    """Vision tower: the fields of `MLCDVisionConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "mlcd_moe_vision_model"
+    base_config_key = "vision_config"
+    auto_classes = {
+        "AutoConfig": "configuration_vision_moe.MLCDMoEVisionConfig",
+        "AutoModel": "modeling_vision_moe.MLCDMoEVisionModel",
+    }
+
+
+__all__ = [
+    "AltCLIPMoEConfig",
+    "AltCLIPMoETextConfig",
+    "ChineseCLIPMoEConfig",
+    "ChineseCLIPMoETextConfig",
+    "MLCDMoEVisionConfig",
+]

@@ -7,6 +7,7 @@ from transformers import (
     ChineseCLIPModel,
     CLIPModel,
     MetaClip2Model,
+    MLCDVisionModel,
     PreTrainedConfig,
     PreTrainedModel,
     Siglip2Model,
@@ -16,18 +17,19 @@ from transformers import (
 from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
-from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel
+from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
 
 TOWER_CONFIGS = ("text_config", "vision_config")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family. Its models have `text_model` and `vision_model` with `encoder.layers`, whose FFN is an `mlp`.
+    """A family. The towers that become sparse have `encoder.layers`, whose FFN is an `mlp`. Whole models have two,
+    `text_model` and `vision_model`.
 
     Args:
         processor, tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be
-            there.
+            there; None for an image tower alone, which reads no texts.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
         naflex: whether images may have any shape.
         towers: those that become sparse; another one stays dense.
@@ -36,8 +38,8 @@ class Family:
     name: str
     dense: type[PreTrainedModel]
     sparse: type[PreTrainedModel]
-    processor: str
-    tokenizer: str
+    processor: str | None
+    tokenizer: str | None
     image_processor: str
     sigmoid: bool = False
     naflex: bool = False
@@ -88,8 +90,15 @@ FAMILIES = (
         towers=("vision",),
     ),
 )
-# The classes of whole models, dense and sparse, by the type in their configurations; and their families
+# Image towers alone, for LLaVA
+IMAGE_TOWERS = (
+    Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, None, "CLIPImageProcessor", towers=("vision",)),
+)
+# The classes of whole models, dense and sparse, by the type in their configurations; and the families
+# of all
 CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
 FAMILY_OF_TYPE = {
-    model.config_class.model_type: family for family in FAMILIES for model in (family.dense, family.sparse)
+    model.config_class.model_type: family
+    for family in (*FAMILIES, *IMAGE_TOWERS)
+    for model in (family.dense, family.sparse)
 }

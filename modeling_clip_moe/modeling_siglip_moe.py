@@ -64,14 +64,6 @@ class Siglip2MoEEncoderLayer(SparseEncoderLayer, Siglip2EncoderLayer):
 class _SiglipMoEMixin(SparseMoEMixin):
     """What sparse SigLIP and SigLIP 2 share, whose code in transformers is the same but for names and patches."""
 
-    layer_class: type[SparseEncoderLayer]
-
-    def post_init(self):
-        if hasattr(self, "encoder"):  # a tower: before its weights are drawn, its layers become ours
-            layers = range(self.config.num_hidden_layers)
-            self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])
-        super().post_init()
-
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)

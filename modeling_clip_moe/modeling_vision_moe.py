@@ -2,8 +2,9 @@
 is CLIP's, and MLCD, which is an image tower without texts."""
 
 import torch
-from transformers import AltCLIPTextModel, ChineseCLIPTextModel
+from transformers import AltCLIPTextModel, ChineseCLIPTextModel, MLCDVisionModel
 from transformers.core_model_loading import PrefixChange
+from transformers.models.mlcd.modeling_mlcd import MLCDEncoderLayer
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_vision_moe import (
@@ -11,9 +12,10 @@ from .configuration_vision_moe import (
     AltCLIPMoETextConfig,
     ChineseCLIPMoEConfig,
     ChineseCLIPMoETextConfig,
+    MLCDMoEVisionConfig,
 )
 from .modeling_clip_moe import CLIPMoEModel, CLIPMoEModelOutputWithPooling
-from .sparse_moe import SparseMoEMixin
+from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin
 
 
 class _DenseTextModel(SparseMoEMixin):
@@ -78,4 +80,33 @@ class AltCLIPMoEModel(CLIPMoEModel):
     text_model_class = AltCLIPMoETextModel
 
 
-__all__ = ["AltCLIPMoEModel", "AltCLIPMoETextModel", "ChineseCLIPMoEModel", "ChineseCLIPMoETextModel"]
+class MLCDMoEEncoderLayer(SparseEncoderLayer, MLCDEncoderLayer):
+    """MLCD's layer, with a sparse block instead of the FFN in the layers of `config.moe_layers`."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """See `SparseEncoderLayer.forward`. The position embeddings (S, D / heads) rotate queries and keys."""
+        return super().forward(hidden_states, attention_mask, position_embeddings=position_embeddings, **kwargs)
+
+
+class MLCDMoEVisionModel(SparseMoEMixin, MLCDVisionModel):
+    """MLCD's vision tower, for LLaVA."""
+
+    config: MLCDMoEVisionConfig
+    layer_class = MLCDMoEEncoderLayer
+    _no_split_modules = ["MLCDMoEEncoderLayer"]
+    _can_record_outputs = {**MLCDVisionModel._can_record_outputs, **ROUTER_OUTPUTS}
+
+
+__all__ = [
+    "AltCLIPMoEModel",
+    "AltCLIPMoETextModel",
+    "ChineseCLIPMoEModel",
+    "ChineseCLIPMoETextModel",
+    "MLCDMoEVisionModel",
+]

@@ -553,12 +553,17 @@ class SparseMoEMixin:
     _optional_weights = ()
     # What the names of a tower's weights start with in files
     _tower_prefix = ""
+    # Of a subclass of a family's own tower, which builds dense layers: what they become before weights are drawn
+    layer_class: type[SparseEncoderLayer] | None = None
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self._register_conversions()
 
     def post_init(self):
+        if self.layer_class is not None and hasattr(self, "encoder"):
+            layers = range(self.config.num_hidden_layers)
+            self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])
         super().post_init()
         # Not those of its towers, which transformers adds: each ignores the other one
         ignored = type(self)._keys_to_ignore_on_load_unexpected or []

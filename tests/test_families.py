@@ -8,17 +8,28 @@ import sys
 import pytest
 import torch
 from tiny_clip import moved
-from tiny_families import saved, tiny_dense
-from transformers import AutoModel, MetaClip2Model, SiglipTextConfig
+from tiny_families import IMAGES, WIDTH, saved, tiny_dense
+from transformers import (
+    AutoModel,
+    CLIPImageProcessorPil,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MetaClip2Model,
+    SiglipTextConfig,
+)
 
+from conversion import commands
 from conversion.average import average
-from conversion.checkpoints import load_clip, model_outputs, sample_inputs
+from conversion.checkpoints import load_clip, load_dense, model_outputs, sample_inputs
 from conversion.dense import extract
+from conversion.llava import expected_outputs, swap, verify
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.unify import unify
 from conversion.upcycle import upcycle
-from modeling_clip_moe.families import FAMILIES
+from modeling_clip_moe import load_balancing_loss
+from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 
@@ -222,6 +233,46 @@ def test_trained_ffns_become_experts_and_models_are_averaged(family, tmp_path):
     name = "vision_model.encoder.layers.0.mlp.fc1.weight"
     halves = (dense.get_parameter(name) + experts[0].get_parameter(name)) / 2
     torch.testing.assert_close(mean.get_parameter(name), halves)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_path):
+    (family,) = IMAGE_TOWERS
+    size = WIDTH | IMAGES | {"hidden_act": "quick_gelu"}
+    dense = moved(family.dense(family.dense.config_class(**size)), "", seed=0).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16).save_pretrained(tmp_path / "dense")
+    commands.upcycle.main([str(tmp_path / "dense"), str(tmp_path / "sparse"), "--preset", preset])  # compares the two
+    sparse = AutoModel.from_pretrained(tmp_path / "sparse")
+    sparse.config.norm_topk_prob = True
+    assert type(sparse) is family.sparse
+    sparse.save_pretrained(tmp_path / "again")
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("sparse", "again")]
+    assert weights[0] == weights[1] and (tmp_path / "again" / "modeling_vision_moe.py").is_file()
+    images = sample_inputs(dense.config)
+    expected = dense(**images).pooler_output
+    torch.testing.assert_close(sparse(**images).pooler_output, expected, atol=1e-6, rtol=1e-6)
+    commands.dense.main([str(tmp_path / "again"), str(tmp_path / "expert"), "--expert", "1"])
+    torch.testing.assert_close(load_dense(tmp_path / "expert").state_dict(), dense.state_dict(), atol=0, rtol=0)
+    gradients, trained = [], moved(sparse, "experts", seed=1).train()
+    for checkpointing in (False, True):
+        if checkpointing:
+            trained.gradient_checkpointing_enable({"use_reentrant": False})
+        trained.zero_grad()
+        outputs = trained(**images, output_router_logits=True)
+        (outputs.pooler_output.sum() + load_balancing_loss(outputs.router_logits, 2)).backward()
+        gradients.append({name: parameter.grad for name, parameter in trained.named_parameters()})
+    torch.testing.assert_close(*gradients)
+    text = LlamaConfig(
+        vocab_size=40, num_hidden_layers=1, **{name: WIDTH[name] for name in WIDTH if "layers" not in name}
+    )
+    config = LlavaConfig(vision_config=dense.config.to_dict(), text_config=text.to_dict(), image_token_index=39)
+    llava = LlavaForConditionalGeneration(config)
+    swap(llava, sparse.eval())
+    llava.save_pretrained(tmp_path / "llava")
+    verify(tmp_path / "llava", expected_outputs(llava, sparse))
+    with pytest.raises(ValueError, match="a model of type 'clip' is needed, not 'mlcd_moe_vision_model'"):
+        load_clip(tmp_path / "sparse")
 
 
 @torch.no_grad()
