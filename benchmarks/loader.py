@@ -12,7 +12,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +31,7 @@ from training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
 LOOP = "Pillow's decode and resize in a loop"
-TWO_LOOPS = "two of these loops, in two processes"
-AUGMENTATIONS = {
-    "": None,
-    ", by the image processor itself": None,
-    ", random crops of [0.9, 1]": Augmentation(random_resized_crop=[0.9, 1.0]),
-}
+CROPS = Augmentation(random_resized_crop=[0.9, 1.0])
 
 
 def photo(seed: int) -> bytes:
@@ -77,12 +71,6 @@ def pillow_loop(folder: Path, number: int) -> float:
     return number / (time.perf_counter() - started)
 
 
-def two_pillow_loops(folder: Path, number: int) -> float:
-    """Images a second of two processes that do it at the same time."""
-    with ProcessPoolExecutor(2) as processes:
-        return sum(processes.map(pillow_loop, [folder] * 2, [number] * 2))
-
-
 def rate(loader: PairLoader, number: int) -> float:
     """Images a second of `number` images, after what is read ahead."""
     batches = loader.batches(0)
@@ -99,27 +87,26 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
     """Names of ways to read images, and their loaders."""
     images = {"source": str(folder / "images")}
     shards = {"source": str(folder / "shards"), "image_column": "jpg", "caption_column": "txt"}
-    sources = [(f"loaded{name}", images, augmentation) for name, augmentation in AUGMENTATIONS.items()]
-    sources.append(("streamed from a folder", images | {"streaming": True}, None))
-    sources.append((f"streamed from {SHARDS} shards", shards | {"streaming": True}, None))
-    sources.append((f"indexed in {SHARDS} shards", shards | {"indexed": True}, None))
+    sources = [
+        ("loaded", images, None),
+        ("loaded, random crops of [0.9, 1]", images, CROPS),
+        ("streamed from a folder", images | {"streaming": True}, None),
+        (f"streamed from {SHARDS} shards", shards | {"streaming": True}, None),
+        (f"indexed in {SHARDS} shards", shards | {"indexed": True}, None),
+    ]
     for num_workers, (name, source, augmentation) in itertools.product((0, 2), sources):
         arguments = DataArguments(**source, num_workers=num_workers)
         loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
-        if "itself" in name:
-            loader.images.prepare.table = None
         yield f"{name}, {num_workers} workers", loader
 
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
-    """Images a second of the loop (`LOOP`) and of the wanted ways; by default of all ways and `TWO_LOOPS`."""
+    """Images a second of the loop (`LOOP`) and of the wanted ways; by default of all."""
     processor = build_processor("symbols", EDGE, 64)
     processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), images)
         calls = {LOOP: partial(pillow_loop, Path(folder), images)}
-        if wanted is None:
-            calls[TWO_LOOPS] = partial(two_pillow_loops, Path(folder), images)
         for name, loader in ways(Path(folder), processor):
             if wanted is None or name in wanted:
                 # Workers give two batches at once: of few, chance would decide how many fall into the time
@@ -134,8 +121,7 @@ def compare_loaders(*, output: Output = None, images: int = 320, rounds: Rounds 
     The images are JPEGs of 640 x 480 pixels, made on the spot, for a model of 224. Loaded pairs are read from a folder
     with metadata; streams from a folder and from four webdataset shards, which are also read by their index. Every way
     is measured once in each round; the medians count. Batches are of 32 pairs, and the first of every way are not
-    timed: workers start while they are made. With W workers, 1 + W times as many images are read as by the loop. The
-    loop in two processes at once shows what two workers could reach.
+    timed: workers start while they are made. With W workers, 1 + W times as many images are read as by the loop.
     """
     rates = medians(images, rounds)
     return page(

@@ -94,47 +94,42 @@ def _device_name(device: torch.device) -> str:
     return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
-# Column -> what is in it, of the costs of a model
+# Column -> the numbers of parameters in it
 COUNTED = {
-    title: lambda costs, name=name: costs["parameters"][name] / 1e6
-    for title, name in {
-        "M parameters": "total",
-        "activated": "activated",
-        "text": "text",
-        "activated, text": "text_activated",
-        "vision": "vision",
-        "activated, vision": "vision_activated",
-        "one expert": "expert",
-        "routers, gates": "routers",
-    }.items()
-}
-MULTIPLY_ADDS = {
-    "G multiply-adds of an image": lambda costs: costs["multiply_adds"]["image"] / 1e9,
-    "of a text": lambda costs: costs["multiply_adds"]["text"] / 1e9,
-    "of both": lambda costs: _both(costs) / 1e9,
-    "without attention scores": lambda costs: (_both(costs) - costs["multiply_adds"]["attention_scores"]) / 1e9,
-    "GFLOPs of both": lambda costs: 2 * _both(costs) / 1e9,
-}
-MEASURED = {
-    "images/s": lambda costs: costs["measured"]["images_per_second"],
-    "captions/s": lambda costs: costs["measured"]["texts_per_second"],
-    "peak MiB": lambda costs: costs["measured"]["peak_memory"] / 2**20,
-    "peak MiB above start": lambda costs: (
-        (costs["measured"]["peak_memory"] - costs["measured"].get("memory_before", 0)) / 2**20
-    ),
+    "M parameters": "total",
+    "activated": "activated",
+    "text": "text",
+    "activated, text": "text_activated",
+    "vision": "vision",
+    "activated, vision": "vision_activated",
+    "one expert": "expert",
+    "routers, gates": "routers",
 }
 
 
-def _both(costs: Mapping[str, Any]) -> int:
-    return costs["multiply_adds"]["image"] + costs["multiply_adds"]["text"]
+def _counted(costs: Mapping[str, Any]) -> dict[str, float]:
+    return {column: costs["parameters"][name] / 1e6 for column, name in COUNTED.items()}
+
+
+def _multiply_adds(costs: Mapping[str, Any]) -> dict[str, float]:
+    image, text, scores = (costs["multiply_adds"][name] / 1e9 for name in ("image", "text", "attention_scores"))
+    both = {"of both": image + text, "without attention scores": image + text - scores}
+    return {"G multiply-adds of an image": image, "of a text": text, **both, "GFLOPs of both": 2 * (image + text)}
+
+
+def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
+    measured = costs["measured"]
+    peak, before = (measured.get(name, 0) / 2**20 for name in ("peak_memory", "memory_before"))
+    speed = {"images/s": measured["images_per_second"], "captions/s": measured["texts_per_second"]}
+    return speed | {"peak MiB": peak, "peak MiB above start": peak - before}
 
 
 def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
     measured = {name: of_model for name, of_model in costs.items() if "measured" in of_model}
     sections = [
         "# Efficiency",
-        _table(costs, COUNTED, baseline),
-        _table(costs, MULTIPLY_ADDS, baseline),
+        _table(costs, _counted, baseline),
+        _table(costs, _multiply_adds, baseline),
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
@@ -143,7 +138,7 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
     if measured:
         memory = "the process, which starts with its libraries," if how["device"] == "cpu" else "the accelerator"
         sections += [
-            _table(measured, MEASURED, baseline),
+            _table(measured, _measured, baseline),
             f"Medians of {ROUNDS} rounds, in each of which all models have their turn, after one that warms up. Random "
             f"images and texts of full length, {how['batch_size']} at a time, {how['dtype']}; without reading, "
             f"decoding and tokenizing. Memory: of {memory} for one model alone.",
@@ -156,11 +151,12 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
 def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
     """Whether there is much to remember: bits against parameters, and the rule of `docs/results.md`."""
     bits = captions * math.log2(captions)
-    columns = {
-        "M parameters in the layers": lambda costs: costs["parameters"]["layers"] / 1e6,
-        "bits to remember, for each": lambda costs: bits / costs["parameters"]["layers"],
-    }
-    table = _table(costs, columns, "")
+
+    def in_layers(costs: Mapping[str, Any]) -> dict[str, float]:
+        number = costs["parameters"]["layers"]
+        return {"M parameters in the layers": number / 1e6, "bits to remember, for each": bits / number}
+
+    table = _table(costs, in_layers, "")
     of_dense = {name: bits / of["parameters"]["layers"] for name, of in costs.items() if not of["parameters"]["expert"]}
     verdicts = (
         f"\n\n{escape(name)}, {share:.1f} bits: {next(what for end, what in VERDICTS if share < end)}."
@@ -178,15 +174,15 @@ def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
     )
 
 
-def _table(costs: Mapping[str, Any], columns: Mapping[str, Callable], baseline: str) -> str:
-    rows = []
-    for name, of_model in costs.items():
-        cells = []
-        for value_of in columns.values():
-            value, of_baseline = value_of(of_model), value_of(costs[baseline]) if baseline in costs else 0
-            cells.append(_number(value) + (f" ({value / of_baseline:.2f})" if of_baseline and name != baseline else ""))
-        rows.append([name, *cells])
-    return markdown_table(["model", *columns], rows)
+def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:
+    rows = {name: row_of(of_model) for name, of_model in costs.items()}
+    columns, reference = [*next(iter(rows.values()))], rows.get(baseline, {})
+
+    def cell(name: str, column: str) -> str:
+        value, other = rows[name][column], reference.get(column)
+        return _number(value) + (f" ({value / other:.2f})" if other and name != baseline else "")
+
+    return markdown_table(["model", *columns], [[name, *(cell(name, column) for column in columns)] for name in rows])
 
 
 def _number(value: float) -> str:

@@ -154,15 +154,11 @@ def analyze_experts(
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
-    """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks.
+    """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks. For
+    the other arguments, see `evaluation.commands.experts`.
 
     Args:
-        model: a folder or hub name of a `CLIPMoEModel`.
-        tasks: name -> task; see `evaluation.tasks.find_tasks`.
-        num_experts_per_tok: numbers of experts a token to try, beside the model's own.
         layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.
-        capacity_factors: with which dropped patches are drawn; default: the vision tower's in training and twice that.
-        expert: the one that has a picture of its own.
 
     Returns:
         How the page begins: whether the experts do anything, and a table with a row a metric and a column an expert, in

@@ -18,6 +18,8 @@ from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from records.result_schema import TextCounts
 
 Model = Embedder | Ensemble
+# Metrics; the weights of an ensemble's experts, by what they weigh; and what the tokenizer made of the texts
+Measured = tuple[dict[str, float], dict[str, np.ndarray | None], TextCounts | None]
 
 
 def measure(task: Task, model: Model) -> dict[str, Any]:
@@ -27,23 +29,35 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
     Raises:
         ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
     """
-    return MEASURES[task.kind](task, model)
+    loaded = [load() for load in (task.load, task.load_train) if load is not None]
+    rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
+    metrics, weights, texts = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
+    result = {"metrics": metrics, "num_samples": len(rows)}
+    if task.kind == "retrieval":
+        result["num_captions"] = texts.number
+    result["num_skipped"] = num_skipped
+    if texts is not None:
+        result["texts"] = texts.model_dump()
+    if isinstance(model, Ensemble):
+        of_images = weights.pop("images", None)
+        if of_images is not None:  # texts then have no weights but the experts' temperatures
+            weights = {"images": of_images.reshape(-1, of_images.shape[-1])}
+        result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
+    return result
 
 
-def measure_zero_shot(task: Task, model: Model) -> dict[str, Any]:
+def measure_zero_shot(task: Task, model: Model, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
-    rows, num_skipped = task.load()
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     weights, of_images = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
     embeds = concatenate(images, of_images), concatenate(classes, weights)
     metrics = zero_shot_metrics(*embeds, _labels(task, rows), task.metrics)
-    return _result(model, metrics, len(rows), num_skipped, {"classes": weights, "images": of_images}, texts)
+    return metrics, {"classes": weights, "images": of_images}, texts
 
 
-def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
+def measure_zero_shot_groups(task: Task, model: Model, rows: Dataset) -> Measured:
     """A zero-shot task for each group of classes: images against the names of their own group, for which an ensemble is
     routed. `accuracy` is the mean over the groups that have images."""
-    rows, num_skipped = task.load()
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
     of_images = model.image_weights(rows)
@@ -59,7 +73,7 @@ def measure_zero_shot_groups(task: Task, model: Model) -> dict[str, Any]:
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
     metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return _result(model, metrics, len(rows), num_skipped, {"classes": np.array(weights), "images": of_images}, texts)
+    return metrics, {"classes": np.array(weights), "images": of_images}, texts
 
 
 def _zero_shot_embeds(
@@ -84,9 +98,8 @@ def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
     return read_texts(embedder.processor.tokenizer, texts)
 
 
-def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
+def measure_retrieval(task: Task, model: Model, rows: Dataset) -> Measured:
     """Each image against all captions, and each caption against all images."""
-    rows, num_skipped = task.load()
     captions = [present_captions(caption) for caption in rows["caption"]]
     image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
     corpus = [text for texts in captions for text in texts]
@@ -102,12 +115,11 @@ def measure_retrieval(task: Task, model: Model) -> dict[str, Any]:
         query_embeds=concatenate(texts, weights["queries"]),
         wanted=task.metrics,
     )
-    return _result(model, metrics, len(rows), num_skipped, weights, counts, num_captions=len(corpus))
+    return metrics, weights, counts
 
 
-def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
+def measure_pairs(task: Task, model: Model, rows: Dataset) -> Measured:
     """The two images of a pair against its two captions."""
-    rows, num_skipped = task.load()
     captions = [list(rows[f"caption_{side}"]) for side in range(2)]
     of_side, of_pair = np.divmod(np.arange(2 * len(rows)), len(rows))
     read = _read_texts(model, [*captions[0], *captions[1]])
@@ -124,12 +136,11 @@ def measure_pairs(task: Task, model: Model) -> dict[str, Any]:
     embeds = concatenate(images, of_images), concatenate(texts, weights[:, None])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
-    return _result(model, metrics, len(rows), num_skipped, {"pairs": weights, "images": of_images}, counts)
+    return metrics, {"pairs": weights, "images": of_images}, counts
 
 
-def measure_choice(task: Task, model: Model) -> dict[str, Any]:
+def measure_choice(task: Task, model: Model, rows: Dataset) -> Measured:
     """Each image against its right caption and those wrong ones that have other words. If none has, it is a miss."""
-    rows, num_skipped = task.load()
     choices = [list(texts) for texts in rows["caption"]]
     different = [[right, *([text for text in wrong if text != right] or wrong)] for right, *wrong in choices]
     image_of_text = np.repeat(np.arange(len(rows)), list(map(len, different)))
@@ -140,12 +151,11 @@ def measure_choice(task: Task, model: Model) -> dict[str, Any]:
     embeds = concatenate(images, of_images), concatenate(texts, weights[image_of_text])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = choice_metrics(*embeds, image_of_text, attributes)
-    return _result(model, metrics, len(rows), num_skipped, {"choices": weights, "images": of_images}, counts)
+    return metrics, {"choices": weights, "images": of_images}, counts
 
 
-def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
+def measure_linear_probe(task: Task, model: Model, rows: Dataset, train_rows: Dataset) -> Measured:
     """A classifier that is fitted to the embeddings of training images."""
-    (rows, num_skipped), (train_rows, train_skipped) = task.load(), task.load_train()
     train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
     metrics = linear_probe_metrics(
         model.features(train_images),
@@ -154,7 +164,7 @@ def measure_linear_probe(task: Task, model: Model) -> dict[str, Any]:
         _labels(task, rows),
         device=model.device,
     )
-    return _result(model, metrics, len(rows), num_skipped + train_skipped, {})
+    return metrics, {}, None
 
 
 MEASURES = {
@@ -192,23 +202,3 @@ def _labels(task: Task, rows: Dataset) -> np.ndarray:
         return np.array(rows["label"])
     number_of_class = {name: number for number, name in enumerate(task.classes)}
     return np.array([number_of_class[name] for name in rows["caption"]])
-
-
-def _result(
-    model: Model,
-    metrics: dict[str, float],
-    num_samples: int,
-    num_skipped: int,
-    weights: dict[str, np.ndarray | None],
-    texts: TextCounts | None = None,
-    **counts: int,
-) -> dict[str, Any]:
-    result = {"metrics": metrics, "num_samples": num_samples, **counts, "num_skipped": num_skipped}
-    if texts is not None:
-        result["texts"] = texts.model_dump()
-    if isinstance(model, Ensemble):
-        of_images = weights.pop("images", None)
-        if of_images is not None:  # texts then have no weights but the experts' temperatures
-            weights = {"images": of_images.reshape(-1, of_images.shape[-1])}
-        result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
-    return result

@@ -67,18 +67,17 @@ class OwnTask(OwnColumns):
 
     def make(self) -> Task:
         """The task; names of classes and templates are read now, images when they are needed."""
-        task = self._make(self.arguments())
-        return dataclasses.replace(task, title=self.title or self.name or task.title)
-
-    def _make(self, arguments: DataArguments) -> Task:
-        if self.task == "retrieval":
-            return retrieval_task(arguments)
-        if self.task == "pairs":
-            return pairs_task(arguments, self.label_column)
+        arguments = self.arguments()
         classes = read_classes(Path(self.classes)) if self.classes else None
-        if self.task == "zero_shot":
-            return zero_shot_task(arguments, self.templates, classes)
-        return linear_probe_task(arguments, self.train_split, classes)
+        if self.task == "retrieval":
+            task = retrieval_task(arguments)
+        elif self.task == "pairs":
+            task = pairs_task(arguments, self.label_column)
+        elif self.task == "zero_shot":
+            task = zero_shot_task(arguments, self.templates, classes)
+        else:
+            task = linear_probe_task(arguments, self.train_split, classes)
+        return dataclasses.replace(task, title=self.title or self.name or task.title)
 
     def require_columns(self) -> None:
         """Raises a ValueError if the dataset lacks a column or the split, or `image_root` is no folder. No row is

@@ -67,7 +67,6 @@ PLAIN = (
 # What the loss leaves out
 IGNORED = -100
 TOWER = "vision_tower"
-SPECIAL_TOKENS = ("bos", "eos", "pad")
 # Rows of a language model's table of tokens come in multiples of it, as those of llava-hf/llava-1.5-7b-hf
 TOKENS_MULTIPLE = 64
 # LLaVA-1.5's prompt, that of Vicuna 1.1 (llava/conversation.py, `conv_vicuna_v1`). Tokenizers add the first token.
@@ -387,7 +386,9 @@ def build(
     if language_model is None:
         tokenizer = text_tokenizer(load_tokenizer(tower_source))
         add_tokens(tokenizer)
-        model = LlamaForCausalLM(random_config(text_config or {}, tokenizer))
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        fields = {"vocab_size": len(tokenizer), "dtype": torch.float32, **ids, **(text_config or {})}
+        model = LlamaForCausalLM(LlamaConfig(**fields))
         tokenizer.model_max_length = model.config.max_position_embeddings
     else:
         config, tokenizer = load_config(language_model), load_tokenizer(language_model)
@@ -430,12 +431,6 @@ def llava_config(vision_config: PreTrainedConfig, text_config: PreTrainedConfig,
     )
 
 
-def random_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """The configuration of a Llama for a tokenizer, with these fields."""
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL_TOKENS}
-    return LlamaConfig(**{"vocab_size": len(tokenizer), "dtype": torch.float32} | ids | fields)
-
-
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
     """A CLIP's tokenizer for a language model: texts begin with the first token, and do not end with the last."""
     backend, first = tokenizer.backend_tokenizer, tokenizer.bos_token
@@ -458,11 +453,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def llava_processor(config: LlavaConfig, tokenizer: PreTrainedTokenizerBase, images: Any) -> LlavaProcessor:
-    """See `build`.
-
-    Args:
-        images: the tower's image processor.
-    """
+    """See `build`; `images` is the tower's image processor."""
     settings_of_llava = LlavaImageProcessorPil.valid_kwargs.__annotations__
     settings = {name: value for name, value in images.to_dict().items() if name in settings_of_llava}
     return LlavaProcessor(
