@@ -70,16 +70,8 @@ def make_sources(folder):
     save_file(released, folder / "released.safetensors")
     released_clip_moe.convert(released).save_pretrained(folder / "heads_of_64")
 
-    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32}
-    text |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     vision = model.config.vision_config
-    config = LlavaConfig(
-        vision_config=vision.to_dict(),
-        text_config=LlamaConfig(**text).to_dict(),
-        image_token_index=37,
-        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
-    )
-    whole = LlavaForConditionalGeneration(config)
+    whole = tiny_llava(vision, 40, 37)
     whole.model.vision_tower.load_state_dict(model.vision_model.state_dict())
     whole.save_pretrained(folder / "llava")
     parts = processor()
@@ -91,3 +83,17 @@ def make_sources(folder):
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     ).save_pretrained(folder / "llava")
+
+
+def tiny_llava(vision_config, vocab_size, image_token):
+    text_config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = LlavaConfig(
+        vision_config=vision_config.to_dict(),
+        text_config=text_config.to_dict(),
+        image_token_index=image_token,
+        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config).eval()

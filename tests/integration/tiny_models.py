@@ -1,6 +1,7 @@
 """Models of other programs, tiny and with random weights, around the towers of the symbol CLIP; and inputs for all."""
 
 import torch
+from converters import tiny_llava
 from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
@@ -13,9 +14,6 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPModel,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     LlavaProcessor,
 )
 
@@ -31,21 +29,6 @@ def symbol_inputs(processor, split, number):
         text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
     )
     return dict(inputs)
-
-
-def tiny_llava(vision_config, vocab_size, image_token, **fields):
-    text_config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    config = LlavaConfig(
-        vision_config=vision_config.to_dict(),
-        text_config=text_config.to_dict(),
-        image_token_index=image_token,
-        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
-        **fields,
-    )
-    torch.manual_seed(0)
-    return LlavaForConditionalGeneration(config).eval()
 
 
 def save_dense_llava(folder):
