@@ -1,7 +1,6 @@
 """mteb's tasks on our models, by examples/mteb_encoder.py."""
 
 import mteb
-import numpy as np
 import pytest
 from backbones import BASE
 from datasets import DatasetDict, load_dataset
@@ -74,22 +73,3 @@ def test_a_sparse_model_and_its_dense_base_score_as_ours(task, repository, tmp_p
     theirs = CLIPModel(BASE, None, "cpu")
     theirs.mteb_model_meta = CLIPEncoder(BASE).mteb_model_meta
     assert accuracy(theirs, task) == ours["metrics"]["accuracy"]
-
-
-def test_items_with_both_have_the_sum_and_models_are_told_apart(repository):
-    rows = symbols.load("test", "detailed", 5).rename_column("caption", "text")
-    encoder = CLIPEncoder(str(repository))
-    both, texts, images = (encoder.encode(Batches(rows, names)) for names in (["text", "image"], ["text"], ["image"]))
-    np.testing.assert_allclose(both, texts + images, atol=1e-5)
-    revisions = {CLIPEncoder(str(model)).mteb_model_meta.revision for model in (repository, BASE)}
-    assert len(revisions) == 2
-
-
-class Batches:
-    """What mteb hands to an encoder: batches of columns, and the rows as `dataset`."""
-
-    def __init__(self, rows, names):
-        self.dataset = rows.select_columns(names)
-
-    def __iter__(self):
-        return (self.dataset[start : start + 2] for start in range(0, len(self.dataset), 2))
