@@ -210,6 +210,35 @@ def stl10(folder):
     return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
 
+def flowers(folder):
+    """All images but the first are of the test split, the last ones first."""
+    for number in range(NUMBER):
+        write_image(folder / "jpg" / f"image_{number + 1:05}.jpg", number)
+    savemat(folder / "imagelabels.mat", {"labels": [[n % 7 + 1 for n in range(NUMBER)]]}, do_compression=True)
+    savemat(folder / "setid.mat", {"trnid": [[1]], "valid": [[1]], "tstid": [[*range(NUMBER, 1, -1)]]})
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER - 1, 0, -1)]
+
+
+def cars(folder):
+    entries = []
+    for number in range(NUMBER):
+        write_image(folder / "cars_test" / f"{number + 1:05}.jpg", number)
+        entries.append((1, 9, number % 7 + 1, f"{number + 1:05}.jpg"))
+    fields = [(name, object) for name in ("bbox_x1", "bbox_x2", "class", "fname")]
+    savemat(folder / "cars_test_annos_withlabels.mat", {"annotations": np.array([entries], dtype=fields)})
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
+def svhn(folder):
+    images = np.broadcast_to(STEP * np.arange(NUMBER, dtype=np.uint8), (32, 32, 3, NUMBER))
+    labels = [[number % 7 or 10] for number in range(NUMBER)]
+    savemat(folder / "test_32x32.mat", {"X": images, "y": np.array(labels, np.uint8)}, do_compression=True)
+    write_names(folder, WORDS)
+    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+
+
 def listed(file, images, image, line, suffix=".jpg", header=()):
     """A list of images with their classes, or the numbers of these from 1 on."""
 
@@ -539,6 +568,10 @@ COPIES = {
         ("cifar-100-binary", cifar(2, "test.bin", "fine_label_names.txt")),
     ],
     "mnist": [("wds_mnist", class_shards), ("MNIST/raw", mnist)],
+    "flowers": [("wds_vtab-flowers", class_shards), ("flowers-102", flowers)],
+    "cars": [("wds_cars", class_shards), ("stanford_cars", cars)],
+    "svhn": [("wds_vtab-svhn", class_shards), ("svhn", svhn)],
+    "country211": [("wds_country211", class_shards), ("country211", in_folders("test", first=65, form="{:c}Z"))],
     "stl10": [("wds_stl10", class_shards), ("stl10_binary", stl10)],
     "fgvc_aircraft": [
         ("wds_fgvc_aircraft", class_shards),

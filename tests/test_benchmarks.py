@@ -203,6 +203,12 @@ def damage(path, change):
         ("cars", CLASSES, "n00000001\none\n", "the class 'n00000001' is WordNet's id.*: give names .*classnames.txt"),
         ("cars", CLASSES, "0\n1\n2\n3\n", "classnames.txt calls classes 0, 1, 2, which says nothing to a model"),
         ("imagenet1k", CLASSES, "n00000002 b\nn00000001 a\n", "all classes in .*, but n00000003 is in one of both"),
+        (
+            "country211",
+            CLASSES,
+            None,
+            "country211 lacks the names of its classes: write them into .*",
+        ),
         ("mnist", CLASSES, None, "mnist lacks the names of its classes: write them into .*names.txt.*; mnist cannot"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
         (
@@ -224,7 +230,7 @@ def damage(path, change):
             b"\0\0\x08\3" + b"\0\0\0\7" * 3,
             "cannot reshape array of size 0 .*7,7,7",
         ),
-        ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not that of ImageNet's dev"),
+        ("imagenet1k", "ILSVRC2012_devkit_t12/data/meta.mat", b"x", "meta.mat or .*txt is not as its authors have it"),
         ("pets", "annotations/test.txt", ("red_0 1 1 1", "red_0"), "line 1 of .*test.txt needs the name .* is 'red_0'"),
         ("pets", "annotations/test.txt", ("red_7 1 1", "red_0 2 1"), "test.txt has two entries for red_0.jpg, 1 and 2"),
         (
@@ -260,9 +266,8 @@ def damage(path, change):
     ],
 )
 def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, message):
-    layouts = dict.fromkeys(["urban1k", "imagenet_a", "cifar10", "pets", "mnist", "voc2007_multilabel"], 1) | {
-        "imagenet1k": 3
-    }
+    of_authors = "urban1k imagenet_a cifar10 country211 pets mnist voc2007_multilabel".split()
+    layouts = dict.fromkeys(of_authors, 1) | {"imagenet1k": 3}
     damage(make(tmp_path, name, layouts.get(name, 0)) / file, change)
     with pytest.raises((ValueError, OSError), match=message) as error:
         benchmark_task(BENCHMARKS[name], tmp_path).load()

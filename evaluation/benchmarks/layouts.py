@@ -18,8 +18,6 @@ from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from scipy.io import loadmat
-from scipy.io.matlab import MatReadError
 
 from data.annotations import read_annotations
 from data.pairs import rename_columns, select_columns
@@ -42,11 +40,13 @@ class Layout(ABC):
         files: patterns of the files that say what a split holds, with SPLIT for its name.
         images: the folder of the images.
         test: what the test split is called in it.
+        codes: whether classes are called by codes of their own, which say nothing to a model.
     """
 
     files: Sequence[str] = ()
     images: str = ""
     test: str = "test"
+    codes: bool = False
     content: ClassVar[str] = ""  # of the files, in words
 
     @property
@@ -80,7 +80,7 @@ class Layout(ABC):
         """The rows of a split."""
 
 
-def _images(folder: Path) -> list[Path]:
+def images_in(folder: Path) -> list[Path]:
     """The images in a folder and in those within it, in order, as torchvision walks."""
     files = [Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names]
     hidden = re.compile(r"(.*/)?(\.|__MACOSX)")
@@ -91,7 +91,7 @@ def _images(folder: Path) -> list[Path]:
     ]
 
 
-def _by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
+def by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
     """The images of a folder by their names in it, without suffixes."""
     named = ((image.relative_to(folder).with_suffix("").as_posix(), image) for image in images)
     return _without_contradiction(named, folder)
@@ -181,23 +181,23 @@ class ClassFolders(Layout):
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
     def stamp(self, folder: Path, split: str) -> str:
-        images = [image for path in self._classes(folder, split) for image in _images(path)]
+        images = [image for path in self._classes(folder, split) for image in images_in(path)]
         return content_hash([super().stamp(folder, split), _stamp_of_sizes(folder, images)])
 
     def rows(self, folder: Path, split: str) -> Dataset:
         label_of = {}  # the number of each image's class
         for label, path in enumerate(self._classes(folder, split)):
-            images = _images(path)
+            images = images_in(path)
             if not images:
                 raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
             label_of |= dict.fromkeys(images, label)
         if self.files:
             listed, root = self._listed(folder, split), folder / self.of_split(self.images, split)
-            by_name = _by_name(label_of, root)
-            missing = sorted(listed - by_name.keys())
+            of_name = by_name(label_of, root)
+            missing = sorted(listed - of_name.keys())
             if missing:
                 raise ValueError(f"{len(missing)} images of the split {split} are not in {folder}; one is {missing[0]}")
-            label_of = {image: label_of[image] for name, image in by_name.items() if name in listed}
+            label_of = {image: label_of[image] for name, image in of_name.items() if name in listed}
         return Dataset.from_dict({"image": list(map(str, label_of)), "label": list(label_of.values())})
 
     def _listed(self, folder: Path, split: str) -> set[str]:
@@ -224,6 +224,9 @@ class LabelLines(Layout):
     suffix: str = ""
     content: ClassVar[str] = "the name of an image and its class"
 
+    def stamp(self, folder: Path, split: str) -> str:
+        return content_hash(self.labels(folder, split))
+
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""
         (file,) = self.annotations(folder, split)
@@ -242,35 +245,6 @@ class LabelLines(Layout):
         labels, classes = self.labels(folder, split), self.class_names(folder, split)
         images = [str(folder / self.of_split(self.images, split) / name) for name in labels]
         return Dataset.from_dict({"image": images, "label": [classes.index(label) for label in labels.values()]})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devkit(LabelLines):
-    """ImageNet's validation images in one folder, with the development kit that numbers their classes otherwise."""
-
-    files: Sequence[str] = tuple(
-        f"ILSVRC2012_devkit_t12/data/{name}" for name in ("ILSVRC2012_validation_ground_truth.txt", "meta.mat")
-    )
-    images: str = "val"
-    content: ClassVar[str] = "the number of a class in each line, and its WordNet id"
-
-    def stamp(self, folder: Path, split: str) -> str:
-        return content_hash(self.labels(folder, split))
-
-    def labels(self, folder: Path, split: str) -> dict[str, str]:
-        file, meta = self.annotations(folder, split)
-        place, numbers = folder / self.images, read_text(file).split()
-        images = _by_name(_images(place), place)
-        names = [f"ILSVRC2012_val_{number:08}" for number in range(1, len(numbers) + 1)]
-        alone = sorted(images.keys() ^ set(names))
-        if alone:
-            raise ValueError(f"{place} has {len(images)} images, {file} {len(names)} lines; {alone[0]} is in one alone")
-        try:
-            synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
-            synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
-            return {images[name].name: synset_of[int(number)] for name, number in zip(names, numbers, strict=True)}
-        except (MatReadError, OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{meta} or {file} is not that of ImageNet's development kit ({error!r})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +371,7 @@ class CaptionFiles(Layout):
 
     def rows(self, folder: Path, split: str) -> Dataset:
         texts = {file.stem: read_text(file).partition("\n")[0].strip() for file in self.annotations(folder, split)}
-        images = _by_name(_images(folder / self.images), folder / self.images)
+        images = by_name(images_in(folder / self.images), folder / self.images)
         alone = sorted(images.keys() ^ texts.keys())
         if alone:
             raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")

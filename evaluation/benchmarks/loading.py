@@ -115,7 +115,7 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, comm
 def _class_names(benchmark: Benchmark, folder: Path, layout: Layout, ask_hub: bool) -> list[str]:
     """By the number of the class: of a file beside the data, of the data themselves, or of the copy on the Hub."""
     of_data = layout.class_names(folder, benchmark.split)
-    if of_data and not are_ids(of_data) and not (folder / CLASSES).is_file():
+    if of_data and not (layout.codes or are_ids(of_data) or (folder / CLASSES).is_file()):
         return of_data
     file = _text_file(benchmark, folder, CLASSES, ask_hub)
     names = read_classes(file)

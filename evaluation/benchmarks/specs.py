@@ -12,7 +12,6 @@ from evaluation.benchmarks.layouts import (
     CaptionFiles,
     CaptionLines,
     ClassFolders,
-    Devkit,
     LabelLines,
     Layout,
     Parquet,
@@ -20,6 +19,7 @@ from evaluation.benchmarks.layouts import (
     Shards,
     VOCLists,
 )
+from evaluation.benchmarks.mat_files import SVHN, Cars, Devkit, Flowers
 from evaluation.benchmarks.pixel_files import CIFAR, MNIST, STL10
 from evaluation.task import Kind
 
@@ -197,12 +197,12 @@ _ROWS = (
     _shards("vtab-cifar100", "CIFAR-100", CIFAR_100, folders=["cifar-100-binary", "cifar-100-python"]),
     _classes("cub200", "CUB-200-2011", [CUB], "its authors' test split", "CUB_200_2011"),
     _shards("sun397", "SUN397"),
-    _shards("cars", "Stanford Cars"),
+    _shards("cars", "Stanford Cars", Cars(), folders=["stanford_cars"]),
     _shards("fgvc_aircraft", "FGVC-Aircraft", AIRCRAFT, folders=["fgvc-aircraft-2013b"], metrics=PER_CLASS),
     _shards("vtab-dtd", "DTD", DTD, folders=["dtd/dtd"]),
     _shards("vtab-pets", "Oxford-IIIT Pets", PETS, folders=["oxford-iiit-pet"], metrics=PER_CLASS),
     _shards("vtab-caltech101", "Caltech-101", metrics=PER_CLASS),
-    _shards("vtab-flowers", "Flowers-102", metrics=PER_CLASS),
+    _shards("vtab-flowers", "Flowers-102", Flowers(), folders=["flowers-102"], metrics=PER_CLASS),
     _shards("mnist", "MNIST", MNIST(), folders=["MNIST/raw"], numbers=True),
     _shards("fer2013", "FER-2013"),
     _shards("stl10", "STL-10", STL10(), folders=["stl10_binary"]),
@@ -210,7 +210,7 @@ _ROWS = (
     _shards("vtab-resisc45", "RESISC45"),
     _shards("gtsrb", "GTSRB", GTSRB),
     _shards("vtab-kitti_closest_vehicle_distance", "KITTI distance", numbers=True),
-    _shards("country211", "Country211"),
+    _shards("country211", "Country211", ClassFolders(codes=True)),
     _shards("vtab-pcam", "PatchCamelyon"),
     _classes("ucf101", "UCF-101", [ClassFolders()], "a frame of each video of its test split"),
     _classes(
@@ -376,7 +376,7 @@ _ROWS = (
     _shards("vtab-dsprites_label_y_position", "dSprites y position", numbers=True),
     _shards("vtab-smallnorb_label_azimuth", "SmallNORB azimuth", numbers=True),
     _shards("vtab-smallnorb_label_elevation", "SmallNORB elevation", numbers=True),
-    _shards("vtab-svhn", "SVHN", numbers=True),
+    _shards("vtab-svhn", "SVHN", SVHN(), numbers=True),
 )
 
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ROWS}
