@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from conversion.families import family_of, is_clip, longest_text, model_class
+from conversion.families import family_of, is_clip, model_class
 from conversion.folders import has_file, load_config, loading
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE
+from modeling_clip_moe.families import FAMILY_OF_TYPE, longest_text
 from records.messages import cut
 
 TOLERANCE = 1e-4

@@ -41,9 +41,3 @@ def dense_types() -> str:
 def is_clip(config: PreTrainedConfig) -> bool:
     """Whether it is of a whole model, dense or sparse, of one of the families."""
     return config.model_type in CLASS_OF_TYPE
-
-
-def longest_text(text: PreTrainedConfig) -> int:
-    """The most tokens that a text tower takes. AltCLIP numbers them from behind its padding token, as RoBERTa does."""
-    first = text.pad_token_id + 1 if text.model_type.startswith("altclip") else 0
-    return text.max_position_embeddings - first

@@ -24,9 +24,10 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from conversion.families import family_of, is_clip, longest_text
+from conversion.families import family_of, is_clip
 from conversion.folders import has_file, load_config, loading
 from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.families import longest_text
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
 

@@ -102,3 +102,9 @@ FAMILY_OF_TYPE = {
     for family in (*FAMILIES, *IMAGE_TOWERS)
     for model in (family.dense, family.sparse)
 }
+
+
+def longest_text(text: PreTrainedConfig) -> int:
+    """The most tokens that a text tower takes. AltCLIP numbers them from behind its padding token, as RoBERTa does."""
+    first = text.pad_token_id + 1 if text.model_type.startswith("altclip") else 0
+    return text.max_position_embeddings - first

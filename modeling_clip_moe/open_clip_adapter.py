@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from .configuration_clip_mode import CLIPMoDEConfig
+from .families import longest_text
 
 
 class OpenCLIPAdapter(nn.Module):
@@ -22,7 +23,7 @@ class OpenCLIPAdapter(nn.Module):
 
     Args:
         model: a sparse model of any family, or a dense one to compare with.
-        eos_token_id: of its tokenizer. What follows it in a text is padding.
+        eos_token_id: the last token of a text, of its tokenizer. What follows it in a text is padding.
     """
 
     def __init__(self, model: PreTrainedModel, eos_token_id: int):
@@ -96,5 +97,6 @@ def load_clip(
     def transform(image: Image.Image) -> torch.Tensor:
         return processor.image_processor(image.convert("RGB"), return_tensors="pt").pixel_values[0]
 
-    tokenizer = get_tokenizer(processor, model.config.text_config.max_position_embeddings)
-    return OpenCLIPAdapter(model, processor.tokenizer.eos_token_id), transform, tokenizer
+    end, separator = processor.tokenizer.eos_token_id, processor.tokenizer.sep_token_id
+    tokenizer = get_tokenizer(processor, longest_text(model.config.text_config))
+    return OpenCLIPAdapter(model, separator if end is None else end), transform, tokenizer

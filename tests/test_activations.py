@@ -3,10 +3,14 @@
 import pytest
 import torch
 from tiny_clip_moe import tiny_config
+from tiny_families import IMAGES, NO_DROPOUT, TEXT, WIDTH
 from torch.autograd.graph import saved_tensors_hooks
 
+from conversion.presets import PRESETS
+from conversion.upcycle import sparse_config
 from evaluation.costs import count_activations
 from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.engine import checkpoint_layers
 from training.optimizers import set_trainable
 
@@ -58,6 +62,20 @@ PARTS = [".", r"\.mlp\.", r"\.mlp\.router\.", r"\.(experts|fusion_gate)\.", r"\.
 def test_what_is_frozen_keeps_less(trainable, fusion_gate):
     """Of a whole step but the loss: frozen weights need no inputs, and nothing is kept below what trains."""
     model = CLIPMoEModel(tiny_config((1, 2), vision=WIDE, text=WIDE, fusion_gate=fusion_gate)).train()
+    model.set_experts_implementation("eager")
+    set_trainable(model, trainable)
+    batch = torch.randint(3, 40, (PAIRS, 12)), torch.randn(PAIRS, 3, 16, 16)
+    found = kept(model, lambda: model(input_ids=batch[0], pixel_values=batch[1]))
+    assert found == pytest.approx(count_activations(model, False, 12), rel=0.07)  # embeddings, scalars of routers
+
+
+@pytest.mark.parametrize("trainable", [".", r"\.mlp\.router\."])
+@pytest.mark.parametrize("family", ["chinese_clip", "altclip"])
+def test_a_text_tower_with_norms_behind_keeps_as_much(family, trainable):
+    text = TEXT | NO_DROPOUT | WIDE | {"project_dim": 16, "max_position_embeddings": 14}
+    towers = {"text_config": text, "vision_config": WIDTH | IMAGES | WIDE, "projection_dim": 16}
+    dense = FAMILY_OF_TYPE[family].dense.config_class(**towers)
+    model = FAMILY_OF_TYPE[family].sparse(sparse_config(dense, PRESETS["clip_moe"])).train()
     model.set_experts_implementation("eager")
     set_trainable(model, trainable)
     batch = torch.randint(3, 40, (PAIRS, 12)), torch.randn(PAIRS, 3, 16, 16)

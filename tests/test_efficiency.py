@@ -16,6 +16,7 @@ import small_evaluation
 import torch
 from test_report import lines_of
 from tiny_clip import error_of
+from tiny_families import tiny_dense
 
 from conversion.checkpoints import load_clip
 from conversion.presets import PRESETS, sparse_layers
@@ -30,6 +31,7 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -103,6 +105,22 @@ def test_counts_are_the_arithmetic(size, system):
     assert costs["attention_scores"] == scores
     assert costs["image"] + costs["text"] - scores == sum(products for *_, products in towers.values())
     assert counts["total"] - counts["activated"] == sum(parts[0] - parts[1] for parts in towers.values())
+
+
+def test_an_altclips_images_cost_as_a_clips_and_its_texts_as_a_roberta():
+    clip, altclip = (
+        sparse_config(tiny_dense(FAMILY_OF_TYPE[name]).config, PRESETS["clip_up"]) for name in ("clip", "altclip")
+    )
+    clip.projection_dim = altclip.projection_dim
+    (counts, costs), (of_clip, costs_of_clip) = (
+        (count_parameters(model), count_multiply_adds(model)) for model in map(meta_model, (altclip, clip))
+    )
+    assert all(counts[name] == of_clip[name] for name in ("vision", "vision_activated"))
+    assert (counts["text"], costs["image"]) == (counts["text_activated"], costs_of_clip["image"])
+    text = altclip.text_config
+    layers, width, inner = text.num_hidden_layers, text.hidden_size, text.intermediate_size
+    products = 8 * (layers * (4 * width**2 + 2 * width * inner + 2 * 8 * width) + width * text.project_dim)
+    assert costs["text"] == products + text.project_dim * altclip.projection_dim
 
 
 def test_the_page_of_families_has_their_costs():

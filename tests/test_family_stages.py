@@ -1,10 +1,16 @@
-"""The systems' recipes on a SigLIP."""
+"""The systems' recipes on a SigLIP, and on an AltCLIP."""
+
+import json
+from pathlib import Path
 
 import pytest
+import yaml
+from tiny_families import saved, tiny_dense
 from tiny_runs import weights
 
 from conversion.checkpoints import load_sparse
 from modeling_clip_moe import SiglipMoEModel
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
@@ -26,3 +32,26 @@ def test_experts_of_a_siglip_are_its_layers_ffns(tmp_path):
 def test_hidden_states_of_a_siglip_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="states.model: a SigLIP cannot begin at its sparse layers; leave hidden_stat"):
         run("clip_fmoe", tmp_path)
+
+
+def test_a_clip_moe_of_an_altclip_has_experts_in_its_image_tower(tmp_path):
+    """CLIP-MoE's recipe from a folder; a text tower's dropout, as released models have, refuses parts of batches."""
+    family = FAMILY_OF_TYPE["altclip"]
+    dense, stages = saved(family, tiny_dense(family, 20), tmp_path / "dense", 20), "tests/recipes/clip_moe.yaml"
+    recipe = yaml.safe_load(Path(stages).read_text().replace("model: dense", f"model: {dense}"))
+    recipe |= {"stages": recipe["stages"][1:], "output_dir": str(tmp_path / "out")}
+    recipe["defaults"]["train"]["mini_batch_size"] = 4
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    config = json.loads((dense / "config.json").read_text())
+    config["text_config"]["hidden_dropout_prob"] = 0.1
+    text = (dense / "config.json").read_text()
+    (dense / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="mini_batch_size: parts of a batch are computed twice"):
+        run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
+    (dense / "config.json").write_text(text)
+    output = run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
+    before, expert = weights(dense), weights(output / "expert_1")
+    moved = [name for name, tensor in before.items() if not tensor.equal(expert[name])]
+    assert moved and all(name.startswith("vision_model.encoder.layer") and ".mlp." in name for name in moved)
+    model = load_sparse(output / "clip_moe")
+    assert type(model) is family.sparse and not model.config.text_config.moe_layers

@@ -50,3 +50,18 @@ def test_a_siglips_tokenizer_is_saved_as_its_texts_are_read(tmp_path):
     copy_processor(source, tmp_path / "copy")
     tokenizer = AutoProcessor.from_pretrained(tmp_path / "copy").tokenizer
     assert (tokenizer.model_max_length, tokenizer.model_input_names) == (length, ["input_ids"])
+
+
+def test_a_vocabulary_alone_cuts_texts_at_what_the_model_takes(tmp_path):
+    """As the Hub has Chinese-CLIP's. Padding on the left would be pooled."""
+    family = FAMILY_OF_TYPE["chinese_clip"]
+    source = tiny_families.saved(family, tiny_dense(family), tmp_path)
+    vocabulary = load_processor(source).tokenizer.get_vocab()
+    (source / "vocab.txt").write_text("\n".join(sorted(vocabulary, key=vocabulary.get)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).unlink()
+    tokenizer = load_processor(source).tokenizer
+    assert (tokenizer.model_max_length, tokenizer.get_vocab()) == (8, vocabulary)
+    (source / "tokenizer_config.json").write_text(json.dumps({"padding_side": "left"}))
+    with pytest.raises(ValueError, match="pads texts on the left"):
+        load_processor(source)
