@@ -239,6 +239,7 @@ def damage(path, change):
             ("red_7 1", "red_7 01"),
             "the classes 01 and 1 are one number: write it",
         ),
+        ("cub200", "train_test_split.txt", ("1 1\n", "1 1\n1 0\n"), "split.txt has two entries for 1, 1 and 0: one of"),
         ("food101", "images/red_food/7.png", b"", "images has two entries for red_food/7, .*7.jpg and .*7.png: one of"),
         ("xm3600_de", "captions.jsonl", ('000001"', '000000"'), "captions.jsonl has two entries for 0{16}.jpg"),
         ("aro_vg_relation", "visual_genome_relation.json", ('x": 4', 'x": 20'), "its box .20.* of its 20 x 10 pixels"),

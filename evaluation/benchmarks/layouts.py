@@ -106,6 +106,12 @@ def _without_contradiction(pairs: Iterable[tuple[str, Any]], place: Path) -> dic
     return values
 
 
+def _value_of_word(file: Path) -> dict[str, str]:
+    """The first word of each line -> its second and last one."""
+    words = read_text(file).split()
+    return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
+
+
 def _stamp_of_sizes(folder: Path, files: Iterable[Path]) -> str:
     """A hash of the names and sizes of files that are too large to be read for it."""
     return content_hash(sorted([file.relative_to(folder).as_posix(), file.stat().st_size] for file in files))
@@ -202,10 +208,10 @@ class ClassFolders(Layout):
 
     def _listed(self, folder: Path, split: str) -> set[str]:
         """CLASS/NAME of the images of a split, without suffixes."""
-        lists = [read_text(file).split() for file in self.annotations(folder, split)]
-        if len(lists) == 1:
-            return set(lists[0])
-        names, is_train = (dict(zip(words[::2], words[1::2], strict=True)) for words in lists)
+        files = self.annotations(folder, split)
+        if len(files) == 1:
+            return set(read_text(files[0]).split())
+        names, is_train = map(_value_of_word, files)
         wanted = "1" if split == "train" else "0"
         return {str(Path(name).with_suffix("")) for number, name in names.items() if is_train[number] == wanted}
 
@@ -262,8 +268,7 @@ class VOCLists(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         labels = defaultdict(list)
         for file in self.annotations(folder, split):
-            words = read_text(file).split()
-            for name, value in zip(words[::2], words[1::2], strict=True):
+            for name, value in _value_of_word(file).items():
                 labels[name].append(float(value != "-1"))
         images = [str(folder / self.images / f"{name}.jpg") for name in labels]
         return Dataset.from_dict({"image": images, "label": list(labels.values())})
