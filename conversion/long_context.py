@@ -74,6 +74,10 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
         )
     state = model.state_dict()
     name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")
+    if name not in state:
+        raise ValueError(
+            f"a longer context is for CLIP and MetaCLIP 2, not for a model of type {model.config.model_type!r}"
+        )
     state[name] = stretch_positions(state[name], length, keep)
     config = copy.deepcopy(model.config)
     config.get_text_config().max_position_embeddings = length

@@ -31,6 +31,8 @@ def plain_stretch(table, keep, ratio):
 def test_a_siglip_which_pools_the_last_place_is_refused():
     with pytest.raises(ValueError, match="SigLIP pools the last of its places, .* is for CLIP and MetaCLIP 2"):
         lengthen(tiny_dense(FAMILY_OF_TYPE["siglip"]), 20, keep=2)
+    with pytest.raises(ValueError, match="not for a model of type 'chinese_clip'"):
+        lengthen(tiny_dense(FAMILY_OF_TYPE["chinese_clip"]), 20, keep=2)
 
 
 def test_a_metaclip_2_embeds_short_texts_as_before(tmp_path):

@@ -16,6 +16,8 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
+from modeling_clip_moe.families import FAMILIES
+
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 # 2 is the end of a text in MetaCLIP 2, which pools there, and where CLIP would pool at the highest id
 TEXT = WIDTH | {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
@@ -25,14 +27,15 @@ PATCHES = {"num_patches": 16, "patch_size": 4}
 
 
 def tiny_dense(family, length=8):
-    """A dense model in which every parameter is random, for texts of so many tokens."""
+    """A dense model in which every parameter is random, for texts of so many tokens; of an image tower, the tower."""
     torch.manual_seed(0)
     text, vision = TEXT | {"max_position_embeddings": length}, WIDTH | (PATCHES if family.naflex else IMAGES)
     if "text" not in family.towers:
         text |= NO_DROPOUT
     if family.name == "AltCLIP":  # its positions begin behind the padding token's number
         text["max_position_embeddings"] += TEXT["pad_token_id"] + 1
-    model = moved(family.dense(family.dense.config_class(text_config=text, vision_config=vision)), "", seed=0)
+    towers = {"text_config": text, "vision_config": vision} if family in FAMILIES else vision
+    model = moved(family.dense(family.dense.config_class(**towers)), "", seed=0)
     if family.name == "Chinese-CLIP":  # whose class makes the padding token's row zero whenever it is loaded
         model.text_model.embeddings.word_embeddings.weight.data[TEXT["pad_token_id"]] = 0
     return model.eval()

@@ -16,7 +16,7 @@ from transformers import CLIPTokenizer, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_mixture, sample_inputs
-from conversion.families import dense_types, is_clip
+from conversion.families import is_clip
 from conversion.folders import load_config
 from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
@@ -106,8 +106,8 @@ def write_model(source: Path, folder: Path) -> PreTrainedModel:
     mixture = isinstance(config, CLIPMoDEConfig)
     if not mixture and not is_clip(config):
         raise ValueError(
-            f"{source} is of type {config.model_type!r}; whole CLIPs are published, dense, sparse or mixed: "
-            f"{dense_types()}"
+            f"{source} is of type {config.model_type!r}; whole CLIPs are published, dense, sparse or mixed, see "
+            "docs/families.md"
         )
     model = load_mixture(source) if mixture else load_clip(source)
     model.save_pretrained(folder, max_shard_size=SHARD)
