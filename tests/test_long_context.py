@@ -28,7 +28,7 @@ def plain_stretch(table, keep, ratio):
     return torch.tensor(result)
 
 
-def test_a_siglip_which_pools_the_last_place_is_refused():
+def test_families_whose_tables_do_not_grow_are_refused():
     with pytest.raises(ValueError, match="SigLIP pools the last of its places, .* is for CLIP and MetaCLIP 2"):
         lengthen(tiny_dense(FAMILY_OF_TYPE["siglip"]), 20, keep=2)
     with pytest.raises(ValueError, match="not for a model of type 'chinese_clip'"):

@@ -13,6 +13,7 @@ from conversion.families import family_of
 from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import longest_text
 from records.markdown import code, escape, one_line
 from records.provenance import Record
 from records.result_schema import ExpertSummary
@@ -78,6 +79,7 @@ def render(
         # Its code lies beside the weights
         custom_code=mixture or is_sparse,
         towers=towers,
+        text_length=towers["text"] and longest_text(towers["text"]),
         examples=_examples(lineage, bases),
         from_scratch=lineage.is_from_scratch and not bases,
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
