@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.intervals import sampling_error
+from evaluation.intervals import difference_reach
 from evaluation.report import number_of_means, primary_columns
 from evaluation.task import Task
 from records.result_schema import Collapse, ExpertSummary, Spread
@@ -57,7 +57,7 @@ def summarize(
     collapse = []
     for (task, metric), title in primary_columns(rows).items():
         scores, number = [of[task]["metrics"][metric] for of in (routed, mean)], number_of_means(routed[task], metric)
-        error = None if number is None else sampling_error(scores, number)
+        error = None if number is None else max(difference_reach(*scores, number))
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
     experts = [f"expert {number}" for number in range(num_experts)]
     # A dense tower makes the same for all experts

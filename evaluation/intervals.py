@@ -1,11 +1,14 @@
 """How sure a difference between two models is."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+# How far an interval reaches below and above what it is the interval of
+Reach = tuple[float, float]
 
 
 def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
@@ -28,16 +31,28 @@ def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons
     return float(mean - reach), float(mean + reach)
 
 
-def sampling_error(shares: Sequence[float], number: int) -> float:
-    """Half the interval of one model's share of test samples, or of the difference between those of two, from one run.
-
-    It covers which samples were chosen as the test, and nothing that a seed changes. Two models see the same samples
-    and mostly fail at the same ones, which is not known here: taken as if each had samples of its own, the interval is
-    wider than it need be.
+def share_reach(share: float, number: int) -> Reach:
+    """Wilson's score interval of a share of test samples, from one run. It covers which samples were chosen as the
+    test, and nothing that a seed changes.
 
     Args:
-        shares: one or two, from 0 to 1, each a mean over the samples.
+        share: from 0 to 1, a mean over the samples.
         number: of samples.
     """
-    variance = sum(share * (1 - share) for share in shares) / number
-    return float(stats.norm.ppf((1 + LEVEL) / 2) * np.sqrt(variance))
+    interval = stats.binomtest(round(share * number), number).proportion_ci(LEVEL, method="wilson")
+    return share - interval.low, interval.high - share
+
+
+def difference_reach(share: float, other: float, number: int) -> Reach:
+    """Newcombe's hybrid score interval of the difference between two models' shares of the same test samples, which
+    has a width where shares are 0 or 1, too (Statistics in Medicine 17, 1998, pages 2635 to 2650, method 10).
+
+    Two models mostly fail at the same samples. How often they do is not known here and taken as by chance (the
+    method's phi is 0), so that the interval is wider than it need be.
+
+    Args:
+        share, other, number: see `share_reach`.
+    """
+    below, above = share_reach(share, number)
+    other_below, other_above = share_reach(other, number)
+    return math.hypot(below, other_above), math.hypot(above, other_below)

@@ -18,7 +18,7 @@ import numpy as np
 
 from evaluation.benchmarks.specs import means_of
 from evaluation.figures import plot_text, plt, save
-from evaluation.intervals import LEVEL, sampling_error
+from evaluation.intervals import LEVEL, Reach, difference_reach, share_reach
 from evaluation.page import write_page
 from evaluation.task import INFORMATION
 from records.markdown import escape, item, markdown_table
@@ -30,7 +30,10 @@ SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_cap
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
 # Metrics that are no mean over samples
-NO_MEANS = ("mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc", "mean_average_precision", *INFORMATION)
+NO_MEANS = (
+    *("mean_per_class_recall", "mean_of_top1_and_top5", "mean_per_attribute", "roc_auc", "mean_average_precision"),
+    *INFORMATION,
+)
 # Columns of scores that a screen has room for: of more, each has a line, and each model a column
 MOST_COLUMNS = 6
 # The chart's, in inches: a telephone shows it whole
@@ -40,18 +43,18 @@ MARKERS = "osD^vPX*<>"
 
 @dataclass(frozen=True)
 class Score:
-    """A share, and half its interval over test samples; beside a baseline, its difference and half that one's interval.
-    A metric that is no mean over samples has no interval."""
+    """A share, and how far its interval over test samples reaches; beside a baseline, its difference and how far that
+    one's interval does. A metric that is no mean over samples has no interval."""
 
     value: float
-    error: float | None
+    reach: Reach | None
     difference: float | None = None
-    difference_error: float | None = None
+    difference_reach: Reach | None = None
 
     def __str__(self) -> str:
         text = f"{self.value:.1%}"
         if self.difference is not None:
-            error = "" if self.difference_error is None else f" ± {100 * self.difference_error:.1f}"
+            error = "" if self.difference_reach is None else f" ± {100 * max(self.difference_reach):.1f}"
             text += f" ({100 * self.difference:+.1f}{error})"
         return text
 
@@ -88,8 +91,8 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     ]
     of_models = {model: [of_models.get(model) for of_models in scores.values()] for model in table}
     values = {model: [score and score.value for score in row] for model, row in of_models.items()}
-    errors = {model: [score and score.error for score in row] for model, row in of_models.items()}
-    pictures = {"report.svg": lambda path: draw_scores(list(scores), values, path, errors)}
+    reaches = {model: [score and score.reach for score in row] for model, row in of_models.items()}
+    pictures = {"report.svg": lambda path: draw_scores(list(scores), values, path, reaches)}
     write_page(Path(output_dir) / "report", "\n\n".join(sections), pictures)
     return summary
 
@@ -200,12 +203,12 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
         for model, row in table.items():
             if task in row:
                 number, value = number_of_means(row[task], metric), row[task]["metrics"][metric]
-                error = None if number is None else sampling_error([value], number)
-                scores[title][model] = Score(value, error)
+                reach = None if number is None else share_reach(value, number)
+                scores[title][model] = Score(value, reach)
                 if baseline not in (None, model) and task in table[baseline]:
                     other = table[baseline][task]["metrics"][metric]
-                    error_of_both = None if number is None else sampling_error([value, other], number)
-                    scores[title][model] = Score(value, error, value - other, error_of_both)
+                    of_both = None if number is None else difference_reach(value, other, number)
+                    scores[title][model] = Score(value, reach, value - other, of_both)
     for title, metrics in means_of(of_task).items():
         parts = [of_task[task][metric] for task, metric in metrics.items()]
         models = [model for model in table if all(model in part for part in parts)]
@@ -219,14 +222,14 @@ def _mean_score(scores: Sequence[Score]) -> Score:
     def mean_or_none(values: Sequence[float | None]) -> float | None:
         return None if None in values else mean(values)
 
-    def error(errors: Sequence[float | None]) -> float | None:
-        return None if None in errors else float(np.linalg.norm(errors)) / len(errors)
+    def of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
+        return None if None in reaches else tuple(np.linalg.norm(reaches, axis=0) / len(reaches))
 
     return Score(
         mean(score.value for score in scores),
-        error([score.error for score in scores]),
+        of_mean([score.reach for score in scores]),
         mean_or_none([score.difference for score in scores]),
-        error([score.difference_error for score in scores]),
+        of_mean([score.difference_reach for score in scores]),
     )
 
 
@@ -248,8 +251,9 @@ def _brackets(baseline: str) -> str:
 
 
 def number_of_means(result: dict[str, Any], metric: str) -> int | None:
-    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean."""
-    if metric in NO_MEANS or any(name.startswith(f"{metric}/") for name in result["metrics"]):
+    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean. Accuracy is
+    one of means where groups of classes have theirs; the scores of pairs stay means over pairs."""
+    if metric in NO_MEANS or (metric == "accuracy" and any(name.startswith("accuracy/") for name in result["metrics"])):
         return None
     return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]
 
@@ -286,18 +290,19 @@ def draw_scores(
     columns: Sequence[str],
     scores: Mapping[str, Sequence[float | None]],
     path: Path,
-    errors: Mapping[str, Sequence[float | None]],
+    reaches: Mapping[str, Sequence[Reach | None]],
 ) -> None:
     """A dot for each score. Models or columns, whatever there are more of, have a line each, the others a color.
 
     Args:
         scores: model -> a share from 0 to 1 for each column; None where there is none.
-        errors: model -> half the length of each score's error bar.
+        reaches: model -> how far each score's error bar reaches.
     """
-    values, reach = (100 * np.array([list(of[model]) for model in scores], dtype=float) for of in (scores, errors))
+    values = 100 * np.array([list(scores[model]) for model in scores], dtype=float)
+    reach = 100 * np.array([[of_score or (0, 0) for of_score in reaches[model]] for model in scores])
     lines, series = list(scores), list(columns)
     if len(columns) > len(scores):
-        lines, series, values, reach = series, lines, values.T, reach.T
+        lines, series, values, reach = series, lines, values.T, reach.swapaxes(0, 1)
     names = [plot_text(name, 60) for name in series]
     names_a_line = max(1, int(WIDTH / (0.5 + 0.075 * max(map(len, names)))))
     height = 0.8 + 0.2 * math.ceil(len(names) / names_a_line) + max(0.32, 0.09 * len(series)) * len(lines)
@@ -309,7 +314,7 @@ def draw_scores(
         axis.errorbar(
             values[:, number],
             place,
-            xerr=np.nan_to_num(reach[:, number]),
+            xerr=reach[:, number].T,
             fmt=MARKERS[number // 10 % len(MARKERS)],
             color=f"C{number % 10}",
             markersize=4,

@@ -89,7 +89,8 @@ def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Pa
     means, spreads = (
         {model: list(map(of, row)) for model, row in values.items()} for of in (statistics.mean, statistics.stdev)
     )
-    draw_scores(list(columns.values()), means, path, spreads)
+    reaches = {model: [(spread, spread) for spread in row] for model, row in spreads.items()}
+    draw_scores(list(columns.values()), means, path, reaches)
 
 
 def _values(tables: Sequence[Table], model: str, task: str, metric: str) -> list[float]:

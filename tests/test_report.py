@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,6 +14,7 @@ import small_evaluation
 
 from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
+from evaluation.intervals import difference_reach, share_reach
 from evaluation.page import SORT, html_page
 from evaluation.report import best_of, write_report
 from records.markdown import escape, one_line
@@ -61,7 +63,7 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
         ["dense", "50.0%", ""],
         ["sparse", "62.5% (+12.5 ± 4.3)", "75.0%"],
         ["wide", "", "25.0%"],
-        ["worse", "25.0% (-25.0 ± 4.1)", ""],
+        ["worse", "25.0% (-25.0 ± 4.2)", ""],
     ]
     assert {path.name for path in (tmp_path / "scores").iterdir()} == {"report.md", "report.svg", "report.html"}
     text = (tmp_path / "scores" / "report.md").read_text()
@@ -69,7 +71,7 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
     assert all(f"commit {commit}, torch 2" in text for commit in ("abc", "def"))
     assert re.search(r"\| pairs: other +\| +\| 25.0% +\| 25.0% +\|", text)  # not only the primary metrics
     page = (tmp_path / "scores" / "report.html").read_text(encoding="utf-8")
-    assert ("62.5% (+12.5 ± 4.3)", "better") in cells(page) and ("25.0% (-25.0 ± 4.1)", "worse") in cells(page)
+    assert ("62.5% (+12.5 ± 4.3)", "better") in cells(page) and ("25.0% (-25.0 ± 4.2)", "worse") in cells(page)
     assert ("75.0%", "") in cells(page) and "<title>scores report</title>" in page
     (picture,) = re.findall(r'<img src="data:image/svg\+xml;base64,(\S+)" alt="scores"', page)
     assert base64.b64decode(picture) == (tmp_path / "scores" / "report.svg").read_bytes()
@@ -92,7 +94,7 @@ def test_many_tasks_have_a_line_each_and_the_means_of_papers(tmp_path, figures):
         of_pets["primary"] = {"recall": "accuracy", "mean_per_class_recall": "mean per class"}
     header, _, *lines = lines_of(write_report(results, tmp_path, baseline="dense"))
     assert header == ["task", "dense", "sparse"] and len(lines) == 28
-    assert lines[0] == ["imagenet1k: accuracy", "25.0%", "50.0% (+25.0 ± 4.1)"]
+    assert lines[0] == ["imagenet1k: accuracy", "25.0%", "50.0% (+25.0 ± 4.2)"]
     pets = GROUPS["mode_26"].index("pets")
     mean = sum(0.125 if number == pets else 0.25 + number / 1000 for number in range(26)) / 26
     difference = 0.25 * 25 / 26
@@ -107,6 +109,55 @@ def test_many_tasks_have_a_line_each_and_the_means_of_papers(tmp_path, figures):
 def test_a_difference_within_its_interval_is_not_colored(tmp_path):
     write_report([result("a"), result("b", value=0.52)], tmp_path, baseline="a")
     assert ("52.0% (+2.0 ± 4.4)", "") in cells((tmp_path / "report.html").read_text())
+
+
+def test_one_picture_shows_no_difference(tmp_path, figures):
+    """Neither does one that all models miss; bars reach to what is possible."""
+    results = [result(model, value=value, num_samples=1) for model, value in (("a", 0), ("b", 1), ("c", 0))]
+    write_report(results, tmp_path, baseline="a")
+    shown = [cell for cell in cells((tmp_path / "report.html").read_text()) if "(" in cell[0]]
+    assert shown == [("100.0% (+100.0 ± 112.2)", ""), ("0.0% (+0.0 ± 79.3)", "")]
+    bars = [bar for container in figures[0].axes[0].containers for bar in container.lines[2][0].get_segments()]
+    np.testing.assert_allclose([bar[:, 0] for bar in bars], [[0, 79.35], [20.65, 100], [0, 79.35]], atol=0.01)
+
+
+def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_none(tmp_path):
+    for metric, error in (("group", " ± 4.4"), ("accuracy", "")):
+        metrics = {metric: 0.5, f"{metric}/color": 0.25}
+        results = [result(model, metrics=metrics, primary={metric: metric}) for model in ("a", "b")]
+        assert f"50.0% (+0.0{error})" in write_report(results, tmp_path / metric, baseline="a")
+
+
+def test_intervals_are_the_published_ones():
+    """Newcombe 1998, Statistics in Medicine 17, pages 873 to 890, Table II, method 10."""
+    for share, other, number, low, high in (
+        *((0.9, 0.3, 10, 0.1705, 0.8090), (6 / 7, 2 / 7, 7, 0.0582, 0.8062)),
+        *((0, 0, 10, -0.2775, 0.2775), (1, 0, 10, 0.6075, 1.0)),
+    ):
+        below, above = difference_reach(share, other, number)
+        assert (share - other - below, share - other + above) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("number", [5, 50])
+@pytest.mark.parametrize(("share", "other"), [(0.02, 0.02), (0.1, 0.3), (0.5, 0.5), (0.95, 0.99)])
+def test_intervals_hold_what_they_say(number, share, other):
+    """Of tests drawn at random, at least 95 % have the true difference within the interval, also where the models fail
+    at the same samples; and of one share about as many the true share."""
+    rng, tests = np.random.default_rng(0), 2000
+    for alike in (0.0, 0.8):  # the share of samples that are as hard for both
+        hard = rng.random((2, tests, number))
+        hard[1] = np.where(rng.random((tests, number)) < alike, hard[0], hard[1])
+        first, second = (hard[0] < share).mean(axis=1), (hard[1] < other).mean(axis=1)
+        drawn = Counter(zip(first, second, strict=True))
+        reaches = {shares: difference_reach(*shares, number) for shares in drawn}
+        within = sum(
+            times
+            for (one, two), times in drawn.items()
+            if -reaches[one, two][0] <= share - other - (one - two) <= reaches[one, two][1]
+        )
+        assert within / tests > 0.94
+    reaches = {one: share_reach(one, number) for one in set(first)}
+    assert np.mean([-reaches[one][0] <= share - one <= reaches[one][1] for one in first]) > 0.9
 
 
 @pytest.mark.parametrize(
