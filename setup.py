@@ -64,6 +64,7 @@ integrations = [
     "onnxscript>=0.7",
     "peft>=0.21",
     "torchao>=0.18",
+    "wandb>=0.31",
 ]
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -373,7 +374,9 @@ class Log:
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
-        self.accelerator.log({f"{self.stage}/{name}": value for name, value in values.items()}, step=step)
+        # MLflow takes no other signs: `recall@1` is `recall_1` in all trackers
+        names = {name: re.sub(r"[^\w./ -]", "_", f"{self.stage}/{name}") for name in values}
+        self.accelerator.log({names[name]: value for name, value in values.items()}, step=step)
 
 
 def _step(line: str) -> float:
