@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.intervals import difference_reach
-from evaluation.report import number_of_means, primary_columns
+from evaluation.report import primary_columns
 from evaluation.task import Task
-from records.result_schema import Collapse, ExpertSummary, Spread
+from records.intervals import difference_reach
+from records.result_schema import Collapse, ExpertSummary, Spread, number_of_means
 
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}

@@ -18,22 +18,16 @@ import numpy as np
 
 from evaluation.benchmarks.specs import means_of
 from evaluation.figures import plot_text, plt, save
-from evaluation.intervals import LEVEL, Reach, difference_reach, share_reach
 from evaluation.page import write_page
-from evaluation.task import INFORMATION
+from records.intervals import LEVEL, Reach, difference_reach, share_reach
 from records.markdown import escape, item, markdown_table
-from records.result_schema import TextCounts, read_result, require_result
+from records.result_schema import TextCounts, number_of_means, read_result, require_result
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
 SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
-# Metrics that are no mean over samples
-NO_MEANS = (
-    *("mean_per_class_recall", "mean_of_top1_and_top5", "mean_per_attribute", "roc_auc", "mean_average_precision"),
-    *INFORMATION,
-)
 # Columns of scores that a screen has room for: of more, each has a line, and each model a column
 MOST_COLUMNS = 6
 # The chart's, in inches: a telephone shows it whole
@@ -248,14 +242,6 @@ def _brackets(baseline: str) -> str:
         f"In brackets: the difference to {escape(baseline)} in percent points, ± its {LEVEL:.0%} interval over test "
         "samples, where a metric is a mean over them. It does not cover what another seed of training would change."
     )
-
-
-def number_of_means(result: dict[str, Any], metric: str) -> int | None:
-    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean. Accuracy is
-    one of means where groups of classes have theirs; the scores of pairs stay means over pairs."""
-    if metric in NO_MEANS or (metric == "accuracy" and any(name.startswith("accuracy/") for name in result["metrics"])):
-        return None
-    return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]
 
 
 def _all_metrics(table) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from matplotlib.lines import Line2D
 
 from evaluation.figures import plot_text, plt, save
-from evaluation.intervals import LEVEL
 from evaluation.page import write_page
 from evaluation.report import computed_with
 from model_cards.verdicts import (
@@ -39,6 +38,7 @@ from model_cards.verdicts import (
 )
 from records.command_line import Folder, command
 from records.files import read_json
+from records.intervals import LEVEL
 from records.markdown import escape, markdown_table, one_line
 
 HEADLINES = f"""\

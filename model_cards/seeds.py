@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluation.intervals import LEVEL, paired_interval
 from evaluation.page import write_page
 from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, draw_scores, primary_columns, require_whole
 from evaluation.results import without_seed
 from records.command_line import Folder, command
+from records.intervals import LEVEL, paired_interval
 from records.markdown import escape, item, markdown_table
 from records.provenance import MANIFEST, Record
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.figures import plot_text, plt, save
-from evaluation.intervals import LEVEL, paired_interval
 from evaluation.page import write_page
 from evaluation.task import PRIMARY_METRICS
 from records.command_line import command
 from records.files import read_json
+from records.intervals import LEVEL, paired_interval
 from records.markdown import markdown_table
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from evaluation.intervals import paired_interval
 from records.files import read_json
+from records.intervals import paired_interval
 from records.messages import shortened
 from records.yaml_files import read_yaml
 

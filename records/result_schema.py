@@ -12,6 +12,11 @@ from records.messages import shortened
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+# Metrics that are no mean over samples
+NO_MEANS = (
+    *("mean_per_class_recall", "mean_of_top1_and_top5", "mean_per_attribute", "roc_auc", "mean_average_precision"),
+    *("image_to_text_information", "text_to_image_information"),
+)
 
 
 class TextCounts(BaseModel):
@@ -164,3 +169,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder: name the results in it, as {path}/*.json")
     return require_result(read_json(Path(path)), str(path))
+
+
+def number_of_means(result: dict[str, Any], metric: str) -> int | None:
+    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean. Accuracy is
+    one of means where groups of classes have theirs; the scores of pairs stay means over pairs."""
+    if metric in NO_MEANS or (metric == "accuracy" and any(name.startswith("accuracy/") for name in result["metrics"])):
+        return None
+    return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]

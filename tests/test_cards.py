@@ -1,5 +1,7 @@
 """What a card says of where a model comes from, and which examples and integrations it shows."""
 
+import re
+
 import pytest
 from markdown_it import MarkdownIt
 from published_runs import card_of, change_weights, lineage_of, made, run, write_analysis
@@ -16,7 +18,9 @@ made, run  # noqa: B018, fixtures
 def test_a_card_tells_whether_the_experts_do_anything(run):
     write_analysis(run)
     text = card_of(lineage_of(run)).text
-    assert "Do the experts do anything?" in text
+    assert re.findall("^##+ (.+)$", text, re.MULTILINE)[:4] == [
+        *("Use", "Scores", "Do the experts do anything?", "How it was made"),
+    ]
     page = MarkdownIt().enable("table").render(text)
     for measured, found in (
         (

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from evaluation.intervals import paired_interval
 from model_cards.claims import write_claims
 from model_cards.verdicts import (
     CANNOT_BE_TOLD,
@@ -13,6 +12,7 @@ from model_cards.verdicts import (
     Claim,
     measure_claim,
 )
+from records.intervals import paired_interval
 
 
 def test_scores_that_do_not_go_together_are_refused(tmp_path):

@@ -20,10 +20,10 @@ from evaluation import experts
 from evaluation.embedder import Embedder
 from evaluation.expert_summary import agreement, linear_cka, summarize
 from evaluation.experts import analyze_experts
-from evaluation.intervals import difference_reach
 from evaluation.measures import measure
 from evaluation.routing import count_tokens
 from evaluation.tasks import Task
+from records.intervals import difference_reach
 
 slow = pytest.mark.slow
 TASKS = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from markdown_it import MarkdownIt
 from published_runs import (
     BASE,
@@ -24,6 +25,7 @@ from published_runs import (
     write_result,
 )
 from safetensors.torch import load_file
+from transformers.pipelines import PIPELINE_REGISTRY
 
 from conversion.commands import publish
 from records.provenance import Record
@@ -44,8 +46,11 @@ def test_scores_are_those_of_the_weights(run, capsys):
     assert list(lineage_of(run).pictures) == ["report.svg"]
     assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old"))
-    (score,) = card_of(lineage).data.eval_results
-    assert score.metric_value == 100 * SCORE
+    card = card_of(lineage)
+    (score,) = card.data.eval_results
+    assert score.metric_value == 100 * SCORE and "| group score | 75.0 | 72.5 to 77.4 | 1200" in card.text
+    assert model_index_to_eval_results(card.data.to_dict()["model-index"]) == ("clip", [score])  # as the Hub reads it
+    assert card.data.pipeline_tag in PIPELINE_REGISTRY.get_supported_tasks()
     change_json(run / "sparse" / "processor_config.json", image_mean=[5.0, 5.0, 5.0])  # also changes what is measured
     assert lineage_of(run).results == {}
     write_result(run)

@@ -14,9 +14,9 @@ import small_evaluation
 
 from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
-from evaluation.intervals import difference_reach, share_reach
 from evaluation.page import SORT, html_page
 from evaluation.report import best_of, write_report
+from records.intervals import difference_reach, share_reach
 from records.markdown import escape, one_line
 
 figures = small_evaluation.figures

@@ -14,9 +14,10 @@ from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text
+from records.intervals import share_reach
 from records.markdown import code, escape, one_line
 from records.provenance import Record
-from records.result_schema import ExpertSummary
+from records.result_schema import ExpertSummary, number_of_means
 
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
@@ -90,7 +91,7 @@ def render(
         how_to_read_experts=ExpertSummary.READING,
         results=results,
         measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
-        scores=list(_scores(results)),
+        scores=[(*score, _interval(*score[:2])) for score in _scores(results)],
         pictures={name: PICTURES[name] for name in lineage.pictures},
         base=", ".join([*bases, *unknown]),
         text=escape,
@@ -157,6 +158,15 @@ def _stage_row(record: Record) -> tuple[str, str]:
     shown = {name: stage[name] for name in (*SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None}
     what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
     return what, ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _interval(result: dict[str, Any], metric: str) -> str:
+    """The ends of a score's interval over test samples, in percent; nothing where it is no mean over them."""
+    number, value = number_of_means(result, metric), result["metrics"][metric]
+    if number is None:
+        return ""
+    below, above = share_reach(value, number)
+    return f"{100 * (value - below):.1f} to {100 * (value + above):.1f}"
 
 
 def _scores(results: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str, str]]:
