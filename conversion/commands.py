@@ -225,7 +225,7 @@ def openai(
         archive: the TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of
             the published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within
             an open_clip training checkpoint. If open_clip_config.json lies beside it, as on the Hub, it tells the
-            activation and the heads
+            activation, the heads, and how the processor prepares images
         output: new folder for the CLIPModel
         activation: default: quick_gelu, with a warning if the file is not one of OpenAI's own
         vision_heads: attention heads of the image encoder (default: width / 64, wider ones from 1280 on as open_clip)

@@ -25,9 +25,10 @@ from conversion.checkpoints import check_equal, load_model, sample_inputs
 from conversion.families import dense_types
 from conversion.folders import loading
 from conversion.long_context import KEPT_POSITIONS
+from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
-from records.files import new_folder, read_json
+from records.files import new_folder
 from records.messages import cut
 from records.provenance import file_digest
 
@@ -41,11 +42,6 @@ SHA256 = {
 HEAD_WIDTH = 64
 # In open_clip's larger towers for images (ViT-H, -g, -bigG and -e) heads are wider, by the width of the tower
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
-# The configuration of open_clip's repositories on the Hub, and what it says of a tower that is CLIP's; whatever else it
-# sets changes what the tower computes
-OPEN_CLIP_CONFIG = "open_clip_config.json"
-OPEN_CLIP_FIELDS = {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "patch_dropout"}
-OPEN_CLIP_FIELDS |= {"context_length", "vocab_size", "heads", "hf_tokenizer_name", "tokenizer_kwargs"}
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
 # The tensors whose shapes give the config
@@ -148,30 +144,6 @@ def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             [state["positional_embedding"][:KEPT_POSITIONS], later[KEPT_POSITIONS:]]
         )
     return state
-
-
-def open_clip_settings(archive: Path) -> dict[str, Any]:
-    """The activation and the heads of a model by open_clip's configuration beside its archive, if there is one.
-
-    Raises:
-        ValueError: a tower is not CLIP's.
-    """
-    path = archive.with_name(OPEN_CLIP_CONFIG)
-    if not path.is_file():
-        return {}
-    model = read_json(path)
-    model = model.get("model_cfg", model)
-    for name in ("vision_cfg", "text_cfg"):
-        other = {key: value for key, value in model.get(name, {}).items() if key not in OPEN_CLIP_FIELDS and value}
-        if other:
-            settings = ", ".join(f"{key} {value!r}" for key, value in other.items())
-            raise ValueError(f"{path}: {name} has {settings}, which CLIPModel cannot express: {dense_types()}")
-    vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
-    return {
-        "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
-        "vision_heads": vision.get("width", 768) // vision.get("head_width", HEAD_WIDTH),
-        "text_heads": text.get("heads", 8),
-    }
 
 
 def is_torchscript(archive: Path) -> bool:
@@ -338,14 +310,21 @@ def layer_norm(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
 
 
-def write(model: PreTrainedModel, folder: Path, processor: str | None, archive: Path) -> None:
-    """Saves the model of an archive, and the processor of a folder or hub name; warns where there is none."""
+def write(
+    model: PreTrainedModel,
+    folder: Path,
+    processor: str | None,
+    archive: Path,
+    images: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images; warns
+    where there is none."""
     model.save_pretrained(folder)
     if processor is None:
         print("warning: the result has no processor: give one with --processor", file=sys.stderr)
     else:
         length = model.config.text_config.max_position_embeddings
-        copy_processor(processor, folder, required=True, length=length, model=archive)
+        copy_processor(processor, folder, required=True, length=length, model=archive, images=images)
 
 
 @torch.no_grad()
@@ -377,17 +356,22 @@ def write_model(
     """Write an archive as a new folder, and verify it."""
     with new_folder(output) as folder:
         state = read_state_dict(archive, trust_archive)
-        options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-        settings = open_clip_settings(archive) | {name: value for name, value in options.items() if value is not None}
         from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
+        state = one_position_table(state)
+        # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
+        said = None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
+        options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
+        settings = said.settings if said else {}
+        settings |= {name: value for name, value in options.items() if value is not None}
         if "activation" not in settings and not from_openai:
             print(
-                f"warning: neither the file nor an {OPEN_CLIP_CONFIG} beside it says which activation the model was "
+                f"warning: neither the file nor an {FILE} beside it says which activation the model was "
                 "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
                 "named -quickgelu",
                 file=sys.stderr,
             )
-        state = one_position_table(state)
         model = convert(state, **settings)
-        write(model, folder, processor, archive)
+        preprocessing = said and said.preprocess_cfg
+        images = preprocessing.image_processor(model.config.vision_config.image_size) if preprocessing else {}
+        write(model, folder, processor, archive, images)
         verify(state, load_model(CLIPModel, folder))

@@ -1,7 +1,7 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,7 @@ def copy_processor(
     required: bool = False,
     length: int | None = None,
     model: str | Path | None = None,
+    images: Mapping[str, Any] | None = None,
 ) -> None:
     """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
 
@@ -275,18 +276,25 @@ def copy_processor(
     Args:
         length: at which the copy cuts texts; None: where the source does.
         model: what the model in `folder` was made of, for errors; None: `source`.
+        images: settings that the image processor of the copy has in place of its own.
     """
     copy, tokenizer, image_processor = load_halves(source)
+    if images and image_processor is not None:
+        image_processor = image_processor.from_dict(image_processor.to_dict() | images)
+        if tokenizer is None:
+            copy = image_processor
+        else:
+            copy.image_processor = image_processor
     if copy is None:
         if required:
             raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
         print(f"warning: {source} has no processor: the result has none either", file=sys.stderr)
         return
-    if image_processor is None:
-        print(f"warning: {source} has no image processor: only its tokenizer was copied", file=sys.stderr)
-    if tokenizer is None:
-        print(f"warning: {source} has no tokenizer: only its image processor was copied", file=sys.stderr)
-    else:
+    halves = (tokenizer, "tokenizer", TOKENIZER_FILES), (image_processor, "image processor", IMAGE_PROCESSOR_FILES)
+    for half, what, names in halves:
+        if half is None:
+            print(f"warning: {source} has no {what} ({' or '.join(names)}), nor has the result", file=sys.stderr)
+    if tokenizer is not None:
         tokenizer.model_max_length = length or tokenizer.model_max_length
     if (folder / "config.json").is_file():
         for config in model_configs(folder):

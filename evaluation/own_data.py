@@ -23,6 +23,7 @@ from evaluation.results import content_hash
 from evaluation.task import Task
 from records.files import read_text
 from records.local_names import paths_here, without_paths
+from records.messages import in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class OwnTask(OwnColumns):
                 seed=0,  # of a world: all models are measured on the same pictures
             )
         except ValidationError as error:
-            raise ValueError(in_one_line(error)) from None
+            raise ValueError(in_one_line(error.errors())) from None
 
     def make(self) -> Task:
         """The task; names of classes and templates are read now, images when they are needed."""
@@ -100,12 +101,6 @@ class OwnTask(OwnColumns):
         held = [identity(dataclasses.replace(self.arguments(), **change)) for change in changes]
         files = [Path(name) for name in filter(None, [self.classes, *self.templates]) if os.path.isfile(name)]
         return None if None in held else content_hash([held, list(map(read_text, files))])
-
-
-def in_one_line(error: ValidationError) -> str:
-    """The faults of a task's settings, in one line."""
-    problems = (f"{'.'.join(map(str, e['loc']))} {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
-    return "; ".join(problem.strip() for problem in problems)
 
 
 def retrieval_task(arguments: DataArguments) -> Task:

@@ -17,11 +17,11 @@ from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
-from evaluation.own_data import OwnKind, OwnTask, in_one_line
+from evaluation.own_data import OwnKind, OwnTask
 from evaluation.results import task_name
 from evaluation.task import Task
 from records.local_names import is_hub_name, meant_here
-from records.messages import most_similar
+from records.messages import in_one_line, most_similar
 
 TASKS = icon_tasks() | name_tasks() | symbol_tasks()
 # Those on a dataset that is given by its columns
@@ -172,4 +172,4 @@ def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
     try:
         return [OwnTask(**own | {"task": name, "name": name_of[name]}) if name in kinds else name for name in names]
     except ValidationError as error:
-        raise ValueError(f"--dataset {own['dataset']}: {in_one_line(error)}") from None
+        raise ValueError(f"--dataset {own['dataset']}: {in_one_line(error.errors())}") from None

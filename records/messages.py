@@ -1,7 +1,7 @@
 """Names and values in error messages."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 NAMES_PER_ERROR = 8
@@ -22,6 +22,12 @@ def shortened(value: Any) -> str:
     """A value for an error message, in at most 60 letters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def in_one_line(faults: Iterable[Mapping[str, Any]]) -> str:
+    """The faults of settings, as pydantic lists them, in one line."""
+    problems = (f"{'.'.join(map(str, fault['loc']))} {fault['msg'].removeprefix('Value error, ')}" for fault in faults)
+    return "; ".join(problem.strip() for problem in problems)
 
 
 def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -4,12 +4,14 @@ import hashlib
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from openai_weights import LENGTH, SIZES, VOCABULARY, openai_state_dict, torchscript
+from PIL import Image
 from safetensors.torch import save_file
-from tiny_clip import error_of
-from transformers import AutoModel, CLIPModel
+from tiny_clip import error_of, processor
+from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import openai
 from conversion.commands import openai as openai_command
@@ -102,29 +104,99 @@ def test_long_clips_two_tables_become_one(tmp_path, capsys):
     openai.verify(state | {"positional_embedding": torch.cat([first[:20], later[20:]])}, model)
 
 
+def open_clips(archive, sizes=(64, 64), image=32, patch=8, **changes):
+    """Writes open_clip's configuration beside the archive of a model of one layer; `changes` are of `model_cfg`, its
+    towers or the whole."""
+    vision, text = ({"width": width, "layers": 1} for width in sizes)
+    towers = {
+        "vision_cfg": vision | {"image_size": image, "patch_size": patch},
+        "text_cfg": text | {"heads": 1, "vocab_size": VOCABULARY, "context_length": LENGTH},
+    }
+    preprocessing = changes.pop("preprocess_cfg", None)
+    model = {name: towers[name] | changes.pop(name, {}) for name in towers} | changes
+    content = {"model_cfg": model} | ({"preprocess_cfg": preprocessing} if preprocessing else {})
+    archive.with_name("open_clip_config.json").write_text(json.dumps(content))
+
+
 def test_open_clips_configuration_tells_the_activation_and_the_heads(tmp_path, capsys):
     state = openai_state_dict((1280, 64), (1, 1), patch=8, image=16, embedding=8, settings=False)
-    save_file(state, tmp_path / "open_clip_model.safetensors")
-    vision, text = {"width": 1280, "head_width": 40, "layers": 1}, {"width": 64, "heads": 4, "layers": 1}
-    for named, given, expected in (
-        ({"vision_cfg": vision, "text_cfg": text}, [], ("gelu", 32, 4)),
-        ({"vision_cfg": vision, "text_cfg": text, "quick_gelu": True}, ["--text-heads", 2], ("quick_gelu", 32, 2)),
+    archive = tmp_path / "open_clip_model.safetensors"
+    save_file(state, archive)
+    heads = {"vision_cfg": {"head_width": 40}, "text_cfg": {"heads": 4}}
+    for changes, given, expected in (
+        (heads, [], ("gelu", 32, 4)),
+        (heads | {"quick_gelu": True}, ["--text-heads", 2], ("quick_gelu", 32, 2)),
         (None, [], ("quick_gelu", 16, 1)),  # heads of 80, as of ViT-H
     ):
-        config = tmp_path / "open_clip_config.json"
-        config.unlink(missing_ok=True)
-        if named is not None:
-            config.write_text(json.dumps({"model_cfg": named}))
-        made = convert(
-            tmp_path / "open_clip_model.safetensors", tmp_path / f"{len(given)} {named is None}", *given
-        ).config
-        vision_config, text_config = made.vision_config, made.text_config
-        heads = vision_config.num_attention_heads, text_config.num_attention_heads
-        assert (vision_config.hidden_act, *heads) == expected
-        assert ("activation" in capsys.readouterr().err) == (named is None)
-    config.write_text(json.dumps({"model_cfg": {"vision_cfg": vision | {"pool_type": "avg"}, "text_cfg": text}}))
-    error = error_of(openai_command.main, tmp_path / "open_clip_model.safetensors", tmp_path / "avg")
-    assert "vision_cfg has pool_type 'avg', which CLIPModel cannot express: there are clip" in error
+        if changes is None:
+            archive.with_name("open_clip_config.json").unlink()
+        else:
+            open_clips(archive, (1280, 64), image=16, **changes)
+        made = convert(archive, tmp_path / f"{len(given)} {changes is None}", *given).config
+        vision, text = made.vision_config, made.text_config
+        assert (vision.hidden_act, vision.num_attention_heads, text.num_attention_heads) == expected
+        assert ("activation" in capsys.readouterr().err) == (changes is None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_cfg": {"pool_type": "avg"}}, "vision_cfg has pool_type 'avg', which CLIPModel cannot express"),
+        ({"vision_cfg": {"width": 128}}, "is of another model: its vision_cfg has width 128"),
+        ({"vision_cfg": {"layers": [3, 4, 6, 3]}}, "has layers [3, 4, 6, 3]"),
+        ({"vision_cfg": {"patch_size": 16}}, "weights in open_clip.safetensors have 8: put the file that belongs"),
+        ({"text_cfg": {"context_length": 77}}, "its text_cfg has context_length 77"),
+        ({"text_cfg": {"vocab_size": 49408}}, "its text_cfg has vocab_size 49408"),
+        ({"text_cfg": {"heads": 3}}, "a tower of width 64 cannot have 3 attention heads"),
+        ({"vision_cfg": {"head_width": 100}}, "a tower of width 64 cannot have 0 attention heads"),
+        ({"text_cfg": {"heads": "1"}}, "model_cfg.text_cfg.heads Input should be a valid integer"),
+        ({"quick_gelu": "false"}, "model_cfg.quick_gelu Input should be a valid boolean"),
+        ({"preprocess_cfg": {"resize_mode": "longest"}}, "preprocess_cfg.resize_mode Input should be 'shortest' or"),
+        ([], "json: Input should be a valid dictionary"),
+        (None, "json: Input should be a valid dictionary"),
+    ],
+)
+def test_an_open_clip_configuration_that_is_damaged_or_of_another_model_is_refused(changes, message, tmp_path):
+    archive = tmp_path / "open_clip.safetensors"
+    save_file(openai_state_dict((64, 64), (1, 1), patch=8, image=32, embedding=8, settings=False), archive)
+    if isinstance(changes, dict):
+        open_clips(archive, **changes)
+    else:
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(changes))
+    error = error_of(openai_command.main, archive, tmp_path / "out")
+    assert "open_clip_config.json" in error and message in error and not (tmp_path / "out").exists()
+
+
+def test_images_are_prepared_as_open_clips_configuration_says(tmp_path):
+    state = openai_state_dict((64, 64), (1, 1), patch=8, image=32, embedding=8, settings=False)
+    archive = tmp_path / "open_clip.safetensors"
+    save_file(state, archive)
+    given = processor(image_size=32)
+    given.save_pretrained(tmp_path / "given")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    squash = {"std": [0.9, 0.8, 0.7], "interpolation": "bilinear", "resize_mode": "squash"}
+    for preprocessing, resized in (
+        ({"mean": [0.1, 0.2, 0.3]} | squash, (32, 32)),
+        ({"mean": [0.1, 0.2, 0.3]}, (51, 32)),
+    ):
+        open_clips(archive, preprocess_cfg=preprocessing)
+        folder = tmp_path / str(resized[0])
+        convert(archive, folder, "--processor", tmp_path / "given")
+        how = Image.Resampling.BILINEAR if resized == (32, 32) else Image.Resampling.BICUBIC
+        left = (resized[0] - 32) // 2
+        squared = np.asarray(Image.fromarray(pixels).resize(resized, how))[:, left : left + 32]
+        std = preprocessing.get("std", [0.26862954, 0.26130258, 0.27577711])  # OpenAI's, as in open_clip
+        expected = ((squared / 255 - preprocessing["mean"]) / std).transpose(2, 0, 1)
+        made = AutoProcessor.from_pretrained(folder)(text="a cat", images=Image.fromarray(pixels))
+        np.testing.assert_allclose(made["pixel_values"][0], expected, atol=1e-5)
+        assert made["input_ids"] == given(text="a cat")["input_ids"]
+
+
+def test_openais_own_file_does_not_believe_open_clips_beside_it(tmp_path):
+    state = openai_state_dict((64, 64), (1, 1), patch=8, image=32, embedding=8)
+    torch.save(state, tmp_path / "ViT.pt")
+    open_clips(tmp_path / "ViT.pt")
+    assert convert(tmp_path / "ViT.pt", tmp_path / "out").config.text_config.hidden_act == "quick_gelu"
 
 
 def test_verification_notices_a_wrong_model(tmp_path, monkeypatch):
