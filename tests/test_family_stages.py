@@ -35,7 +35,7 @@ def test_hidden_states_of_a_siglip_are_refused_before_anything_runs(tmp_path):
 
 
 def test_a_clip_moe_of_an_altclip_has_experts_in_its_image_tower(tmp_path):
-    """CLIP-MoE's recipe from a folder; a text tower's dropout, as released models have, refuses parts of batches."""
+    """CLIP-MoE's recipe from a folder, in parts of batches, with the dropout of released models' text towers."""
     family = FAMILY_OF_TYPE["altclip"]
     dense, stages = saved(family, tiny_dense(family, 20), tmp_path / "dense", 20), "tests/recipes/clip_moe.yaml"
     recipe = yaml.safe_load(Path(stages).read_text().replace("model: dense", f"model: {dense}"))
@@ -44,11 +44,7 @@ def test_a_clip_moe_of_an_altclip_has_experts_in_its_image_tower(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     config = json.loads((dense / "config.json").read_text())
     config["text_config"]["hidden_dropout_prob"] = 0.1
-    text = (dense / "config.json").read_text()
     (dense / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="mini_batch_size: parts of a batch are computed twice"):
-        run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
-    (dense / "config.json").write_text(text)
     output = run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
     before, expert = weights(dense), weights(output / "expert_1")
     moved = [name for name, tensor in before.items() if not tensor.equal(expert[name])]

@@ -415,12 +415,6 @@ class TrainStage(RouterSettings, StepsStage):
         if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
             # Noise in groups has generators of its own, with which the compiler would start anew in every step
             yield "torch_compile", "the model has router_jitter_noise: leave out one of them"
-        if self.mini_batch_size is not None and getattr(config.text_config, "hidden_dropout_prob", 0):
-            yield (
-                "mini_batch_size",
-                "parts of a batch are computed twice, which hidden_dropout_prob of the text tower makes differ: leave "
-                "out mini_batch_size, or set hidden_dropout_prob in the model's config.json to 0",
-            )
         if self.mini_batch_size is not None and sparse:
             yield from (("mini_batch_size", problem) for problem in self._other_groups(config))
         if self.hidden_states is not None and not sparse:
