@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from tiny_runs import losses, run_two, same_weights, set_towers, train, weights
+from tiny_runs import kill_at_a_checkpoint, losses, run_two, same_weights, set_towers, start_two, train, weights
 
 from training import engine, stages
 from training.context import choose_precision, make_accelerator
@@ -129,14 +130,21 @@ def test_killed_and_started_again(whole, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(whole, tmp_path):
-    """By torchrun, also with noise in the routers, as its groups are those of capacity."""
-    settings = {"change": set_towers(router_jitter_noise=0.1), "global_batch_size": 16}
+    """By torchrun, also with noise in the routers, as its groups are those of capacity. Killed and started again, they
+    end in the bits of two that were not."""
+    settings = {"change": set_towers(router_jitter_noise=0.1), "global_batch_size": 16, "max_steps": 40}
     train(tmp_path, only=["dense", "sparse"], **settings)
-    printed = run_two(tmp_path / "recipe.yaml", launcher=("torchrun", "--nproc-per-node", "2"))
+    two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
+    shutil.copytree(tmp_path / "out", killed)
+    torchrun = ("torchrun", "--nproc-per-node", "2")
+    printed = run_two(tmp_path / "recipe.yaml", launcher=torchrun)
     assert printed.count("on 2 x cpu") == 1
-    two, one = tmp_path / "out" / "tuned", whole(**settings)
-    torch.testing.assert_close(losses(two), losses(one), atol=1e-4, rtol=0)
-    torch.testing.assert_close(weights(two), weights(one), atol=1e-4, rtol=0)
+
+    kill_at_a_checkpoint(start_two(tmp_path / "recipe.yaml", "--output-dir", killed, launcher=torchrun), killed)
+    run_two(tmp_path / "recipe.yaml", "--output-dir", killed, launcher=torchrun)
+    assert same_weights(two, killed / "tuned")
+    torch.testing.assert_close(losses(two), losses(whole(**settings)), atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights(two), weights(whole(**settings)), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)

@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from test_mode_routing import in_a_loop
-from tiny_runs import losses, recorded, run_two, start_two, stored, tiny_run, weights
+from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two, stored, tiny_run, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -146,12 +144,7 @@ def test_two_processes_end_in_the_same_models(system, name):
     output = run.folder / "two"
     arguments = run.folder / "recipe.yaml", "--output-dir", output, "--stages", ",".join(STAGES[name])
     if name != "mode":  # which saves no checkpoints
-        process = start_two(*arguments, process_group=0)
-        while not list(output.glob("*.partial/checkpoints/step-*")):
-            assert process.poll() is None
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        kill_at_a_checkpoint(start_two(*arguments), output)
     run_two(*arguments)
     assert_same(run.whole, output, STAGES[name], atol=1e-4, rtol=0)
     for stage in (run.whole / stage for stage in STAGES[name]):

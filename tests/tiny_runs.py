@@ -8,8 +8,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -127,6 +129,16 @@ def run_two(*arguments, **options):
     printed, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     return printed
+
+
+def kill_at_a_checkpoint(process, folder):
+    """Kills a launcher and its workers, each of a group of its own, when a stage below a folder has a checkpoint."""
+    while not list(folder.glob("*.partial/checkpoints/step-*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    for member in (*psutil.Process(process.pid).children(recursive=True), process):
+        member.kill()
+    process.communicate()
 
 
 @contextlib.contextmanager
