@@ -62,6 +62,7 @@ integrations = [
     "onnx>=1.23",
     "onnxruntime>=1.31",
     "onnxscript>=0.7",
+    "parameterized>=0.9",
     "peft>=0.21",
     "torchao>=0.18",
     "wandb>=0.31",

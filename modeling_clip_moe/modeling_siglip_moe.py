@@ -136,27 +136,18 @@ class _SiglipMoEModel:
         """Embeddings (B, hidden_size) of images, not normalized."""
         return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
-    @can_return_tuple
-    def forward(
-        self, *args, return_loss: bool | None = None, output_router_logits: bool | None = None, **kwargs
-    ) -> SiglipMoEOutput:
-        """
-        Args:
-            args, kwargs: as the dense model takes them.
-            return_loss: whether to compute the sigmoid loss of the pairs in this batch (arXiv:2303.15343).
-            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
-                None: as in the configuration.
-        """
+    def forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
+        """What the dense model computes of `inputs`, with the routers' losses."""
         config = self.config
         if output_router_logits is None:
             output_router_logits = config.output_router_logits
-        kwargs |= {"output_router_logits": output_router_logits, "return_dict": True}
-        outputs = super().forward(*args, return_loss=return_loss, **kwargs)
+        inputs |= {"output_router_logits": output_router_logits, "return_dict": True}
+        outputs = super().forward(**inputs)
         text, vision = outputs.text_model_output, outputs.vision_model_output
         losses = [
             router_losses(text.get("router_logits"), config.text_config, config),
             router_losses(
-                vision.get("router_logits"), config.vision_config, config, kwargs.get("pixel_attention_mask")
+                vision.get("router_logits"), config.vision_config, config, inputs.get("pixel_attention_mask")
             ),
         ]
         losses = [loss.to(outputs.text_embeds.device) for loss in losses if loss is not None]
@@ -208,6 +199,36 @@ class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
     text_model_class = SiglipMoETextModel
     vision_model_class = SiglipMoEVisionModel
 
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        return_loss: bool | None = None,
+        interpolate_pos_encoding: bool = False,
+        output_router_logits: bool | None = None,
+        **kwargs,
+    ) -> SiglipMoEOutput:
+        """As `SiglipModel.forward`, with:
+
+        Args:
+            return_loss: whether to compute the sigmoid loss of the pairs in this batch (arXiv:2303.15343).
+            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
+                None: as in the configuration.
+        """
+        return self.forward_with_router_losses(
+            output_router_logits,
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            return_loss=return_loss,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            **kwargs,
+        )
+
 
 class Siglip2MoEPreTrainedModel(_SiglipMoEMixin, Siglip2PreTrainedModel):
     """What the models of this family share."""
@@ -252,6 +273,32 @@ class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
     dense_class = Siglip2Model
     text_model_class = Siglip2MoETextModel
     vision_model_class = Siglip2MoEVisionModel
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_attention_mask: torch.Tensor | None = None,
+        spatial_shapes: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        return_loss: bool | None = None,
+        output_router_logits: bool | None = None,
+        **kwargs,
+    ) -> SiglipMoEOutput:
+        """As `Siglip2Model.forward`, with `return_loss` and `output_router_logits` as of `SiglipMoEModel`."""
+        return self.forward_with_router_losses(
+            output_router_logits,
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            pixel_attention_mask=pixel_attention_mask,
+            spatial_shapes=spatial_shapes,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            return_loss=return_loss,
+            **kwargs,
+        )
 
 
 __all__ = [
