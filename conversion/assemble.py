@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import check_equal, load_clip, load_mixture, sample_inputs
+from conversion.checkpoints import load_clip, load_config, load_mixture
 from conversion.families import family_of
-from conversion.folders import load_config
 from conversion.processors import copy_processor, require_same
+from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from modeling_clip_moe.configuration_clip_moe import embedding_size

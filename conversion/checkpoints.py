@@ -1,23 +1,32 @@
-"""Tools of all converters: loading whole models, comparing two of them."""
+"""Folders and hub names of models: which files they have, their configurations, and the models. Errors name them."""
 
-from collections.abc import Mapping
+import contextlib
+import pickle
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import CLIPModel, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from transformers import AutoConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file, logging
 
 from conversion.families import family_of, is_clip, model_class
-from conversion.folders import has_file, load_config, loading
-from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE, longest_text
+from modeling_clip_moe.families import FAMILY_OF_TYPE, Family
 from records.messages import cut
 
-TOLERANCE = 1e-4
+# Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+# For `cached_file`: no error where there is no file
+MISSING_IS_NONE = {
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 # By the type of a model that is not taken: what it is, and what to do
 DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
@@ -26,6 +35,74 @@ HINTS = {
     **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
+
+
+@contextlib.contextmanager
+def loading(source: str | Path) -> Iterator[None]:
+    """Turns whatever a library raises about files of a user into one error that names them.
+
+    Here alone every `Exception` is caught: what transformers, tokenizers and torch raise at a damaged file is up to the
+    damage, from KeyError and ZeroDivisionError to RecursionError. So nothing but their reading belongs into the block.
+
+    Raises:
+        OSError: a file is not there, or the hub cannot be reached.
+        ValueError: all else.
+    """
+    try:
+        yield
+    except OSError as error:
+        missing = "" if Path(source).exists() else "there is no such folder, and from the Hub: "
+        raise OSError(f"cannot load {source}: {missing}{error}") from error
+    except pickle.UnpicklingError as error:  # torch's own proposes to run what the file holds
+        raise ValueError(f"cannot load {source}: a file of weights is damaged or holds more than tensors") from error
+    except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"cannot load {source}: {error}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot load {source}: a file is damaged or has impossible values ({reason})") from error
+
+
+def kernels(settings: Any) -> list[str]:
+    """The repositories of kernels that settings name, which transformers runs where it finds the package `kernels`."""
+    if isinstance(settings, list):
+        return [name for value in settings for name in kernels(value)]
+    if not isinstance(settings, dict):
+        return []
+    named = [str(value) for key, value in settings.items() if key in KERNELS and "/" in str(value)]
+    return named + kernels(list(settings.values()))
+
+
+def require_source(source: str | Path) -> None:
+    """A path that is not there is said to be missing before anything asks the Hub for it."""
+    if not Path(source).is_dir() or not str(source):
+        try:
+            validate_repo_id(str(source))
+        except HFValidationError:
+            raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name") from None
+
+
+def has_file(source: str | Path, *names: str) -> bool:
+    """Whether a folder or hub name has at least one of the files."""
+    return any(cached_file(source, name, **MISSING_IS_NONE) is not None for name in names)
+
+
+def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
+    """The configuration of a model in a folder or on the Hub, or in a folder within that."""
+    require_source(source)
+    with loading(source):
+        named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])
+        if named:
+            raise ValueError(
+                f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
+            )
+        # Trust that is not given is asked for
+        return AutoConfig.from_pretrained(source, subfolder=subfolder, trust_remote_code=False)
+
+
+def model_configs(source: str | Path) -> list[PreTrainedConfig]:
+    """The configuration of the model in a folder or on the Hub, or those of all experts of a mixture."""
+    config = load_config(source)
+    return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
 
 
 def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
@@ -88,19 +165,20 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
-    config = load_config(source)
-    with loading(source):
-        family = family_of(config)
+    config, family = _with_family(source)
     shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
     return load_model(family.sparse if shared else family.dense, source, **kwargs)
 
 
 def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a sparse model of any family, see `load_model`."""
+    return load_model(_with_family(source)[1].sparse, source, **kwargs)
+
+
+def _with_family(source: str | Path) -> tuple[PreTrainedConfig, Family]:
     config = load_config(source)
     with loading(source):
-        family = family_of(config)
-    return load_model(family.sparse, source, **kwargs)
+        return config, family_of(config)
 
 
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
@@ -114,23 +192,6 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
 
 
-def require_loadable(folder: str | Path) -> None:
-    """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
-
-    One expert of a mixture is in memory at a time.
-    """
-    if load_config(folder).model_type == CLIPMoDEConfig.model_type:
-        mixture = load_mixture(folder, max_loaded_experts=1)
-        for number in range(mixture.num_experts):
-            mixture.expert(number)
-    elif load_config(folder).model_type == "llava":
-        load_model(LlavaForConditionalGeneration, folder)
-    else:
-        load_clip(folder)
-    if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
-        load_processor(folder)
-
-
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:
     """The fields of a config that differ from their defaults and that another config class has.
 
@@ -138,63 +199,3 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
     """
     known = {field.name for field in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
     return {name: value for name, value in config.to_diff_dict().items() if name in known}
-
-
-def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
-    """Random images and token ids for a CLIP of this config, each text with the token that its family pools at.
-
-    For the config of a text tower, token ids alone; for that of an image tower, images.
-    """
-    generator = torch.Generator().manual_seed(0)
-    text, inputs = config.get_text_config(), {}
-    if not hasattr(text, "vocab_size"):
-        return _sample_images(config, batch_size, generator)
-    if text is not config:
-        inputs = _sample_images(config.vision_config, batch_size, generator)
-    last = text.vocab_size - 1
-    input_ids = torch.randint(last, (batch_size, longest_text(text)), generator=generator)
-    input_ids[:, -1] = last if pools_highest(text) or text.eos_token_id is None else min(text.eos_token_id, last)
-    return inputs | {"input_ids": input_ids}
-
-
-def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-    if hasattr(vision, "image_size"):
-        shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
-        return {"pixel_values": torch.randn(shape, generator=generator)}
-    # Patches of images of any shape: those of the last image fill half of the places
-    side = int(vision.num_patches**0.5)
-    shapes = torch.tensor([[side, side]] * (batch_size - 1) + [[side, side // 2]])
-    mask = torch.arange(side * side) < shapes.prod(dim=1, keepdim=True)
-    pixels = torch.randn((batch_size, side * side, vision.num_channels * vision.patch_size**2), generator=generator)
-    return {"pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
-
-
-@torch.no_grad()
-def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP; of an image
-    tower alone its hidden states and what it pools.
-
-    Those of padding among patches are 0: no expert computes it, and nothing reads it.
-    """
-    outputs = model(**inputs, output_hidden_states=True)
-    if not is_clip(model.config):
-        return {"hidden states": torch.stack(outputs.hidden_states), "pooled": outputs.pooler_output}
-    patches = inputs.get("pixel_attention_mask", torch.ones(1))
-    return {
-        "logits": outputs.logits_per_image,
-        "text hidden states": torch.stack(outputs.text_model_output.hidden_states),
-        "vision hidden states": torch.stack(outputs.vision_model_output.hidden_states) * patches[..., None],
-    }
-
-
-def check_equal(
-    expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], tolerance: float = TOLERANCE
-) -> dict[str, float]:
-    """Prints and returns the largest absolute difference of each pair of tensors."""
-    differences = {}
-    for name, tensor in expected.items():
-        differences[name] = (converted[name] - tensor).abs().max().item()
-        print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
-        if not differences[name] <= tolerance * tensor.abs().max().item():
-            raise ValueError(f"the converted model does not compute what the source does: see {name} above")
-    return differences

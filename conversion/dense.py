@@ -13,19 +13,12 @@ import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import (
-    TOLERANCE,
-    architecture,
-    check_equal,
-    load_dense,
-    load_sparse,
-    model_outputs,
-    sample_inputs,
-)
+from conversion.checkpoints import architecture, load_dense, load_sparse
 from conversion.families import family_of, is_clip
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns, towers_of
+from conversion.verification import TOLERANCE, check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import read_json

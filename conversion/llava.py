@@ -17,14 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from conversion.checkpoints import HINTS, check_equal, load_model, load_weights
-from conversion.folders import has_file, load_config
+from conversion.checkpoints import HINTS, has_file, load_config, load_model, load_weights
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     load_image_processor,
     load_processor,
     require_fit,
 )
+from conversion.verification import check_equal
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from records.files import save
 

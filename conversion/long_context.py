@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
 
-from conversion.checkpoints import check_equal, load_clip, load_model, sample_inputs
-from conversion.folders import load_config
+from conversion.checkpoints import load_clip, load_config, load_model
 from conversion.processors import copy_processor
+from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import check_equal, load_model, sample_inputs
+from conversion.checkpoints import load_model, loading
 from conversion.families import dense_types
-from conversion.folders import loading
 from conversion.long_context import KEPT_POSITIONS
 from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
+from conversion.verification import check_equal, sample_inputs
 from records.files import new_folder
 from records.messages import cut
 from records.provenance import file_digest

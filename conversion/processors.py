@@ -24,9 +24,8 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from conversion.checkpoints import has_file, loading, model_configs
 from conversion.families import family_of, is_clip
-from conversion.folders import has_file, load_config, loading
-from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import longest_text
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
@@ -55,8 +54,17 @@ def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def load_tokenizer(source: str | Path, **kwargs) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name."""
+    return _load(AutoTokenizer, source, **kwargs)
+
+
+def load_image_processor(source: str | Path) -> BaseImageProcessor:
+    """The image processor of a folder or hub name."""
+    return _load(AutoImageProcessor, source)
+
+
+def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
     with loading(source):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **kwargs)
+        return auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
@@ -64,7 +72,7 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
         if not has_file(source, *names):
             raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
-    processor = _load_whole(source)
+    processor = _load(AutoProcessor, source)
     if has_file(source, "config.json"):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
@@ -90,17 +98,6 @@ def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
     elif isinstance(text, POOL_FIRST) and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it says nothing
         tokenizer.model_max_length = longest_text(text)
-
-
-def _load_whole(source: str | Path) -> ProcessorMixin:
-    with loading(source):
-        return AutoProcessor.from_pretrained(source, trust_remote_code=False)
-
-
-def load_image_processor(source: str | Path) -> BaseImageProcessor:
-    """As `load_processor`, of the half for images."""
-    with loading(source):
-        return AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
 
 
 def require_fit(
@@ -241,12 +238,6 @@ def require_same(sources: Sequence[str | Path]) -> None:
                 )
 
 
-def model_configs(source: str | Path) -> list[PreTrainedConfig]:
-    """The configuration of the model in a folder or on the Hub, or those of all experts of a mixture."""
-    config = load_config(source)
-    return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
-
-
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
     """The processor of a folder or hub name, or the half that there is, then its tokenizer and its image processor.
 
@@ -254,7 +245,7 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
     """
     has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:
-        processor = _load_whole(source)
+        processor = _load(AutoProcessor, source)
         return processor, processor.tokenizer, processor.image_processor
     tokenizer = load_tokenizer(source) if has_tokenizer else None
     image_processor = load_image_processor(source) if has_image_processor else None

@@ -15,20 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import (
-    check_equal,
-    is_sparse,
-    load_clip,
-    load_model,
-    load_sparse,
-    model_outputs,
-    sample_inputs,
-)
+from conversion.checkpoints import is_sparse, load_clip, load_model, load_sparse
 from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_config, sparse_ffns
+from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.messages import cut
 

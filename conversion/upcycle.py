@@ -17,12 +17,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import architecture, check_equal, load_dense, load_sparse, model_outputs, sample_inputs
+from conversion.checkpoints import architecture, load_config, load_dense, load_sparse
 from conversion.families import family_of, is_clip
-from conversion.folders import load_config
 from conversion.presets import TOWERS, Preset, require_towers, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
+from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,8 @@ from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
 from data import icons
-from data.annotations import holds_list
 from data.shards import MEMBER
-from data.sources import DataArguments, Rows, file_stamp, named_images, open_rows, read_entries, reading, split_files
+from data.sources import DataArguments, file_stamp, source_files, source_images
 from data.worlds import WORLDS
 
 # Errors about a fingerprint that is not that of the pairs say this
@@ -96,7 +93,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     files = source_files(arguments)
     if not files:
         return None if os.path.exists(source) else _commit(source)
-    named = _named_images(arguments)
+    named = source_images(arguments)
     images = [image for image in named if os.path.isfile(image)]
     if named and not images:
         return None
@@ -112,30 +109,6 @@ def _commit(dataset: str) -> dict[str, str] | None:
         return {"commit": Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=[])).name}
     except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
         return None
-
-
-def source_files(arguments: DataArguments) -> list[str]:
-    """The files of a local source that hold its split, in order: without images that only its rows name."""
-    source = Path(os.path.abspath(arguments.source))
-    if not source.is_dir():
-        return [str(source)] if source.exists() else sorted(glob(str(source), recursive=True))
-    saved = _saved(arguments)
-    if saved is not None:  # `datasets` keeps its caches in the same folder
-        with reading(arguments):
-            files = [file["filename"] for file in datasets.load_from_disk(str(saved)).cache_files]
-        return [str(saved / "state.json"), str(saved / "dataset_info.json"), *files]
-    try:
-        _, splits = split_files(arguments)
-    except FileNotFoundError:
-        return []
-    files = {file for split in splits.values() for file in split}
-    return sorted(files | {str(path) for path in source.glob("metadata.*")})
-
-
-def newest_file(arguments: DataArguments) -> str:
-    """The file of a local source that was written last."""
-    files = [file for file in [*source_files(arguments), *_named_images(arguments)] if os.path.isfile(file)]
-    return max(files, key=os.path.getmtime)
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
@@ -195,50 +168,6 @@ def _content_digest(path: str) -> str:
 
 def _is_old(path: str) -> bool:
     return os.stat(path).st_mtime < time.time() - SECONDS_UNTIL_KEPT
-
-
-def _named_images(arguments: DataArguments) -> list[str]:
-    """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
-    as parquet and Arrow files may have them."""
-    column, saved = arguments.image_column, _saved(arguments) is not None
-    is_json = arguments.source.endswith(".json")
-    if not (saved or is_json) and split_files(arguments)[0] in ("imagefolder", "webdataset"):
-        return []  # its files hold the images or are these
-    if is_json and holds_list(arguments.source):  # conversations may be without an image
-        with reading(arguments):
-            entries = read_entries(arguments)[arguments.taken_rows]
-        names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
-        names = [name for name in names if isinstance(name, str)]
-    else:
-        # A stream has no slices and no rows to leave out, so that those of all pairs count
-        streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
-        taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
-        rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
-        if column not in (rows.column_names or [column]):
-            return []
-        names = named_images(rows.data.column(column)) if saved else _names(rows, column)
-    files = dict.fromkeys(member[1] if (member := MEMBER.fullmatch(name)) else name for name in names if name)
-    return [os.path.join(arguments.image_root or "", name) for name in files]
-
-
-def _names(rows: Rows, column: str) -> list[str]:
-    """The names of images in rows, which have bytes instead if the first ones have."""
-    if isinstance((rows.features or {}).get(column), datasets.Image):
-        rows = rows.cast_column(column, datasets.Image(decode=False))
-    names: list[str] = []
-    for batch in rows.select_columns([column]).iter(AT_ONCE):
-        names += [image for image in batch[column] if image and isinstance(image, str)]
-        files = [image for image in batch[column] if isinstance(image, dict) and image["bytes"] is None]
-        names += [image["path"] for image in files if image["path"]]
-        if not names:
-            break
-    return names
-
-
-def _saved(arguments: DataArguments) -> Path | None:
-    """The folder of a dataset that `save_to_disk` wrote, if the source is one."""
-    folders = Path(arguments.source), Path(arguments.source) / arguments.split
-    return next((folder for folder in folders if (folder / "state.json").is_file()), None)
 
 
 class _DigestCache:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from data.annotations import TABLES, holds_list, read_annotations, read_tables
 from data.drawing import SPLITS
 from data.once import once
-from data.shards import open_shards, require_whole
+from data.shards import MEMBER, open_shards, require_whole
 from data.worlds import WORLDS
 from records.files import read_json
 
@@ -332,3 +333,71 @@ def _open_json(path: Path, arguments: DataArguments) -> Rows:
     features = datasets.Features(dict(zip(names, features.values(), strict=True)))
     rows = datasets.Dataset.from_dict(dict(zip(names, (images, captions), strict=True)), features)
     return rows.to_iterable_dataset() if arguments.streaming else rows
+
+
+def source_files(arguments: DataArguments) -> list[str]:
+    """The files of a local source that hold its split, in order: without images that only its rows name."""
+    source = Path(os.path.abspath(arguments.source))
+    if not source.is_dir():
+        return [str(source)] if source.exists() else sorted(glob.glob(str(source), recursive=True))
+    saved = _saved(arguments)
+    if saved is not None:  # `datasets` keeps its caches in the same folder
+        with reading(arguments):
+            files = [file["filename"] for file in datasets.load_from_disk(str(saved)).cache_files]
+        return [str(saved / "state.json"), str(saved / "dataset_info.json"), *files]
+    try:
+        _, splits = split_files(arguments)
+    except FileNotFoundError:
+        return []
+    files = {file for split in splits.values() for file in split}
+    return sorted(files | {str(path) for path in source.glob("metadata.*")})
+
+
+def newest_file(arguments: DataArguments) -> str:
+    """The file of a local source that was written last."""
+    files = [file for file in [*source_files(arguments), *source_images(arguments)] if os.path.isfile(file)]
+    return max(files, key=os.path.getmtime)
+
+
+def source_images(arguments: DataArguments) -> list[str]:
+    """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
+    as parquet and Arrow files may have them."""
+    column, saved = arguments.image_column, _saved(arguments) is not None
+    is_json = arguments.source.endswith(".json")
+    if not (saved or is_json) and split_files(arguments)[0] in ("imagefolder", "webdataset"):
+        return []  # its files hold the images or are these
+    if is_json and holds_list(arguments.source):  # conversations may be without an image
+        with reading(arguments):
+            entries = read_entries(arguments)[arguments.taken_rows]
+        names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
+        names = [name for name in names if isinstance(name, str)]
+    else:
+        # A stream has no slices and no rows to leave out, so that those of all pairs count
+        streaming = not saved and (arguments.streaming or set("[+").isdisjoint(arguments.split))
+        taken = {} if saved or arguments.skip is None else {"skip": None, "num_samples": None}
+        rows = open_rows(replace(arguments, streaming=streaming, in_memory=False, indexed=False, **taken))
+        if column not in (rows.column_names or [column]):
+            return []
+        names = named_images(rows.data.column(column)) if saved else _names(rows, column)
+    files = dict.fromkeys(member[1] if (member := MEMBER.fullmatch(name)) else name for name in names if name)
+    return [os.path.join(arguments.image_root or "", name) for name in files]
+
+
+def _names(rows: Rows, column: str) -> list[str]:
+    """The names of images in rows, which have bytes instead if the first ones have."""
+    if isinstance((rows.features or {}).get(column), datasets.Image):
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    names: list[str] = []
+    for batch in rows.select_columns([column]).iter(1000):
+        names += [image for image in batch[column] if image and isinstance(image, str)]
+        files = [image for image in batch[column] if isinstance(image, dict) and image["bytes"] is None]
+        names += [image["path"] for image in files if image["path"]]
+        if not names:
+            break
+    return names
+
+
+def _saved(arguments: DataArguments) -> Path | None:
+    """The folder of a dataset that `save_to_disk` wrote, if the source is one."""
+    folders = Path(arguments.source), Path(arguments.source) / arguments.split
+    return next((folder for folder in folders if (folder / "state.json").is_file()), None)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from conversion.checkpoints import clip_class, config_of
-from conversion.folders import has_file, loading
+from conversion.checkpoints import clip_class, config_of, has_file, loading
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page import require_free_page, write_page

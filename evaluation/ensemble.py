@@ -15,8 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import clip_class, config_of, load_mixture
-from conversion.folders import load_config, loading
+from conversion.checkpoints import clip_class, config_of, load_config, load_mixture, loading
 from data.images import decode_image
 from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from conversion.folders import load_config
+from conversion.checkpoints import load_config
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure

@@ -18,9 +18,8 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.preprocessing import normalize
 
-from conversion.checkpoints import load_clip
+from conversion.checkpoints import has_file, load_clip, load_config, loading
 from conversion.families import is_clip
-from conversion.folders import has_file, load_config, loading
 from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
 from data.tokenizer import tokenize
 from evaluation.results import content_hash

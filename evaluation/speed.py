@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from conversion.checkpoints import load_clip, sample_inputs
+from conversion.checkpoints import load_clip
+from conversion.verification import sample_inputs
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

@@ -36,8 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from conversion.checkpoints import load_clip, load_model, load_weights
-from conversion.folders import load_config
+from conversion.checkpoints import load_clip, load_config, load_model, load_weights
 from conversion.llava import expected_outputs, load_tower, verify
 from conversion.processors import load_image_processor, load_processor, load_tokenizer
 from data.conversations import IMAGE, load_conversations

@@ -94,8 +94,7 @@ FAMILIES = (
 IMAGE_TOWERS = (
     Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, None, "CLIPImageProcessor", towers=("vision",)),
 )
-# The classes of whole models, dense and sparse, by the type in their configurations; and the families
-# of all
+# By the `model_type` of a configuration: the classes of whole models, and the families of all models, dense and sparse
 CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
 FAMILY_OF_TYPE = {
     model.config_class.model_type: family

@@ -13,8 +13,7 @@ from converters import run, sources
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel
 
-from conversion.checkpoints import load_mixture, load_model
-from conversion.folders import load_config
+from conversion.checkpoints import load_config, load_mixture, load_model
 from evaluation.sentence_encoders import open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 

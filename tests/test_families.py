@@ -21,13 +21,14 @@ from transformers import (
 
 from conversion import commands
 from conversion.average import average
-from conversion.checkpoints import load_clip, load_dense, model_outputs, sample_inputs
+from conversion.checkpoints import load_clip, load_dense
 from conversion.dense import extract
 from conversion.llava import expected_outputs, load_tower, swap, verify
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.unify import unify
 from conversion.upcycle import upcycle
+from conversion.verification import model_outputs, sample_inputs
 from modeling_clip_moe import load_balancing_loss
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 

@@ -6,13 +6,13 @@ from tiny_clip import error_of, moved
 from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
 
-from conversion.checkpoints import load_mixture, sample_inputs
+from conversion.checkpoints import load_config, load_mixture
 from conversion.commands import assemble
-from conversion.folders import load_config
 from conversion.presets import PRESETS
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
+from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 

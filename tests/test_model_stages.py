@@ -11,8 +11,8 @@ from tiny_runs import DENSE, SPARSE, run_stages, weights
 from transformers import AutoModel
 
 from conversion import assemble
-from conversion.checkpoints import require_loadable
 from conversion.upcycle import ROUTING_FIELDS
+from conversion.verification import require_loadable
 from records.provenance import weights_fingerprint
 from training.stages.models import InitializeStage, UpcycleStage
 

@@ -21,8 +21,8 @@ from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
-from conversion.checkpoints import sample_inputs
 from conversion.processors import copy_processor
+from conversion.verification import sample_inputs
 from data import symbols
 from data.contact_sheet import contact_sheet
 from data.identity import data_fingerprint

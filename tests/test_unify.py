@@ -7,12 +7,12 @@ import torch
 from tiny_clip import moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.checkpoints import check_equal, model_outputs, sample_inputs
 from conversion.commands import unify as unify_command
 from conversion.dense import ONLY_EXPERTS, extract, set_fusion_gates
 from conversion.presets import PRESETS
 from conversion.unify import convert, unify, verify
 from conversion.upcycle import upcycle
+from conversion.verification import check_equal, model_outputs, sample_inputs
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
 FFN = "vision_model.encoder.layers.3.mlp"

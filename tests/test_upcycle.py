@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from tiny_clip import error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
-from conversion.checkpoints import check_equal, model_outputs, sample_inputs
 from conversion.commands import upcycle as upcycle_command
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle, verify
+from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe import CLIPMoEModel
 from records.files import new_folder
 

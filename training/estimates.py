@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from conversion import processors
+from conversion import checkpoints, processors
 from conversion.families import is_clip
 from data.annotations import TABLES, holds_list
 from data.once import once
@@ -136,7 +136,7 @@ def model_configs(source: str) -> tuple[PreTrainedConfig, ...]:
         OSError, ValueError: see `load_config`; or the processor that is there does not fit, see `require_fit`.
     """
     folder = source if Path(source).is_dir() else _snapshot(source)
-    configs = tuple(processors.model_configs(folder))
+    configs = tuple(checkpoints.model_configs(folder))
     if all(is_clip(config) for config in configs):
         _, tokenizer, image_processor = processors.load_halves(folder)
         for config in configs:
@@ -316,7 +316,7 @@ def read_otherwise(models: Iterable[Expected]) -> str:
 def _processor(model: Expected) -> Path | None:
     """The folder with the processor of a model; None where that is not known, or the model got longer texts since."""
     try:
-        configs = model.clip, *processors.model_configs(model.processor)
+        configs = model.clip, *checkpoints.model_configs(model.processor)
         lengths = {config.get_text_config().max_position_embeddings for config in configs}
     except (Unknown, ValueError, OSError):
         return None

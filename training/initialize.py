@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from conversion.checkpoints import has_file, require_source
 from conversion.families import model_class
-from conversion.folders import has_file, require_source
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,

@@ -25,11 +25,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from conversion import publish
-from conversion.checkpoints import require_loadable
-from conversion.folders import load_config
-from data.identity import newest_file
+from conversion.checkpoints import load_config
+from conversion.verification import require_loadable
 from data.once import opened_once
-from data.sources import DataArguments
+from data.sources import DataArguments, newest_file
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer, PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import load_clip, load_mixture, sample_inputs
+from conversion.checkpoints import load_clip, load_config, load_mixture
 from conversion.families import is_clip
-from conversion.folders import load_config
 from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
+from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import modeling_clip_moe
-from conversion.folders import KERNELS
+from conversion.checkpoints import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import FAMILIES
 from records.files import read_json

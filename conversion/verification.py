@@ -1,0 +1,93 @@
+"""Checks of a model that was made: it loads whole, and it computes what its source does."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
+
+from conversion.checkpoints import has_file, load_clip, load_config, load_mixture, load_model
+from conversion.families import is_clip
+from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
+from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.families import longest_text
+
+TOLERANCE = 1e-4
+
+
+def require_loadable(folder: str | Path) -> None:
+    """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
+
+    One expert of a mixture is in memory at a time.
+    """
+    if load_config(folder).model_type == CLIPMoDEConfig.model_type:
+        mixture = load_mixture(folder, max_loaded_experts=1)
+        for number in range(mixture.num_experts):
+            mixture.expert(number)
+    elif load_config(folder).model_type == "llava":
+        load_model(LlavaForConditionalGeneration, folder)
+    else:
+        load_clip(folder)
+    if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
+        load_processor(folder)
+
+
+def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
+    """Random images and token ids for a CLIP of this config, each text with the token that its family pools at.
+
+    For the config of a text tower, token ids alone; for that of an image tower, images.
+    """
+    generator = torch.Generator().manual_seed(0)
+    text, inputs = config.get_text_config(), {}
+    if not hasattr(text, "vocab_size"):
+        return _sample_images(config, batch_size, generator)
+    if text is not config:
+        inputs = _sample_images(config.vision_config, batch_size, generator)
+    last = text.vocab_size - 1
+    input_ids = torch.randint(last, (batch_size, longest_text(text)), generator=generator)
+    input_ids[:, -1] = last if pools_highest(text) or text.eos_token_id is None else min(text.eos_token_id, last)
+    return inputs | {"input_ids": input_ids}
+
+
+def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    if hasattr(vision, "image_size"):
+        shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
+    # Patches of images of any shape: those of the last image fill half of the places
+    side = int(vision.num_patches**0.5)
+    shapes = torch.tensor([[side, side]] * (batch_size - 1) + [[side, side // 2]])
+    mask = torch.arange(side * side) < shapes.prod(dim=1, keepdim=True)
+    pixels = torch.randn((batch_size, side * side, vision.num_channels * vision.patch_size**2), generator=generator)
+    return {"pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
+
+
+@torch.no_grad()
+def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP; of an image
+    tower alone its hidden states and what it pools.
+
+    Those of padding among patches are 0: no expert computes it, and nothing reads it.
+    """
+    outputs = model(**inputs, output_hidden_states=True)
+    if not is_clip(model.config):
+        return {"hidden states": torch.stack(outputs.hidden_states), "pooled": outputs.pooler_output}
+    patches = inputs.get("pixel_attention_mask", torch.ones(1))
+    return {
+        "logits": outputs.logits_per_image,
+        "text hidden states": torch.stack(outputs.text_model_output.hidden_states),
+        "vision hidden states": torch.stack(outputs.vision_model_output.hidden_states) * patches[..., None],
+    }
+
+
+def check_equal(
+    expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], tolerance: float = TOLERANCE
+) -> dict[str, float]:
+    """Prints and returns the largest absolute difference of each pair of tensors."""
+    differences = {}
+    for name, tensor in expected.items():
+        differences[name] = (converted[name] - tensor).abs().max().item()
+        print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
+        if not differences[name] <= tolerance * tensor.abs().max().item():
+            raise ValueError(f"the converted model does not compute what the source does: see {name} above")
+    return differences
