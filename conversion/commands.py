@@ -329,9 +329,6 @@ def publish(
         license: of the weights, as the Hub names it: mit, apache-2.0, ...
         base_model: the dense model on the Hub (default: what the recipe starts from)
     """
-    from huggingface_hub.utils import validate_repo_id
-
-    validate_repo_id(repository)
     if dry_run is not None:
         from conversion.publishing.bundle import build
 

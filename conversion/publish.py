@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils import validate_repo_id
 
 from conversion.publishing.bundle import build
 
@@ -53,7 +52,6 @@ def upload(
 
 def publish(source: str | Path, repository: str, license: str | None = None, base_model: str | None = None, **options):
     """Build, verify and upload a model; see `build` and `upload`. Returns the address."""
-    validate_repo_id(repository)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()

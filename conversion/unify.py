@@ -20,7 +20,7 @@ from conversion.dense import ONLY_EXPERTS, set_fusion_gates
 from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, kept_rules, sparse_config, sparse_ffns
+from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.messages import cut
@@ -58,7 +58,7 @@ def unify(
         state = model.state_dict()
         require_expert(f"expert {number}", differing_tensors(base_state, state, parts))
         if not is_sparse(base.config):
-            state = apply_rules(state, None, one_expert_rules(config))
+            state = apply_rules(state, None, upcycling_rules(config, single=True))
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
     gated = is_sparse(base.config) and any(tower.fusion_gate for tower in sparse_ffns(base.config).values())
     rules = stacking_rules(config, gated, base_expert=_num_experts(config) > len(experts))
@@ -94,15 +94,6 @@ def unified_config(
 
 def _num_experts(config: SparseMoEConfig) -> int:
     return max(tower.num_experts for tower in sparse_ffns(config).values())
-
-
-def one_expert_rules(config: SparseMoEConfig) -> list[Rule]:
-    """Rules from a dense model to one expert in each of the sparse layers."""
-    rules = kept_rules(config)
-    for ffn in sparse_ffns(config):
-        for name, expert_tensor in FFN_TO_EXPERTS.items():
-            rules.append(Rule(rf"({ffn})\.{name}", rf"\1.experts.{expert_tensor}", lambda tensor: tensor[None]))
-    return rules
 
 
 def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> list[Rule]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
@@ -119,12 +118,13 @@ def kept_rules(config: SparseMoEConfig, to_dense: bool = False) -> list[Rule]:
     ]
 
 
-def upcycling_rules(config: SparseMoEConfig) -> list[Rule]:
-    """Rules from a dense model to a sparse one: each dense FFN becomes E experts and, with a fusion gate, the base."""
+def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]:
+    """Rules from a dense model to a sparse one: each dense FFN becomes E experts and, with a fusion gate, the base; or
+    a `single` expert."""
     rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
 
-        def tile(tensor, number=tower.num_experts):
+        def tile(tensor, number=1 if single else tower.num_experts):
             return tensor.expand(number, *tensor.shape), tensor
 
         for name, expert_tensor in FFN_TO_EXPERTS.items():
@@ -132,7 +132,7 @@ def upcycling_rules(config: SparseMoEConfig) -> list[Rule]:
             source = rf"({ffn})\.{name}"
             rules.append(
                 Rule(source, targets, tile)
-                if tower.fusion_gate
+                if tower.fusion_gate and not single
                 else Rule(source, targets[0], lambda t, tile=tile: tile(t)[0])
             )
     return rules
@@ -197,27 +197,6 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
     """
     config = sparse_config(dense.config, preset, towers)
     return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
-
-
-def require_routing(changes: Iterable[str]) -> None:
-    """Raises `ValueError` for fields that are none of `ROUTING_FIELDS`."""
-    unknown = sorted(set(changes) - ROUTING_FIELDS)
-    if unknown:
-        raise ValueError(
-            f"an upcycled tower has no field {', '.join(map(repr, unknown))} to set here, only "
-            f"{', '.join(sorted(ROUTING_FIELDS))}; the dense model, the preset and its changes settle the others"
-        )
-
-
-def change_routing(config: CLIPMoETowerConfig, changes: Mapping[str, Any]) -> None:
-    """Sets some of `ROUTING_FIELDS` of an upcycled tower."""
-    require_routing(changes)
-    try:
-        for name, value in changes.items():
-            setattr(config, name, value)
-        config.validate_moe()
-    except StrictDataclassError as error:
-        raise ValueError(str(error)) from error
 
 
 def verify(source: str | Path, folder: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ import PIL.Image
 
 from data.identity import image_digests
 from data.images import decode_image
-from data.sources import DataArguments, Rows, file_stamp, named_images, no_column, open_rows, reading
+from data.sources import DataArguments, Rows, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS
 from records.processes import is_first_process
 
@@ -195,7 +195,7 @@ def readable_pairs(
     if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
         print(f"{what} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
     with reading(arguments):
-        files = _named_files(rows) if images else ""
+        files = named_files_hash(rows) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
         looks = looked_at.map(
             look,
@@ -234,12 +234,6 @@ def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     feature = datasets.List(datasets.Value("string"))
     rows = rows.remove_columns("caption").add_column("caption", merged, feature=feature)
     return rows.select([numbers[0] for numbers in numbers_of.values()])
-
-
-def _named_files(rows: datasets.Dataset) -> str:
-    """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
-    paths = named_images(rows.data.column("image"))
-    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
 def _cache_file(rows: datasets.Dataset, files: str) -> str:

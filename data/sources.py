@@ -240,6 +240,12 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     return names
 
 
+def named_files_hash(rows: datasets.Dataset) -> str:
+    """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
+    paths = named_images(rows.data.column("image"))
+    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
+
+
 def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """The builder of `datasets` for a pattern or a folder, "csv" for one of tables, and the files of each split that is
     asked for.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer, PreTrainedModel
 
@@ -60,6 +61,7 @@ def build(
         license: of the weights, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
     """
+    validate_repo_id(repository)
     if base_model is not None and not is_hub_name(base_model):
         raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
     if not Path(source).is_dir():

@@ -18,7 +18,7 @@ from conversion import average, dense, long_context, unify
 from conversion.checkpoints import is_sparse, load_dense
 from conversion.presets import PRESETS, Preset, changed_preset
 from conversion.processors import copy_processor
-from conversion.upcycle import ROUTING_FIELDS, change_routing, require_routing, shared_config, sparse_config, upcycle
+from conversion.upcycle import ROUTING_FIELDS, shared_config, sparse_config, upcycle
 from data.pairs import all_captions
 from data.tokenizer import SAMPLE, SMALLEST, learn_tokenizer, pieces_per_word
 from data.worlds import WORLDS
@@ -210,7 +210,12 @@ class UpcycleStage(Stage):
     @field_validator("text_config", "vision_config")
     @classmethod
     def _check_fields(cls, settings):
-        require_routing(settings)
+        unknown = sorted(settings.keys() - ROUTING_FIELDS)
+        if unknown:
+            raise ValueError(
+                f"an upcycled tower has no field {', '.join(map(repr, unknown))} to set here, only "
+                f"{', '.join(sorted(ROUTING_FIELDS))}; the dense model, the preset and its changes settle the others"
+            )
         return settings
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -365,10 +370,12 @@ def _parts(*towers: Mapping[str, JsonValue]) -> tuple[list[dict[str, JsonValue]]
 def _change_routing(
     stage: Stage, config: CLIPMoEConfig, text_config: Mapping[str, JsonValue], vision_config: Mapping[str, JsonValue]
 ) -> None:
-    """Sets fields of both towers."""
+    """Sets some of `ROUTING_FIELDS` of both towers."""
     for setting, changes in (("text_config", text_config), ("vision_config", vision_config)):
         with named_errors(stage, setting):
-            change_routing(getattr(config, setting), changes)
+            for name, value in changes.items():
+                setattr(getattr(config, setting), name, value)
+            getattr(config, setting).validate_moe()
 
 
 def _preset(stage: InitializeStage | UpcycleStage | UnifyStage, fixed: Sequence[str] = ()) -> Preset:
