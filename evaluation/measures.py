@@ -32,7 +32,7 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
     loaded = [load() for load in (task.load, task.load_train) if load is not None]
     rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
     metrics, weights, texts = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
-    result = {"metrics": metrics, "num_samples": len(rows)}
+    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum())}
     if task.kind == "retrieval":
         result["num_captions"] = texts.number
     result["num_skipped"] = num_skipped
@@ -49,9 +49,11 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
 def measure_zero_shot(task: Task, model: Model, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
-    weights, of_images = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
-    embeds = concatenate(images, of_images), concatenate(classes, weights)
-    metrics = zero_shot_metrics(*embeds, _labels(task, rows), task.metrics)
+    counted, weights = _counted(rows), model.weights([list(task.classes)], task.templates)
+    of_images = model.image_weights(rows)
+    of_images = None if of_images is None else of_images[counted]
+    embeds = concatenate([part[counted] for part in images], of_images), concatenate(classes, weights)
+    metrics = zero_shot_metrics(*embeds, _labels(task, rows)[counted], task.metrics)
     return metrics, {"classes": weights, "images": of_images}, texts
 
 
@@ -194,6 +196,12 @@ METRICS = {
     "choice": ("accuracy", "mean_per_attribute"),
     "linear_probe": ("accuracy", "mean_per_class_recall"),
 }
+
+
+def _counted(rows: Dataset) -> np.ndarray:
+    """(rows,) whether an image counts: its label is no -1, which says that its class is none of the task's."""
+    labels = np.array(rows["label"]) if "label" in rows.column_names else np.zeros(len(rows))
+    return (labels.reshape(len(rows), -1) >= 0).all(axis=1)
 
 
 def _labels(task: Task, rows: Dataset) -> np.ndarray:

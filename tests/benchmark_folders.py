@@ -179,6 +179,18 @@ def devkit(folder):
     return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
 
+def babel_imagenet(folder):
+    """All classes of ImageNet, of which three have a name. English names beside them count for nothing."""
+    names = {1: WORDS[0], 3: WORDS[1], 999: WORDS[2]}
+    for number in range(1000):
+        write_image(folder / "val" / f"n{7 * number:08}" / "ILSVRC2012_val_00000001.JPEG", number % NUMBER)
+    of_german = [list(names), list(names.values())]
+    write(folder / "babel_imagenet.json", {"FR": [[0], ["tanche"]], "DE": of_german})
+    write(folder / "nllb_dist13b_prompts.json", {"DE": ["a photo of a {}.", "the {}."], "FR": ["un  {} ."]})
+    write_names(folder, ["tench"] * 1000, ["an English {c}."])
+    return [(number % NUMBER, names.get(number, "none")) for number in range(1000)]
+
+
 # ---- what torchvision downloads
 
 
@@ -637,6 +649,7 @@ COPIES = {
     "aro_coco_order": [("ARO-COCO-order", order)],
     "aro_flickr30k_order": [("ARO-Flickr-Order", order)],
     **{f"xm3600_{language}": [("xm3600", xm3600(language))] for language in LANGUAGES},
+    "babel_imagenet_de": [("imagenet", babel_imagenet)],
 }
 
 

@@ -33,6 +33,8 @@ RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
 AT_THE_PAPERS_SIZE = sorted(path for path in RECIPES if not re.search("symbol|icons|names|demo|llava|own_", path.stem))
 # Groups whose tables have other columns than those of the kind of task -> the titles of the columns
 RECALLS = [f"R@{k} {way}" for k in (1, 5, 10) for way in ("image→text", "text→image")]
+# A copy of each language would be the same
+IN_ONE_LANGUAGE = {name: row for name, row in BENCHMARKS.items() if row.language in ("", "de")}
 COLUMNS = {
     "clip_up_table_2": ["accuracy", "top-5 accuracy", *RECALLS[:4]],
     "clip_moe_table_2": RECALLS,
@@ -49,7 +51,8 @@ def brightness(value):
 
 
 def test_all_have_copies_and_groups():
-    assert COPIES.keys() == BENCHMARKS.keys() == {name for names in GROUPS.values() for name in names}
+    assert BENCHMARKS.keys() == {name for names in GROUPS.values() for name in names}
+    assert IN_ONE_LANGUAGE.keys() <= COPIES.keys() <= BENCHMARKS.keys()
     hubs = {benchmark.hub for benchmark in BENCHMARKS.values() if benchmark.hub}
     hubs -= {"facebook/winoground", "mteb/ARO-COCO-order", "mteb/ARO-Flickr-Order"}
     assert hubs == {f"clip-benchmark/{name}" for name in WEBDATASETS}
@@ -69,12 +72,7 @@ def test_all_have_copies_and_groups():
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        (name, number)
-        for name, copies in COPIES.items()
-        for number in range(len(copies))
-        if not name.startswith("xm3600_") or name == "xm3600_quz"
-    ],
+    [(name, number) for name, copies in COPIES.items() for number in range(len(copies)) if name in IN_ONE_LANGUAGE],
 )
 def test_a_copy_in_each_layout(tmp_path, name, number):
     """Under the name of the folder that its authors gave it."""
@@ -95,7 +93,7 @@ def test_a_copy_in_each_layout(tmp_path, name, number):
         several = [[name for name, there in zip(task.classes, label, strict=True) if there] for label in rows["label"]]
         assert list(map(", ".join, several)) == list(rows["caption"])
     elif task.classes:
-        assert [task.classes[label] for label in rows["label"]] == list(rows["caption"])
+        assert [task.classes[label] if label >= 0 else "none" for label in rows["label"]] == list(rows["caption"])
         assert set(task.templates) <= {"a photo of a {}.", "the {}."}
     if benchmark.kind == "linear_probe":
         assert len(task.load_train()[0]) == NUMBER
@@ -104,12 +102,12 @@ def test_a_copy_in_each_layout(tmp_path, name, number):
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
     root = tmp_path_factory.mktemp("copies")
-    make_all(BENCHMARKS.values(), root)
+    make_all(IN_ONE_LANGUAGE.values(), root)
     return root
 
 
 def test_other_names_of_a_folder(copies, tmp_path):
-    for benchmark in BENCHMARKS.values():
+    for benchmark in IN_ONE_LANGUAGE.values():
         for name in benchmark.folders:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).symlink_to(copies / benchmark.name)
@@ -120,10 +118,11 @@ def test_other_names_of_a_folder(copies, tmp_path):
 
 
 def test_all_are_measured_and_stand_beside_each_other(dense, copies, tmp_path):
-    results = evaluate_model(dense, find_tasks(["clip_benchmark", *BENCHMARKS], copies), tmp_path)
-    assert [result["task"] for result in results] == list(find_tasks(["clip_benchmark", *BENCHMARKS], copies))
+    tasks = find_tasks(["clip_benchmark", *IN_ONE_LANGUAGE], copies)
+    results = evaluate_model(dense, tasks, tmp_path)
+    assert [result["task"] for result in results] == list(tasks)
     of_task = {result["task"]: result for result in results}
-    assert of_task.keys() == BENCHMARKS.keys()
+    assert of_task.keys() == IN_ONE_LANGUAGE.keys()
     for name, result in of_task.items():
         assert set(BENCHMARKS[name].metrics) <= set(result["primary"]) <= set(result["metrics"]), name
         assert json.loads((tmp_path / f"{name}--dense.json").read_text()) == result
@@ -165,7 +164,11 @@ def test_the_table_of_benchmarks(capsys, monkeypatch):
         runpy.run_module("evaluation.benchmarks", run_name="__main__")
     table, _, copies, *_, groups = capsys.readouterr().out.strip().split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert [row[0] for row in rows] == list(BENCHMARKS)
+    in_languages = ["xm3600_LANGUAGE", "babel_imagenet_LANGUAGE"]
+    assert [row[0] for row in rows if row[0] not in in_languages] == [
+        name for name, row in BENCHMARKS.items() if not row.language
+    ]
+    assert [row[0] for row in rows].count(in_languages[1]) == 1 and "babel_imagenet: babel_imagenet_af, am, " in groups
     (of_kinetics,) = (line for line in copies.splitlines() if line.endswith("kinetics700"))
     assert "val/CLASS/NAME.jpg" in of_kinetics and "- mode_table_4: mscoco_captions, flickr30k" in groups
 
@@ -263,6 +266,33 @@ def damage(path, change):
         ("hateful_memes", "dev.jsonl", ('"label": 1', '"label": 0'), "needs images of every class, but has none of m"),
         ("voc2007_multilabel", "ImageSets/Main/red_test.txt", "".join(f"{n:06} -1\n" for n in range(14)), "none of re"),
         ("docci_long", "docci_descriptions.jsonlines", ("test", "qual"), "docci_long has no images of the split test"),
+        (
+            "babel_imagenet_de",
+            "babel_imagenet.json",
+            None,
+            "no copy of babel_imagenet_de: there must be babel_",
+        ),
+        ("babel_imagenet_de", "babel_imagenet.json", "[]", "needs an entry for each language, but has ..: take its"),
+        (
+            "babel_imagenet_de",
+            "babel_imagenet.json",
+            ("DE", "NL"),
+            "has no names in DE, but in 2 other .* to NL: m",
+        ),
+        (
+            "babel_imagenet_de",
+            "babel_imagenet.json",
+            ("[1, 3", "[1, 3, 4"),
+            "needs for DE rising numbers .* as many",
+        ),
+        (
+            "babel_imagenet_de",
+            "babel_imagenet.json",
+            ("999", "1000"),
+            "for DE rising numbers of classes below 1000",
+        ),
+        ("babel_imagenet_de", "nllb_dist13b_prompts.json", ("the {}.", "the."), "templates need one {}.*, got .'the.'"),
+        ("babel_imagenet_de", "val/n00000021", None, "needs images of all 1000 classes of .*, but has 999 classes"),
         ("urban1k", "image/003.jpg", None, "1 images in .* have no caption or captions no image; one is 003"),
     ],
 )
@@ -428,6 +458,34 @@ def test_suites_score_as_a_loop_does(dense, copies, tmp_path, name):
 
 
 # ---- ImageNet's folders
+
+
+def test_babel_imagenet_scores_as_a_loop_does(dense, tmp_path):
+    """Images and classes without a name in the language do not count."""
+    names, prompts = {number: symbols.KINDS[number // 7] for number in range(0, 1000, 7)}, ["ein  {} .", "the {}"]
+    images = np.random.default_rng(0).integers(0, 256, (1000, 8, 8, 3), np.uint8)
+    for number, image in enumerate(images):
+        (tmp_path / "imagenet" / "val" / f"n{number:08}").mkdir(parents=True)
+        PIL.Image.fromarray(image).save(tmp_path / "imagenet" / "val" / f"n{number:08}" / "0.png")
+    for file, content in (("babel_imagenet", [list(names), list(names.values())]), ("nllb_dist13b_prompts", prompts)):
+        few = [part[:9] for part in content] if file == "babel_imagenet" else content
+        (tmp_path / "imagenet" / f"{file}.json").write_text(json.dumps({"ZH_YUE": content, "DE": few}))
+    tasks = find_tasks(["babel_imagenet_zh_yue"], tmp_path)
+    (result,) = evaluate_model(dense, tasks, tmp_path / "scores")
+    embed = small_evaluation.plain_embedding(dense)
+    classes = [np.mean([embed(prompt.format(name)) for prompt in prompts], axis=0) for name in names.values()]
+    classes = np.stack([embeds / np.linalg.norm(embeds) for embeds in classes])
+    right = [
+        np.argmax(classes @ embed(PIL.Image.fromarray(images[number]))) == place for place, number in enumerate(names)
+    ]
+    assert result["metrics"]["accuracy"] == np.mean(right) > 0
+    assert result["num_samples"] == len(names) and "143 classes, 2 templates" in result["protocol"]
+    embeddings = tmp_path / "scores" / "embeddings"
+    number = len(list(embeddings.iterdir()))
+    (result,) = evaluate_model(dense, find_tasks(["babel_imagenet_de"], tmp_path), tmp_path / "scores")
+    assert result["num_samples"] == 9 and len(list(embeddings.iterdir())) == number + 1  # texts, and no images again
+    (tmp_path / "imagenet" / "nllb_dist13b_prompts.json").unlink()
+    assert find_tasks(["babel_imagenet_zh_yue"], tmp_path)["babel_imagenet_zh_yue"].templates == ["{}"]
 
 
 @pytest.mark.parametrize(("name", "classes"), [("imagenet1k", 1000), ("imagenet_a", 200), ("imagenet_r", 200)])

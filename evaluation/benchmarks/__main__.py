@@ -3,6 +3,8 @@
 python -m evaluation.benchmarks
 """
 
+from collections.abc import Sequence
+
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
 from evaluation.task import METRIC_TITLES, PRIMARY_METRICS
 from records.command_line import command
@@ -13,14 +15,32 @@ def metrics_of(benchmark: Benchmark) -> str:
     return ", ".join([METRIC_TITLES[name] for name in benchmark.metrics] or PRIMARY_METRICS[benchmark.kind].values())
 
 
+def _of_any_language(benchmark: Benchmark, text: str) -> str:
+    """The text with LANGUAGE in the place of a language at its end."""
+    language = benchmark.language
+    return f"{text.removesuffix(language)}LANGUAGE" if language and text.endswith(language) else text
+
+
+def _shortly(names: Sequence[str]) -> list[str]:
+    """The names, but of the languages after the first one these alone."""
+    languages = [BENCHMARKS[name].language for name in names]
+    return [
+        language if language and number else name
+        for number, (name, language) in enumerate(zip(names, languages, strict=True))
+    ]
+
+
 @command
 def benchmarks() -> str:
     """Print all benchmarks, how copies of them lie, and the groups that may be named in their place."""
     rows = BENCHMARKS.values()
-    what = [[row.name, row.protocol, metrics_of(row)] for row in rows]
-    shapes: dict[str, list[str]] = {}
+    # One line for all languages of a suite
+    what = dict.fromkeys(
+        (_of_any_language(row, row.name), _of_any_language(row, row.protocol), metrics_of(row)) for row in rows
+    )
+    shapes: dict[str, dict[str, None]] = {}
     for row in rows:
-        shapes.setdefault(row.shapes, []).append(row.name)
+        shapes.setdefault(row.shapes, {})[_of_any_language(row, row.name)] = None
     return "\n\n".join(
         [
             markdown_table(["name", "what", "metrics"], what),
@@ -29,7 +49,7 @@ def benchmarks() -> str:
             "On the Hub:",
             markdown_table(["name", "data set"], [[row.name, row.hub] for row in rows if row.hub]),
             "Groups:",
-            "\n".join(item(f"{group}: {', '.join(names)}") for group, names in GROUPS.items()),
+            "\n".join(item(f"{group}: {', '.join(_shortly(names))}") for group, names in GROUPS.items()),
         ]
     )
 

@@ -75,6 +75,10 @@ class Layout(ABC):
         """The names or the ids of classes that the data carry themselves, by the number of the class."""
         return None
 
+    def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]] | None:
+        """The names of classes and the templates of data that take no others."""
+        return None
+
     @abstractmethod
     def rows(self, folder: Path, split: str) -> Dataset:
         """The rows of a split."""

@@ -38,13 +38,15 @@ def benchmark_task(
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
     classes, templates, protocol = [], [], benchmark.protocol
+    texts = layout.names_and_templates(folder, benchmark.split)
     if benchmark.kind in ("zero_shot", "linear_probe"):
-        classes = _class_names(benchmark, folder, layout, ask_hub)
+        classes = texts[0] if texts else _class_names(benchmark, folder, layout, ask_hub)
         if len(classes) < 2:
             raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
         protocol += f"; {len(classes)} classes"
     if benchmark.kind == "zero_shot":
-        templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES, ask_hub))])
+        templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES, ask_hub))]
+        templates = read_templates(templates)
         protocol += f", {len(templates)} templates"
     version = content_hash(_stamps(benchmark, local, layout)) if local else f"commit {folder.name}"
     data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
@@ -182,11 +184,15 @@ def _load(
         return readable_image_pairs(rows, arguments)
     if benchmark.kind == "choice":
         _require_captions(rows["caption"], folder)
-    if classes:
+    if not classes:
+        return readable_pairs(rows, arguments)
+    # The images alone are looked at, so that this is done once for all languages of Babel-ImageNet
+    readable_pairs(rows.select_columns("image").add_column("caption", ["its class"] * len(rows)), arguments)
+    if "caption" not in rows.column_names:
         rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
     if {"roc_auc", "mean_average_precision"} & set(benchmark.metrics):
         _require_every_class(np.array(rows["label"]), classes, folder)
-    return readable_pairs(rows, arguments)
+    return rows, 0
 
 
 def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evaluation.benchmarks.babel_imagenet import BabelImageNet
 from evaluation.benchmarks.choice_layouts import Choices, ImagePairs, WinogroundLines
 from evaluation.benchmarks.layouts import (
     XM3600,
@@ -40,6 +41,7 @@ class Benchmark:
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
         numbers: whether its classes may be called by numbers.
+        language: the code at the end of its name and protocol, of one in several languages.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Benchmark:
     train_split: str = "train"
     metrics: Sequence[str] = ()
     numbers: bool = False
+    language: str = ""
 
     @property
     def splits(self) -> list[str]:
@@ -137,6 +140,22 @@ SUGAR_CREPE = Choices(
 # The languages of Crossmodal-3600
 LANGUAGES = """
     ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
+""".split()
+# The languages of babel_imagenet.json, which CLIP_benchmark has, too; and the others of babel_imagenet-298.json
+BABEL_LANGUAGES = """
+    af am ar as az be bg bn br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hr hu hy id is
+    it ja jv ka kk km kn ko ku ky la lo lt lv mg mk ml mn mr ms my ne nl no om or pa pl ps pt ro ru sa sd si sk sl
+    so sq sr su sv sw ta te th tl tr ug uk ur uz vi xh yi zh
+""".split()
+MORE_BABEL_LANGUAGES = """
+    ab acw ady afb aii ak als alt an ang arc ary arz ast av ay azb ba ban bar bat_smg bcl be_x_old bh bho bjn bm bo
+    bxr ccc cdo ce ceb chr chy ckb co cr crh csb cu cv din diq dlm dng dsb dv dz ee eml enm ext fiu_vro fj fo fro
+    frp frr fur gan gmq_bot gn got grc gv hak haw hrx hsb ht ia ig ik ilo inh io iu jam jbo kaa kab kbd kg khb ki kl
+    kmr koi krc ks ksh kum kv kw kxd lad lb lbe lez lg li lij lmo ln ltg lzz mai mdf mel mhr mi mic min mnc mnw mrj
+    mt mwl myv mzn nah nap nci nds nds_nl new nn nog non nov nrm nso nv ny oc oj olo orv os ota ovd pam pap pcd pdc
+    pdt pms pnb qu rm rmy roa_rup rue sah sat sc scn sco se sh shi shn simple sm smj smn sms sn sne srn st stq sva
+    syc szl tcy tg ti tk tn to tpi tt tyv udm uga vec vep vls vo wa war wo wuu xal xmf yo yua za zdj zh_classical
+    zh_min_nan zh_yue zu
 """.split()
 
 
@@ -344,8 +363,21 @@ _ROWS = (
             [XM3600(language=language)],
             f"Crossmodal-3600, all captions in {language}",
             "xm3600",
+            language=language,
         )
         for language in LANGUAGES
+    ),
+    *(
+        Benchmark(
+            f"babel_imagenet_{language}",
+            f"Babel-ImageNet, {language}",
+            "zero_shot",
+            (BabelImageNet(language=language, imagenet=(*IMAGENET, Shards())),),
+            f"Babel-ImageNet, images of ImageNet's validation set whose class has a name in {language}",
+            ("babel_imagenet", "imagenet1k", "wds_imagenet1k", *IMAGENET_FOLDERS),
+            language=language,
+        )
+        for language in (*BABEL_LANGUAGES, *MORE_BABEL_LANGUAGES)
     ),
     # Image features
     _shards(
@@ -433,6 +465,8 @@ GROUPS = {
     "aro": [name for name in BENCHMARKS if name.startswith("aro_")],
     "compositional": [row.name for row in _ROWS if row.kind in ("choice", "pairs")],
     "xm3600": [f"xm3600_{language}" for language in LANGUAGES],
+    "babel_imagenet": [f"babel_imagenet_{language}" for language in BABEL_LANGUAGES],
+    "babel_imagenet_298": [name for name in BENCHMARKS if name.startswith("babel_imagenet_")],
     **{table: [name for name in BENCHMARKS if name in names.split()] for table, names in _TABLES.items()},
 }
 # MoDE's benchmarks are SLIP's (https://arxiv.org/abs/2112.12750), which takes the mean per class where that is usual

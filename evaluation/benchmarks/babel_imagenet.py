@@ -1,0 +1,111 @@
+"""ImageNet with names of its classes in other languages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from datasets import Dataset
+
+from evaluation.benchmarks.layouts import Layout
+from evaluation.results import content_hash
+from records.files import read_json
+from records.messages import shortened
+
+CLASSES = range(1000)
+AUTHORS = "take its authors' file"
+PROMPTS = "nllb_dist13b_prompts.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BabelImageNet(Layout):
+    """ImageNet in one of its layouts, and beside it a file that has for each language numbers of classes and their
+    names (Babel-ImageNet, https://arxiv.org/abs/2306.08658, benchmark/data/babel_imagenet.py of
+    gregor-ge/Babel-ImageNet). Its authors' translated prompts are read if they lie there; else the name is the prompt.
+
+    Args:
+        language: whose names count, as a code in small letters.
+        imagenet: layouts of ImageNet.
+    """
+
+    files: Sequence[str] = ("babel_imagenet*.json",)
+    language: str = "de"
+    imagenet: Sequence[Layout] = ()
+    content: ClassVar[str] = "a list of numbers and one of names for each language"
+
+    @property
+    def shape(self) -> str:
+        return (
+            f"babel_imagenet.json or babel_imagenet-298.json of its authors, and their {PROMPTS} if translated prompts "
+            "are wanted, beside ImageNet as imagenet1k has it"
+        )
+
+    def fits(self, folder: Path, split: str) -> bool:
+        return super().fits(folder, split) and any(layout.fits(folder, split) for layout in self.imagenet)
+
+    def stamp(self, folder: Path, split: str) -> str:
+        named, images = self._names(folder, split), self._layout(folder, split).stamp(folder, split)
+        return content_hash([images, list(named), list(named.values())])
+
+    def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
+        names, prompts = list(self._names(folder, split).values()), None
+        if (folder / PROMPTS).is_file():
+            prompts = _of_language(folder / PROMPTS, self.language)
+        match prompts or ["{}"]:
+            case [*templates] if all(isinstance(template, str) for template in templates):
+                return names, templates
+        raise ValueError(f"{folder / PROMPTS} needs for {self.language.upper()} a list of prompts: {AUTHORS}")
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        """All images, so that they are embedded once for all languages; the label of those without a name is -1."""
+        rows, names = self._layout(folder, split).rows(folder, split), self._names(folder, split)
+        there = set(rows["label"])
+        if there != set(CLASSES):
+            raise ValueError(
+                f"{folder} needs images of all {len(CLASSES)} classes of ImageNet, whose numbers Babel-ImageNet has, "
+                f"but has {len(there)} classes"
+            )
+        label_of = {number: label for label, number in enumerate(names)}
+        columns = {
+            "label": [label_of.get(number, -1) for number in rows["label"]],
+            "caption": [names.get(number, "none") for number in rows["label"]],
+        }
+        rows = rows.remove_columns("label")
+        for name, column in columns.items():
+            rows = rows.add_column(name, column)
+        return rows
+
+    def _layout(self, folder: Path, split: str) -> Layout:
+        return next(layout for layout in self.imagenet if layout.fits(folder, split))
+
+    def _names(self, folder: Path, split: str) -> dict[int, str]:
+        """Number of a class -> its name. Raises a ValueError if no file has the language, or not so."""
+        files, language = self.annotations(folder, split), self.language.upper()
+        for file in files:
+            match _of_language(file, language):
+                case None:
+                    continue
+                case [list(numbers), list(names)] if (
+                    len(numbers) == len(names)
+                    and numbers == [number for number in CLASSES if number in numbers]
+                    and all(isinstance(name, str) and name.strip() for name in names)
+                ):
+                    return dict(zip(numbers, names, strict=True))
+                case entry:
+                    raise ValueError(
+                        f"{file} needs for {language} rising numbers of classes below {len(CLASSES)} and as many "
+                        f"names, but has {shortened(entry)}: {AUTHORS}"
+                    )
+        languages = sorted(read_json(files[0]))
+        raise ValueError(
+            f"{files[0]} has no names in {language}, but in {len(languages)} other languages, from {languages[0]} to "
+            f"{languages[-1]}: measure one of these, or add its authors' babel_imagenet-298.json"
+        )
+
+
+def _of_language(file: Path, language: str) -> Any:
+    """What a file has for a language. Raises a ValueError if it holds no languages."""
+    content = read_json(file)
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{file} needs an entry for each language, but has {shortened(content)}: {AUTHORS}")
+    return content.get(language.upper())
