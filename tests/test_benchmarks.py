@@ -305,6 +305,15 @@ def test_copies_that_are_not_as_they_should_be(tmp_path, name, file, change, mes
     assert "\n" not in str(error.value)
 
 
+def test_half_of_imagenet_whose_list_is_cut_too(tmp_path):
+    folder = make(tmp_path, "imagenet1k", 3)
+    damage(folder / "val" / "ILSVRC2012_val_00000014.JPEG", None)
+    lines = folder / "ILSVRC2012_devkit_t12" / "data" / "ILSVRC2012_validation_ground_truth.txt"
+    lines.write_text(lines.read_text().removesuffix("1\n"))
+    with pytest.raises(ValueError, match="needs as many images of every class, but has 2 of red and 1 of light: copy"):
+        benchmark_task(BENCHMARKS["imagenet1k"], tmp_path).load()
+
+
 def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
     folder = make(tmp_path, "ucf101") / "test"
     whole = benchmark_task(BENCHMARKS["ucf101"], tmp_path)

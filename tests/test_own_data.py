@@ -84,7 +84,7 @@ def labeled(tmp_path, labels, features=None):
         (["n01443537", "n01440764"], None, ["n01440764 tench", "n01443537\tgoldfish"], ["goldfish", "tench"]),
         ([1, 0], None, ["n01443537 goldfish", "n01440764 tench"], ["tench", "goldfish"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
-        (["0", "1"], None, ["0", "1"], ["0", "1"]),  # digits that are called so
+        (["0", "1"], None, ["zero", "one"], ["zero", "one"]),
         (["cat", "1", "dog"], None, None, ["cat", "1", "dog"]),
     ],
 )
@@ -109,6 +109,11 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         (["n01440764", "n01443537"], ["n01440764 tench"], "has none for 1 classes, such as n01443537"),
         (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
+        (
+            ["10", "9"],
+            ["9", "10"],
+            r"--classes names a class '9', .* a label .*: give a file of names",
+        ),
         (["one", "one"], None, "two classes or more are needed, each with a name of its own, not 'one'"),
     ],
 )

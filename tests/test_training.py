@@ -14,6 +14,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses, read_log, same_weights, start_two, train, weights
 from tiny_sources import rows, saved_pairs
@@ -139,6 +140,24 @@ def test_trackers(tmp_path):
     events.Reload()
     for name, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("symbols_pairs/group", [3, 6])):
         assert [event.step for event in events.Scalars(f"tuned/{name}")] == steps
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
+    """While training or at its end; another tracker goes on."""
+    log, failed = TensorBoardTracker.log, []
+
+    def fail(self, values, step, **more):
+        if step > 2:
+            failed.append(step)
+            raise ConnectionError("the server\nis gone")
+        log(self, values, step, **more)
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    train(tmp_path, overrides={"trackers": ["tensorboard"]})
+    assert failed == [3] and len((tmp_path / "out" / "tuned" / "log.jsonl").read_text().splitlines()) == 6
+    (warning,) = [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()]
+    assert "the tracker tensorboard failed, and training goes on without it" in warning
+    assert warning.endswith("ConnectionError: the server is gone")
 
 
 # What a train stage says of its pairs

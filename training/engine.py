@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, send_to_device
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -155,8 +156,7 @@ def train(
         if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
             save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
     progress.close()
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = weights()
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
@@ -352,6 +352,20 @@ def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:
         raise ValueError(f"trackers: {', '.join(map(str, accelerator.log_with))} cannot start: {error}") from error
 
 
+def call_trackers(accelerator: Accelerator, call: Callable[[GeneralTracker], None]) -> None:
+    """Call every tracker. One that fails is left out from then on: `log.jsonl` holds what it lacks."""
+    for tracker in list(accelerator.trackers) if accelerator.is_main_process else ():
+        try:
+            call(tracker)
+        except Exception as error:  # every tracker raises its own
+            accelerator.trackers.remove(tracker)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning(
+                "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s",
+                tracker.name, reason,
+            )  # fmt: skip
+
+
 class Log:
     """`log.jsonl`, one line a logged step, and the trackers."""
 
@@ -376,7 +390,8 @@ class Log:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         # MLflow takes no other signs: `recall@1` is `recall_1` in all trackers
         names = {name: re.sub(r"[^\w./ -]", "_", f"{self.stage}/{name}") for name in values}
-        self.accelerator.log({names[name]: value for name, value in values.items()}, step=step)
+        named = {names[name]: value for name, value in values.items()}
+        call_trackers(self.accelerator, lambda tracker: tracker.log(named, step=step))
 
 
 def _step(line: str) -> float:

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,8 @@ def _load(
         rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
     if {"roc_auc", "mean_average_precision"} & set(benchmark.metrics):
         _require_every_class(np.array(rows["label"]), classes, folder)
+    if benchmark.balanced:
+        _require_balance(rows["label"], classes, folder)
     return rows, 0
 
 
@@ -207,6 +210,16 @@ def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Pat
     images = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
     if not images.all():
         raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
+
+
+def _require_balance(labels: Iterable[int], classes: Sequence[str], folder: Path) -> None:
+    """Raises a ValueError if a class has more images than another one."""
+    (most, number), *_, (least, fewer) = Counter(label for label in labels if label >= 0).most_common()
+    if number != fewer:
+        raise ValueError(
+            f"{folder} needs as many images of every class, but has {number} of {classes[most]} and {fewer} of "
+            f"{classes[least]}: copy all of them, or measure what is there as own data (--tasks zero_shot --dataset)"
+        )
 
 
 def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:

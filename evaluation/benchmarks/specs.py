@@ -41,6 +41,7 @@ class Benchmark:
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
         numbers: whether its classes may be called by numbers.
+        balanced: whether all classes have as many images, as ImageNet's 50: a copy with fewer of one lacks some.
         language: the code at the end of its name and protocol, of one in several languages.
     """
 
@@ -55,6 +56,7 @@ class Benchmark:
     train_split: str = "train"
     metrics: Sequence[str] = ()
     numbers: bool = False
+    balanced: bool = False
     language: str = ""
 
     @property
@@ -204,7 +206,7 @@ GTSRB = LabelLines(
 )
 
 _ROWS = (
-    _shards("imagenet1k", "ImageNet", *IMAGENET, folders=IMAGENET_FOLDERS, metrics=TOP_5),
+    _shards("imagenet1k", "ImageNet", *IMAGENET, folders=IMAGENET_FOLDERS, metrics=TOP_5, balanced=True),
     _classes(
         "food101",
         "Food-101",
@@ -245,7 +247,7 @@ _ROWS = (
     _shards("renderedsst2", "Rendered SST2", ClassFolders(), folders=["rendered-sst2"]),
     # Robustness
     _shards("imagenet_sketch", "ImageNet-Sketch", CLASSES_ALONE, folders=["sketch", "ImageNet-Sketch"]),
-    _shards("imagenetv2", "ImageNet-V2", CLASSES_ALONE, folders=[IMAGENET_V2], metrics=TOP_5),
+    _shards("imagenetv2", "ImageNet-V2", CLASSES_ALONE, folders=[IMAGENET_V2], metrics=TOP_5, balanced=True),
     _shards("imagenet-a", "ImageNet-A", CLASSES_ALONE, metrics=TOP_5),
     _shards("imagenet-o", "ImageNet-O", CLASSES_ALONE),
     _shards("imagenet-r", "ImageNet-R", CLASSES_ALONE, metrics=TOP_5),
@@ -375,6 +377,7 @@ _ROWS = (
             (BabelImageNet(language=language, imagenet=(*IMAGENET, Shards())),),
             f"Babel-ImageNet, images of ImageNet's validation set whose class has a name in {language}",
             ("babel_imagenet", "imagenet1k", "wds_imagenet1k", *IMAGENET_FOLDERS),
+            balanced=True,
             language=language,
         )
         for language in (*BABEL_LANGUAGES, *MORE_BABEL_LANGUAGES)
