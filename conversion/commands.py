@@ -125,7 +125,7 @@ def assemble(output: Folder, /, *, experts: list[str]) -> str:
 
     Args:
         output: new folder for the CLIPMoDEModel
-        experts: folders or hub names of dense or sparse models of one family
+        experts: folders or hub names of dense or sparse models, also of several families
     """
     from conversion.assemble import convert
 

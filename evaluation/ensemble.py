@@ -56,8 +56,9 @@ class Ensemble:
         with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
             self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
-        options = cache_dir, batch_size, device, dtype, folder
-        self.experts = [Embedder(folder / name, *options, **reading) for name in self.router.config.experts]
+        options, own = (cache_dir, batch_size, device, dtype), self.router.config.own_processors
+        folders = [folder / name for name in self.router.config.experts]
+        self.experts = [Embedder(expert, *options, expert if own else folder, **reading) for expert in folders]
         self._embeds: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:

@@ -21,8 +21,10 @@ class CLIPMoDEConfig(PublishedConfig):
 
     Args:
         experts (`list[str]`): the folders of the experts in the repository. Each holds a whole model, dense or sparse,
-            with a configuration of its own. All are of one family.
-        projection_dim (`int`): size of the embeddings of every expert.
+            with a configuration of its own.
+        own_processors (`bool`): whether every expert's folder has a processor of its own, as of experts that read texts
+            or images differently: CLIPs and SigLIPs, or CLIPs of several resolutions.
+        projection_dim (`int`, *optional*): size of the embeddings of every expert. None: they have several.
         metadata_encoder (`str`, *optional*): name of the sentence encoder that the fine-grained cluster centers were
             made with, and that has to embed a task's metadata. None: there are no centers.
         metadata_dim (`int`, *optional*): size of its embeddings.
@@ -46,7 +48,8 @@ class CLIPMoDEConfig(PublishedConfig):
     }
 
     experts: list[str] = field(default_factory=list)
-    projection_dim: int = 512
+    own_processors: bool = False
+    projection_dim: int | None = 512
     metadata_encoder: str | None = None
     metadata_dim: int | None = None
     metadata_modality: Literal["text", "image"] = "text"
@@ -64,6 +67,8 @@ class CLIPMoDEConfig(PublishedConfig):
         """Part of `@strict`-powered validation."""
         if not 0 < self.routing_temperature < math.inf:
             raise ValueError(f"routing_temperature must be greater than 0 and finite, got {self.routing_temperature}.")
+        if self.feature_ensemble == "sum" and self.projection_dim is None:
+            raise ValueError("feature_ensemble: sum needs embeddings of one size, and experts have several.")
         if any(not name or set(name) & set("./\\") for name in self.experts):  # torch takes no dots in names
             raise ValueError(f"experts must be names of folders in the repository, without dots, got {self.experts}.")
 

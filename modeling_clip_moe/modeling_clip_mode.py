@@ -1,6 +1,5 @@
 """
-MoDE: a mixture of whole CLIPs, the data experts, with one routing for a whole task. They are of one family, whose texts
-and images they take and by whose loss they score.
+MoDE: a mixture of whole CLIPs, the data experts, with one routing for a whole task.
 
 Axes of the tensors, as used in the comments:
     n  data experts                        L  metadata of a task: class names, captions, one query
@@ -14,7 +13,7 @@ Paper:
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,7 @@ class CLIPMoDEOutput(ModelOutput):
     Output of `CLIPMoDEModel`.
 
     Args:
-        loss: with `return_loss=True`, the contrastive loss of the ensemble, SigLIP's where the experts are SigLIPs.
+        loss: with `return_loss=True`, the contrastive loss of the ensemble, SigLIP's where all experts are SigLIPs.
         logits_per_image: (images, texts), the sum of the experts' similarities with their weights (MoDE eq. 4).
         logits_per_text: its transpose.
         routing_weights: (n,) or (texts, n), the weights.
@@ -169,6 +168,10 @@ class CLIPMoDEModel(PreTrainedModel):
 
         model.set_task(embeddings)          # (L, d) of the class names
         model(**inputs).logits_per_image
+
+    With `config.own_processors`, experts read different inputs, which the processor in each one's folder makes:
+
+        model(expert_inputs=[inputs_of_first, inputs_of_second]).logits_per_image
 
     Attributes:
         centers: (m, d) float32, the fine-grained cluster centers, or None. They and `expert_of_center` (m,) stay on the
@@ -219,7 +222,8 @@ class CLIPMoDEModel(PreTrainedModel):
             metadata_encoder: what the centers were made with.
             config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
         """
-        config = {"projection_dim": embedding_size(experts[0].config), "routing": DEFAULT_ROUTING, **config}
+        sizes = {embedding_size(expert.config) for expert in experts}
+        config = {"projection_dim": sizes.pop() if len(sizes) == 1 else None, "routing": DEFAULT_ROUTING, **config}
         model = cls(CLIPMoDEConfig(**config))
         for expert in experts:
             model.add_expert(expert)
@@ -463,17 +467,28 @@ class CLIPMoDEModel(PreTrainedModel):
 
     @can_return_tuple
     def get_text_features(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        expert_inputs: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs,
     ) -> tuple | BaseModelOutputWithPooling:
         """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1; or (B, D),
-        their sum, with `feature_ensemble="sum"`."""
-        return self._features("get_text_features", input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        their sum, with `feature_ensemble="sum"`. `expert_inputs`: see `forward`."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return self._features("get_text_features", self._inputs(inputs, expert_inputs), kwargs)
 
     @can_return_tuple
-    def get_image_features(self, pixel_values: torch.Tensor, **kwargs) -> tuple | BaseModelOutputWithPooling:
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        expert_inputs: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs,
+    ) -> tuple | BaseModelOutputWithPooling:
         """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
-        probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D)."""
-        return self._features("get_image_features", pixel_values=pixel_values, **kwargs)
+        probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D).
+        `expert_inputs`: see `forward`."""
+        return self._features("get_image_features", self._inputs({"pixel_values": pixel_values}, expert_inputs), kwargs)
 
     def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Embeddings (B, n * D) or (B, D) of texts, see `get_text_features`."""
@@ -491,11 +506,13 @@ class CLIPMoDEModel(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         return_loss: bool | None = None,
         routing_weights: torch.Tensor | None = None,
+        expert_inputs: Sequence[Mapping[str, Any]] | None = None,
         **kwargs,
     ) -> CLIPMoDEOutput:
         """
         Args:
             input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
+            expert_inputs: the inputs of each expert, in place of these, where experts have processors of their own.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
             routing_weights: (n,); (texts, n) where each text is a task of its own, as in image retrieval; or
                 (images, 1, n) where each image is. None: those of the task that was set; in a model without centers,
@@ -511,13 +528,15 @@ class CLIPMoDEModel(PreTrainedModel):
             )
         for name in ("output_hidden_states", "output_attentions"):
             kwargs.setdefault(name, getattr(self.config, name))
-        n = self.num_experts
-        if weights.shape not in ((n,), (len(input_ids), n), (len(pixel_values), 1, n)):
+        inputs = {"input_ids": input_ids, "pixel_values": pixel_values, "attention_mask": attention_mask}
+        expert_inputs = self._inputs(inputs, expert_inputs)
+        n, texts, images = self.num_experts, len(expert_inputs[0]["input_ids"]), len(expert_inputs[0]["pixel_values"])
+        if weights.shape not in ((n,), (texts, n), (images, 1, n)):
             raise ValueError(
                 f"routing_weights must be (experts,), (texts, experts) or (images, 1, experts), here ({n},), "
-                f"({len(input_ids)}, {n}) or ({len(pixel_values)}, 1, {n}), got {tuple(weights.shape)}."
+                f"({texts}, {n}) or ({images}, 1, {n}), got {tuple(weights.shape)}."
             )
-        logits_per_text, expert_outputs = None, []
+        logits_per_text, expert_outputs, all_sigmoid = None, [], True
         used = [True] * self.num_experts
         if not torch.compiler.is_compiling():  # a graph cannot depend on values
             used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
@@ -526,13 +545,9 @@ class CLIPMoDEModel(PreTrainedModel):
                 expert_outputs.append(None)
                 continue
             expert = self.expert(number)
-            require_padded(input_ids, expert.config.text_config)
-            outputs = expert(
-                input_ids=input_ids,
-                pixel_values=pixel_values,
-                attention_mask=attention_mask,
-                **{**kwargs, "return_dict": True},
-            )
+            require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
+            outputs = expert(**{**expert_inputs[number], **kwargs, "return_dict": True})
+            all_sigmoid = all_sigmoid and hasattr(expert, "logit_bias")
             weight = weights[..., number].to(outputs.logits_per_text)
             weight = weight.t() if weight.dim() == 2 else weight.reshape(-1, 1)  # (1, images), (texts, 1) or (1, 1)
             logits = weight * outputs.logits_per_text
@@ -540,7 +555,7 @@ class CLIPMoDEModel(PreTrainedModel):
                 logits = logits_per_text + logits.to(logits_per_text.device)
             logits_per_text = logits
             expert_outputs.append(outputs)
-        loss = sigmoid_loss if hasattr(expert, "logit_bias") else image_text_contrastive_loss
+        loss = sigmoid_loss if all_sigmoid else image_text_contrastive_loss
         return CLIPMoDEOutput(
             loss=loss(logits_per_text) if return_loss else None,
             logits_per_image=logits_per_text.t(),
@@ -549,13 +564,30 @@ class CLIPMoDEModel(PreTrainedModel):
             expert_outputs=tuple(expert_outputs),
         )
 
-    def _features(self, method: str, **inputs) -> BaseModelOutputWithPooling:
+    def _inputs(
+        self, inputs: Mapping[str, Any], expert_inputs: Sequence[Mapping[str, Any]] | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """The inputs of each expert."""
+        if expert_inputs is None:
+            if self.config.own_processors:
+                raise ValueError(
+                    "The experts read different inputs: pass expert_inputs, a dictionary for each, which the processor "
+                    f"in its folder makes ({', '.join(self.config.experts)})."
+                )
+            return [inputs] * self.num_experts
+        if len(expert_inputs) != self.num_experts:
+            raise ValueError(f"expert_inputs are of {len(expert_inputs)} experts, and there are {self.num_experts}.")
+        return expert_inputs
+
+    def _features(
+        self, method: str, expert_inputs: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> BaseModelOutputWithPooling:
         parts = []
-        for number in range(self.num_experts):
+        for number, inputs in enumerate(expert_inputs):
             expert = self.expert(number)
             if "input_ids" in inputs:
                 require_padded(inputs["input_ids"], expert.config.text_config)
-            features = getattr(expert, method)(**{**inputs, "return_dict": True}).pooler_output
+            features = getattr(expert, method)(**{**inputs, **kwargs, "return_dict": True}).pooler_output
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
         summed = self.config.feature_ensemble == "sum"
         return BaseModelOutputWithPooling(pooler_output=sum(parts) if summed else torch.cat(parts, dim=-1))
@@ -598,15 +630,16 @@ class CLIPMoDEModel(PreTrainedModel):
                 f"({type(expert).__name__})."
             )
         for other, loaded in self.experts.items():
-            if loaded.config.model_type.removesuffix("_moe") != model_type.removesuffix("_moe"):
+            alike = loaded.config.model_type.removesuffix("_moe") == model_type.removesuffix("_moe")
+            if not alike and not self.config.own_processors:
                 raise ValueError(
-                    f"{name} is of type {model_type}, {other} of {loaded.config.model_type}: all data experts must be "
-                    "of one family, sparse or not, since they read and score alike."
+                    f"{name} is of type {model_type}, {other} of {loaded.config.model_type}: they read texts and "
+                    "images differently. Make the mixture with own_processors=True, and each gets inputs of its own."
                 )
-        if embedding_size(expert.config) != self.config.projection_dim:
+        size = self.config.projection_dim
+        if size is not None and embedding_size(expert.config) != size:
             raise ValueError(
-                f"{name} has embeddings of size {embedding_size(expert.config)}, the other experts of "
-                f"{self.config.projection_dim}."
+                f"{name} has embeddings of size {embedding_size(expert.config)}, the other experts of {size}."
             )
 
 

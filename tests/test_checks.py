@@ -156,8 +156,7 @@ trained.global_batch_size: 48, trained.data.source: rows => a dataset of 40 samp
 expert.trainable: . -> unified.experts.0: expert was not trained from this base, or more *: it differs in logit_scale
 narrow.trainable: . -> stacked.experts.0: narrow was not trained from this base,
 expert.model: dense -> unified.experts.0: expert was not trained from this base,
-second.model: learned -> mixture.experts: second has vocab_size 600, but first has
-first.model: one, second.model: other, mean.models: [first, other] -> mixture.experts, mean.models: the image processor
+first.model: one, second.model: other, mean.models: [first, other] -> mean.models: the image processor
 pre.model: one, expert.model: other -> unified.experts: the image processor of other makes something else of images
 scores.models.trained: bert => a dense or sparse CLIP is needed, not a model of type 'bert'
 stacked.experts: [dense] => a model of type 'clip_moe' is needed

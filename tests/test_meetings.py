@@ -150,7 +150,6 @@ OTHERWISE = [
 JOINED = {
     average: "OUT --models ONE OTHER",
     unify: "ONE OUT --experts OTHER",
-    assemble: "OUT --experts ONE OTHER",
 }
 
 

@@ -1,18 +1,24 @@
-"""Mixtures of whole models of other families than CLIP."""
+"""Mixtures of whole models of other families than CLIP, and of two."""
 
+import numpy as np
 import pytest
 import torch
-from tiny_clip import error_of, moved
+from datasets import Dataset
+from PIL import Image
+from tiny_clip import moved
 from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
+from transformers import AutoModel, AutoProcessor
 
 from conversion.checkpoints import load_config, load_mixture
 from conversion.commands import assemble
 from conversion.presets import PRESETS
+from conversion.publishing.bundle import build
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from conversion.verification import sample_inputs
+from evaluation.ensemble import Ensemble
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 
@@ -32,21 +38,85 @@ def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
     outputs = load_mixture(tmp_path / "mixture")(**inputs, return_loss=True)
     logits = torch.stack([expert(**inputs).logits_per_text for expert in experts]).mean(dim=0)
     torch.testing.assert_close(outputs.logits_per_text, logits)
-    card = str(render(load_config(tmp_path / "mixture"), Lineage(), "user/mixture", None, None, experts[0].config))
+    card = str(
+        render(
+            load_config(tmp_path / "mixture"),
+            Lineage(),
+            "user/mixture",
+            None,
+            None,
+            [expert.config for expert in experts],
+        )
+    )
     assert f"A mixture of 2 {family.name}s" in card and ('padding="max_length"' in card) == family.sigmoid
     if family.sigmoid:  # each pair is a yes or a no
         pairs = [logsigmoid(logit if i == j else -logit) for i, row in enumerate(logits) for j, logit in enumerate(row)]
         torch.testing.assert_close(outputs.loss, -sum(pairs) / len(logits))
 
 
-def test_experts_of_two_families_are_refused(tmp_path):
+@pytest.fixture(scope="module")
+def of_two_families(tmp_path_factory):
+    """Two experts, a CLIP and a sparse SigLIP, and the folder of their mixture."""
+    folder = tmp_path_factory.mktemp("families")
     clip, _, siglip, *_ = FAMILIES
-    for family in (clip, siglip):
-        saved(family, tiny_dense(family), tmp_path / family.model_type)
-    error = error_of(assemble.main, tmp_path / "mixture", "--experts", tmp_path / "clip", tmp_path / "siglip")
-    assert "siglip is a SigLIP, but" in error and "experts of a mixture are of one family" in error
-    with pytest.raises(ValueError, match="all data experts must be of one family"):
-        CLIPMoDEModel.from_experts([tiny_dense(clip), tiny_dense(siglip)])
+    experts = tiny_dense(clip), two_experts(siglip)[1]
+    folders = [saved(clip, experts[0], folder / "clip"), saved(siglip, experts[1], folder / "siglip")]
+    assemble.main([str(folder / "mixture"), "--experts", *map(str, folders)])
+    return experts, folder / "mixture"
+
+
+@torch.no_grad()
+def test_experts_of_two_families_read_by_their_own_processors(of_two_families):
+    experts, folder = of_two_families
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 16, 3), dtype=np.uint8)
+    texts, images = ["ab", "ba c"], [Image.fromarray(image) for image in pixels]
+    cosines, logits, inputs = [], [], []
+    for number, expert in enumerate(experts):
+        processor = AutoProcessor.from_pretrained(folder / f"expert_{number}")
+        inputs.append(processor(text=texts, images=images, padding="max_length", return_tensors="pt"))
+        outputs = expert(**inputs[-1])
+        cosines.append(outputs.text_embeds @ outputs.image_embeds.T)
+        logits.append(outputs.logits_per_text)
+    mixture = AutoModel.from_pretrained(folder)
+    outputs = mixture(expert_inputs=inputs)
+    torch.testing.assert_close(outputs.logits_per_text, sum(logits) / 2)
+    ensemble = Ensemble(folder, None, 2, torch.device("cpu"))
+    weights = ensemble.weights([["ab"]])[0]
+    scores = sum(
+        weight * of_texts @ of_images.T
+        for weight, of_texts, of_images in zip(
+            weights,
+            ensemble.map(lambda expert: expert.texts(texts)),
+            ensemble.map(lambda expert: expert.images(Dataset.from_dict({"image": images}))),
+            strict=True,
+        )
+    )
+    scales = [expert.logit_scale.exp() for expert in experts]
+    expected = sum(scale * cosine for scale, cosine in zip(scales, cosines, strict=True)) / sum(scales)
+    torch.testing.assert_close(torch.tensor(scores), expected)
+
+
+def test_a_mixture_of_two_families_says_what_it_needs(of_two_families, tmp_path):
+    experts, folder = of_two_families
+    inputs = sample_inputs(experts[0].config)
+    mixture = AutoModel.from_pretrained(folder)
+    for call in (lambda: mixture(**inputs), lambda: mixture.get_image_features(inputs["pixel_values"])):
+        with pytest.raises(ValueError, match=r"experts read different inputs: pass expert_inputs.*expert_0, expert_1"):
+            call()
+    with pytest.raises(ValueError, match="Make the mixture with own_processors=True"):
+        CLIPMoDEModel.from_experts(experts)
+    assert CLIPMoDEModel.from_experts(experts, own_processors=True).config.projection_dim is None
+    with pytest.raises(ValueError, match="sum needs embeddings of one size"):
+        CLIPMoDEModel.from_experts(experts, own_processors=True, feature_ensemble="sum")
+
+
+def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_families, tmp_path):
+    build(of_two_families[1], tmp_path / "published", "user/mixture")
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert "A mixture of 2 CLIPs and SigLIPs" in card
+    code = card.split("```python")[1].split("```")[0].replace("user/mixture", str(tmp_path / "published"))
+    Image.new("RGB", (16, 16)).save(tmp_path / "image.png")
+    exec(code.replace("image.png", str(tmp_path / "image.png")), {})
 
 
 def test_texts_that_are_not_padded_are_refused():

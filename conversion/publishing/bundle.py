@@ -1,5 +1,6 @@
 """The folder that is published of a model: weights, code, processor, card, scores; and the check that it loads."""
 
+import inspect
 import json
 import os
 import shutil
@@ -32,20 +33,29 @@ LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-# The program of another process that computes features from the published folder alone
-CHECK = """
+
+
+def features(model, inputs):
+    """The embeddings that a model computes of the inputs of each of its experts, or of its own."""
+    texts = [{"input_ids": of_expert.pop("input_ids")} for of_expert in inputs]
+    of_all = len(inputs) > 1
+    with torch.no_grad():
+        images = model.get_image_features(**({"expert_inputs": inputs} if of_all else inputs[0])).pooler_output
+        texts = model.get_text_features(**({"expert_inputs": texts} if of_all else texts[0])).pooler_output
+    return {"images": images.contiguous(), "texts": texts.contiguous()}
+
+
+# The program of another process that computes them from the published folder alone
+CHECK = f"""
 import sys
 sys.modules["modeling_clip_moe"] = None
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
-folder, inputs, outputs = sys.argv[1:]
+{inspect.getsource(features)}
+folder, outputs, *inputs = sys.argv[1:]
 model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-with torch.no_grad():
-    inputs = load_file(inputs)
-    images = model.get_image_features(inputs["pixel_values"]).pooler_output
-    texts = model.get_text_features(inputs["input_ids"]).pooler_output
-save_file({"images": images.contiguous(), "texts": texts.contiguous()}, outputs)
+save_file(features(model, [load_file(path) for path in inputs]), outputs)
 """
 
 
@@ -84,8 +94,8 @@ def build(
         write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
-    expert = model.expert(0).config if isinstance(model, CLIPMoDEModel) else None
-    render(model.config, lineage, repository, license, base_model, expert).save(folder / "README.md")
+    experts = [load_config(folder, name) for name in model.config.experts] if isinstance(model, CLIPMoDEModel) else []
+    render(model.config, lineage, repository, license, base_model, experts).save(folder / "README.md")
     verify(model, folder)
 
 
@@ -96,7 +106,8 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     """
     with trusted_copy(source) as copy:
         model = write_model(copy, folder)
-        write_processor(copy, folder)
+        for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
+            write_processor(copy / part, folder / part)
         write_encoder(copy / ENCODER, folder / ENCODER)
     forget_this_machine(folder)
     return model
@@ -161,18 +172,19 @@ def _without(keys: set[str], settings: Any) -> Any:
 def verify(model: PreTrainedModel, folder: Path) -> None:
     """Compare the features of a model with those that a process without this package computes from a folder."""
     require_trusted_code(folder)  # the other process trusts it
-    inputs = sample_inputs(model.expert(0).config if isinstance(model, CLIPMoDEModel) else model.config)
-    with torch.no_grad():
-        model = model.float().eval()
-        expected = {
-            "images": model.get_image_features(inputs["pixel_values"]).pooler_output,
-            "texts": model.get_text_features(inputs["input_ids"]).pooler_output,
-        }
+    configs = [model.config]
+    if isinstance(model, CLIPMoDEModel):
+        readers = model.num_experts if model.config.own_processors else 1
+        configs = [model.expert(number).config for number in range(readers)]
+    inputs = [sample_inputs(config) for config in configs]
     with tempfile.TemporaryDirectory() as parent:
-        save_file(inputs, f"{parent}/inputs")
+        files = [f"{parent}/inputs_{number}" for number in range(len(inputs))]
+        for of_expert, file in zip(inputs, files, strict=True):
+            save_file(of_expert, file)
+        expected = features(model.float().eval(), inputs)
         # Another folder for the code, so that none is used that was loaded before
         environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{parent}/inputs", f"{parent}/outputs"]
+        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{parent}/outputs", *files]
         # In another folder, since Python imports from the one that it is started in
         result = subprocess.run(command, env=environment, cwd=parent, capture_output=True, text=True)
         if result.returncode != 0:

@@ -1,7 +1,7 @@
 """Model cards: what a run left behind, told by `model_cards/template.md`."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def render(
     repository: str,
     license: str | None,
     base_model: str | None,
-    expert: PreTrainedConfig | None = None,
+    experts: Sequence[PreTrainedConfig] = (),
 ) -> ModelCard:
     """The card of a model.
 
@@ -60,14 +60,14 @@ def render(
         license: of its weights, None: unknown.
         base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
             those are names on the Hub.
-        expert: the configuration of a mixture's first expert, of whose family all are.
+        experts: the configurations of a mixture's experts.
     """
     results = list(lineage.results.values())
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
     mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
-    family = family_of(config if expert is None else expert)
+    families = list(dict.fromkeys(family_of(model) for model in experts or [config]))
     papers = [config.model_type] if mixture else _presets(lineage) if is_sparse else []
     return ModelCard.from_template(
         _metadata(mixture or is_sparse, lineage, repository, license, bases),
@@ -75,7 +75,8 @@ def render(
         name=repository.split("/")[-1],
         repository=repository,
         config=config,
-        family=family,
+        family=families[0],
+        families=families,
         is_sparse=is_sparse,
         # Its code lies beside the weights
         custom_code=mixture or is_sparse,
@@ -97,7 +98,7 @@ def render(
         text=escape,
         code=code,
         license=license,
-        citations=[citations()[key] for key in dict.fromkeys([*papers, family.model_type, "clip"])],
+        citations=[citations()[key] for key in dict.fromkeys([*papers, *(f.model_type for f in families), "clip"])],
     )
 
 

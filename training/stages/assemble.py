@@ -1,6 +1,6 @@
 """The stage that makes one mixture of data experts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,9 +16,9 @@ from evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from training.clusters import load_clusters
 from training.context import Context
-from training.estimates import bytes_in_memory, read_otherwise
+from training.estimates import bytes_in_memory
 from training.settings import STRICT, Reads
-from training.stages.base import Model, Stage, named_errors
+from training.stages.base import Model, Stage
 from training.stages.data_experts import ENCODER
 
 
@@ -55,9 +55,6 @@ class AssembleStage(Stage):
             raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
         return self
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield "experts", read_otherwise(inputs.experts)
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         experts = inputs.experts
         config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
@@ -92,8 +89,4 @@ class AssembleStage(Stage):
         return super().cost(inputs) | memory
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
-        configs = tuple(expert.clip for expert in inputs.experts)
-        for name, config in zip(self.experts, configs, strict=True):
-            with named_errors(self, "experts"):
-                assemble.require_same_sizes(self.experts[0], configs[0], name, config)
-        return configs
+        return tuple(expert.clip for expert in inputs.experts)
