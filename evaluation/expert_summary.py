@@ -9,8 +9,7 @@ import numpy as np
 
 from evaluation.report import primary_columns
 from evaluation.task import Task
-from records.intervals import difference_reach
-from records.result_schema import Collapse, ExpertSummary, Spread, number_of_means
+from records.result_schema import Collapse, ExpertSummary, Spread, score_difference_reach
 
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}
@@ -56,8 +55,9 @@ def summarize(
     rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
     collapse = []
     for (task, metric), title in primary_columns(rows).items():
-        scores, number = [of[task]["metrics"][metric] for of in (routed, mean)], number_of_means(routed[task], metric)
-        error = None if number is None else max(difference_reach(*scores, number))
+        scores = [of[task]["metrics"][metric] for of in (routed, mean)]
+        reach = score_difference_reach(routed[task], mean[task], metric)
+        error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
     experts = [f"expert {number}" for number in range(num_experts)]
     # A dense tower makes the same for all experts

@@ -1,5 +1,6 @@
 """One function for each kind of task: what it embeds, and what metrics it makes of the embeddings."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
     result = {"metrics": metrics, "num_samples": int(_counted(rows).sum())}
     if task.kind == "retrieval":
         result["num_captions"] = texts.number
+    if task.group_of_class:
+        groups = Counter(task.group_of_class[task.classes[label]] for label in _labels(task, rows))
+        result["group_samples"] = dict(groups)
     result["num_skipped"] = num_skipped
     if texts is not None:
         result["texts"] = texts.model_dump()

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.benchmarks.specs import means_of
+from evaluation.benchmarks.specs import BENCHMARKS, means_of
 from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
-from records.intervals import LEVEL, Reach, difference_reach, share_reach
+from records.intervals import LEVEL, Reach, mean_reach
 from records.markdown import escape, item, markdown_table
-from records.result_schema import TextCounts, number_of_means, read_result, require_result
+from records.result_schema import TextCounts, read_result, require_result, score_difference_reach, score_reach
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.
@@ -196,28 +196,28 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
         of_task.setdefault(task, {})[metric] = scores[title]
         for model, row in table.items():
             if task in row:
-                number, value = number_of_means(row[task], metric), row[task]["metrics"][metric]
-                reach = None if number is None else share_reach(value, number)
+                value, reach = row[task]["metrics"][metric], score_reach(row[task], metric)
                 scores[title][model] = Score(value, reach)
                 if baseline not in (None, model) and task in table[baseline]:
-                    other = table[baseline][task]["metrics"][metric]
-                    of_both = None if number is None else difference_reach(value, other, number)
-                    scores[title][model] = Score(value, reach, value - other, of_both)
+                    other = table[baseline][task]
+                    of_both = score_difference_reach(row[task], other, metric)
+                    scores[title][model] = Score(value, reach, value - other["metrics"][metric], of_both)
     for title, metrics in means_of(of_task).items():
         parts = [of_task[task][metric] for task, metric in metrics.items()]
         models = [model for model in table if all(model in part for part in parts)]
-        scores[title] = {model: _mean_score([part[model] for part in parts]) for model in models}
+        same_images = any(BENCHMARKS[task].language for task in metrics)
+        scores[title] = {model: _mean_score([part[model] for part in parts], not same_images) for model in models}
     return scores
 
 
-def _mean_score(scores: Sequence[Score]) -> Score:
-    """The mean of scores on different test samples."""
+def _mean_score(scores: Sequence[Score], independent: bool) -> Score:
+    """The mean of scores, see `mean_reach`."""
 
     def mean_or_none(values: Sequence[float | None]) -> float | None:
         return None if None in values else mean(values)
 
     def of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
-        return None if None in reaches else tuple(np.linalg.norm(reaches, axis=0) / len(reaches))
+        return None if None in reaches else mean_reach(reaches, independent)
 
     return Score(
         mean(score.value for score in scores),

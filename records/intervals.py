@@ -43,6 +43,18 @@ def share_reach(share: float, number: int) -> Reach:
     return share - interval.low, interval.high - share
 
 
+def mean_reach(reaches: Sequence[Reach], independent: bool = True) -> Reach:
+    """The interval of a mean of scores, from the intervals of these (Zou and Donner's method of variance estimates
+    recovery, Statistics in Medicine 27, 2008, pages 1693 to 1702, as Newcombe's is for a difference).
+
+    Args:
+        independent: whether no two scores have samples in common. Else the mean of the reaches is the reach, which is
+            right if the scores rise and fall together, and wider than it need be otherwise.
+    """
+    below, above = np.linalg.norm(reaches, axis=0) / len(reaches) if independent else np.mean(reaches, axis=0)
+    return float(below), float(above)
+
+
 def difference_reach(share: float, other: float, number: int) -> Reach:
     """Newcombe's hybrid score interval of the difference between two models' shares of the same test samples, which
     has a width where shares are 0 or 1, too (Statistics in Medicine 17, 1998, pages 2635 to 2650, method 10).

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from records.files import read_json
+from records.intervals import Reach, difference_reach, mean_reach, share_reach
 from records.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -62,6 +63,8 @@ class Result(BaseModel):
     primary: dict[str, str] = Field(min_length=1)
     num_samples: Annotated[int, Field(gt=0)]
     num_skipped: Count
+    # Of each group of classes that has an accuracy of its own
+    group_samples: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
     # None: of a linear probe, which reads none
     texts: TextCounts | None = None
     source: str
@@ -171,9 +174,28 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return require_result(read_json(Path(path)), str(path))
 
 
-def number_of_means(result: dict[str, Any], metric: str) -> int | None:
-    """The number of samples that a metric is the mean of; None: it is the mean of other means, or no mean. Accuracy is
-    one of means where groups of classes have theirs; the scores of pairs stay means over pairs."""
-    if metric in NO_MEANS or (metric == "accuracy" and any(name.startswith("accuracy/") for name in result["metrics"])):
+def parts_of_mean(result: dict[str, Any], metric: str) -> list[tuple[float, int]] | None:
+    """The shares that a metric is the mean of, each with its number of samples, of which no two shares have one in
+    common; None: it is no such mean, or the numbers are not in the result. Accuracy is a mean of several where groups
+    of classes have theirs."""
+    metrics, number = result["metrics"], result["num_samples"]
+    if metric in NO_MEANS:
         return None
-    return result.get("num_captions", result["num_samples"]) if metric.startswith("text_to") else result["num_samples"]
+    if metric == "accuracy" and any(name.startswith("accuracy/") for name in metrics):
+        return [(metrics[f"accuracy/{group}"], size) for group, size in result.get("group_samples", {}).items()] or None
+    return [(metrics[metric], result.get("num_captions", number) if metric.startswith("text_to") else number)]
+
+
+def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
+    """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
+    parts = parts_of_mean(result, metric)
+    return parts and mean_reach([share_reach(*part) for part in parts])
+
+
+def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
+    """The same of the difference between two models' scores on a task."""
+    parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
+    if parts is None or others is None:
+        return None
+    pairs = zip(parts, others, strict=True)
+    return mean_reach([difference_reach(share, of_other, size) for (share, size), (of_other, _) in pairs])

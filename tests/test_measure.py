@@ -167,6 +167,7 @@ def test_zero_shot_groups(embeds):
     result = measured(model, rows, "zero_shot_groups", **options)
     expected = {f"accuracy/{name}": value for name, value in accuracies.items()}
     assert result["metrics"] == {"accuracy": pytest.approx(np.mean(list(accuracies.values()))), **expected}
+    assert result["group_samples"] == {group: len(of_group) for group, of_group in right.items()}
     assert accuracies["alone"] == 1 and 0.4 < accuracies["seen"] < 1 and len(set(map(len, right.values()))) == 3
     require_weights(model, result, classes=[weights[group] for group in right])
     seen = rows.filter(lambda row: group_of[row["caption"]] == "seen")

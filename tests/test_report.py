@@ -15,8 +15,8 @@ import small_evaluation
 from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
 from evaluation.page import SORT, html_page
-from evaluation.report import best_of, write_report
-from records.intervals import difference_reach, share_reach
+from evaluation.report import _scores, arrange, best_of, write_report
+from records.intervals import difference_reach, mean_reach, share_reach
 from records.markdown import escape, one_line
 
 figures = small_evaluation.figures
@@ -121,11 +121,41 @@ def test_one_picture_shows_no_difference(tmp_path, figures):
     np.testing.assert_allclose([bar[:, 0] for bar in bars], [[0, 79.35], [20.65, 100], [0, 79.35]], atol=0.01)
 
 
-def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_none(tmp_path):
-    for metric, error in (("group", " ± 4.4"), ("accuracy", "")):
-        metrics = {metric: 0.5, f"{metric}/color": 0.25}
-        results = [result(model, metrics=metrics, primary={metric: metric}) for model in ("a", "b")]
-        assert f"50.0% (+0.0{error})" in write_report(results, tmp_path / metric, baseline="a")
+def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_that_of_their_own(tmp_path):
+    """Without the numbers of samples of the groups it has none."""
+    for number, (metric, sizes, error) in enumerate(
+        [("group", {}, " ± 4.2"), ("accuracy", {}, ""), ("accuracy", {"color": 16, "size": 64}, " ± 16.6")]
+    ):
+        metrics = {metric: 0.375, f"{metric}/color": 0.25, f"{metric}/size": 0.5}
+        changes = {"metrics": metrics, "primary": {metric: metric}, "group_samples": sizes}
+        table = write_report([result(model, **changes) for model in "ab"], tmp_path / str(number), baseline="a")
+        assert f"37.5% (+0.0{error})" in table
+    parts = [difference_reach(share, share, number)[0] for share, number in ((0.25, 16), (0.5, 64))]
+    assert 100 * (parts[0] ** 2 + parts[1] ** 2) ** 0.5 / 2 == pytest.approx(16.6, abs=0.05)
+
+
+@pytest.mark.parametrize("shares", [(0.02, 0.5, 0.9), (1.0, 1.0, 0.7), (0.3, 0.3, 0.3)])
+def test_an_interval_of_a_mean_holds_what_it_says(shares):
+    """Of tests drawn at random, of few and of many samples; of one that all scores share, too, where it is wider."""
+    rng, sizes = np.random.default_rng(0), (12, 40, 150)
+    drawn = np.stack([rng.binomial(size, share, 2000) / size for share, size in zip(shares, sizes, strict=True)], 1)
+    within = []
+    for of_test in drawn:
+        reaches = [share_reach(*part) for part in zip(of_test, sizes, strict=True)]
+        (below, above), off = mean_reach(reaches), np.mean(shares) - of_test.mean()
+        within.append(-below <= off <= above)
+        assert mean_reach(reaches, independent=False) >= (below, above)
+    assert 0.93 < np.mean(within) < 0.995
+
+
+def test_languages_share_their_images(tmp_path):
+    """Scores of Babel-ImageNet rise and fall together: their mean is as unsure as each of them."""
+    tasks = GROUPS["babel_imagenet"]
+    results = [result("a", task, title=task, primary={"recall": "accuracy"}) for task in tasks]
+    write_report(results, tmp_path)
+    scores = _scores(arrange(results), None)
+    reach = share_reach(0.5, 1000)
+    assert scores["mean of 93 benchmarks (babel_imagenet)"]["a"].reach == pytest.approx(reach)
 
 
 def test_intervals_are_the_published_ones():

@@ -14,10 +14,9 @@ from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text
-from records.intervals import share_reach
 from records.markdown import code, escape, one_line
 from records.provenance import Record
-from records.result_schema import ExpertSummary, number_of_means
+from records.result_schema import ExpertSummary, score_reach
 
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
@@ -163,10 +162,10 @@ def _stage_row(record: Record) -> tuple[str, str]:
 
 def _interval(result: dict[str, Any], metric: str) -> str:
     """The ends of a score's interval over test samples, in percent; nothing where it is no mean over them."""
-    number, value = number_of_means(result, metric), result["metrics"][metric]
-    if number is None:
+    reach, value = score_reach(result, metric), result["metrics"][metric]
+    if reach is None:
         return ""
-    below, above = share_reach(value, number)
+    below, above = reach
     return f"{100 * (value - below):.1f} to {100 * (value + above):.1f}"
 
 
