@@ -25,7 +25,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from conversion.checkpoints import has_file, loading, model_configs
-from conversion.families import family_of, is_clip
+from conversion.families import family_of
 from modeling_clip_moe.families import longest_text
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
@@ -76,11 +76,6 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     if has_file(source, "config.json"):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
-            if is_clip(config) and family_of(config).naflex:
-                raise ValueError(
-                    f"{source} takes images of any shape (NaFlex): it becomes sparse, but is not measured or trained "
-                    "here yet"
-                )
             mark_padding(config, processor.tokenizer)
     return processor
 
@@ -116,7 +111,8 @@ def require_fit(
 
     Raises:
         ValueError: the tokenizer has tokens that the model does not know, cuts texts at a length that it does not take,
-            or a text is not pooled at its own end token; or images get another size than the model takes.
+            or a text is not pooled at its own end token; or images, or their patches, get another size than the model
+            takes.
     """
     text, vision = config.get_text_config(), getattr(config, "vision_config", config)
     if tokenizer is not None:
@@ -143,14 +139,18 @@ def require_fit(
                 f"the tokenizer of {source} pads texts on the left, but {model} was trained on padding behind them: "
                 "set padding_side to right in tokenizer_config.json"
             )
-    if image_processor is not None and hasattr(vision, "image_size"):  # NaFlex of SigLIP 2 takes any
+    if image_processor is not None:
+        size = getattr(vision, "image_size", None)  # None: patches of images of any shape (NaFlex)
         # Not square, since no rule tells for all image processors what they make of such an image
-        made = tuple(_pixels(image_processor, vision.image_size).shape[-3:])
-        taken = (vision.num_channels, vision.image_size, vision.image_size)
+        shape = tuple(_pixels(image_processor, size or COMPARED_SIDE).shape)
+        if size is None:
+            what, field, made, taken = "patches", "patch_size", shape[2:], (vision.num_channels * vision.patch_size**2,)
+        else:
+            what, field, made, taken = "images", "image_size", shape[-3:], (vision.num_channels, size, size)
         if made != taken:
             made, taken = (" x ".join(map(str, shape)) for shape in (made, taken))
             raise ValueError(
-                f"the image processor of {source} makes images of {made}, but by num_channels and image_size {model} "
+                f"the image processor of {source} makes {what} of {made}, but by num_channels and {field} {model} "
                 f"takes {taken}: take the image processor that belongs to the model"
             )
 
@@ -236,6 +236,14 @@ def require_same(sources: Sequence[str | Path]) -> None:
                     f"the {half} of {source} makes something else of {what} than that of {other}, but what is put "
                     "together needs one processor: take models that were trained with the same one"
                 )
+
+
+def most_patches(config: PreTrainedConfig, source: str | Path) -> int | None:
+    """The patches that the image processor of a folder or hub name pads an image to, for a model of images of any shape
+    (NaFlex); None: the model's images have one size, or there is no image processor."""
+    if not family_of(config).naflex:
+        return None
+    return getattr(load_halves(source)[2], "max_num_patches", None)
 
 
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:

@@ -54,9 +54,10 @@ def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.G
     if hasattr(vision, "image_size"):
         shape = (batch_size, vision.num_channels, vision.image_size, vision.image_size)
         return {"pixel_values": torch.randn(shape, generator=generator)}
-    # Patches of images of any shape: those of the last image fill half of the places
+    # Patches of images of any shape: those of the second image fill half of the places
     side = int(vision.num_patches**0.5)
-    shapes = torch.tensor([[side, side]] * (batch_size - 1) + [[side, side // 2]])
+    shapes = torch.full((batch_size, 2), side)
+    shapes[1:2, 1] //= 2
     mask = torch.arange(side * side) < shapes.prod(dim=1, keepdim=True)
     pixels = torch.randn((batch_size, side * side, vision.num_channels * vision.patch_size**2), generator=generator)
     return {"pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}

@@ -24,23 +24,28 @@ class Preparation:
         self.processor, self.table = processor, None
         if _resizes_and_crops(processor):
             ramp = PIL.Image.fromarray(np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2))
-            self.table = self._by_processor(ramp, do_resize=False, do_center_crop=False)[:, 0]  # (3, 256)
+            made = self._by_processor(ramp, do_resize=False, do_center_crop=False)
+            self.table = made["pixel_values"][:, 0]  # (3, 256)
             if not all(self._is_equal(size) for size in PROBES):
                 self.table = None
 
-    def __call__(self, image: PIL.Image.Image, is_resized: bool = False) -> torch.Tensor:
-        """(C, H, W) in float32.
+    def __call__(self, image: PIL.Image.Image, is_resized: bool = False) -> dict[str, torch.Tensor]:
+        """What a model takes of one image: `pixel_values` (C, H, W) in float32; of an image of any shape (NaFlex),
+        those of its patches (S, C * P * P), with `pixel_attention_mask` (S,) and `spatial_shapes` (2,).
 
         Args:
             image: RGB.
             is_resized: whether it has the model's size already.
         """
         if self.table is None:
-            return torch.as_tensor(self._by_processor(image, **({"do_resize": False} if is_resized else {})))
-        return torch.from_numpy(self._by_table(image, is_resized))
+            made = self._by_processor(image, **({"do_resize": False} if is_resized else {}))
+        else:
+            made = {"pixel_values": self._by_table(image, is_resized)}
+        return {name: torch.as_tensor(array) for name, array in made.items()}
 
-    def _by_processor(self, image: PIL.Image.Image, **options) -> np.ndarray:
-        return np.asarray(self.processor([image], return_tensors="np", **options)["pixel_values"][0])
+    def _by_processor(self, image: PIL.Image.Image, **options) -> dict[str, np.ndarray]:
+        made = self.processor([image], return_tensors="np", **options)
+        return {name: np.asarray(of_images[0]) for name, of_images in made.items()}
 
     def _by_table(self, image: PIL.Image.Image, is_resized: bool = False) -> np.ndarray:
         if not is_resized:
@@ -58,7 +63,7 @@ class Preparation:
     def _is_equal(self, size: tuple[int, int]) -> bool:
         values = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         image = PIL.Image.fromarray(values)
-        return np.array_equal(self._by_table(image), self._by_processor(image))
+        return np.array_equal(self._by_table(image), self._by_processor(image)["pixel_values"])
 
 
 def crop_size(processor: BaseImageProcessor) -> tuple[int, int]:
@@ -82,6 +87,8 @@ def _resizes_and_crops(processor: BaseImageProcessor) -> bool:
     """Whether a processor says that it resizes by Pillow, and crops no more than it then has."""
     steps = ("do_resize", "do_rescale", "do_normalize")
     if getattr(processor, "backend", None) != "pil" or not all(getattr(processor, step, False) for step in steps):
+        return False
+    if processor.size is None:  # that of the image tells
         return False
     settled = {name for name in ("height", "width", "shortest_edge", "longest_edge") if processor.size.get(name)}
     if settled not in ({"shortest_edge"}, {"height", "width"}):

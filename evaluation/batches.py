@@ -65,7 +65,7 @@ class ImageBatches(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
         images = [decode_image(value) for value in images]
-        return {"pixel_values": self.image_processor(images, return_tensors="pt")["pixel_values"]}
+        return dict(self.image_processor(images, return_tensors="pt"))
 
     def digest(self) -> str:
         parts = (image_digests(self._read(start, start + AT_ONCE)) for start in range(0, len(self.items), AT_ONCE))

@@ -118,27 +118,34 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
     return counts
 
 
-def count_multiply_adds(model: nn.Module) -> dict[str, int]:
+def count_multiply_adds(model: nn.Module, patches: int | None = None) -> dict[str, int]:
     """Multiply-adds of the forward pass of one image and one text of full length, as torch counts them.
 
     Args:
         model: of `meta_model`.
+        patches: those of the image, for a model that takes images of any shape; None: as many as it has positions.
 
     Returns:
         Of a tower with its projection, `image` and `text`; and `attention_scores`, the part of both that multiplies
         queries with keys and the result with values. A FLOP count is twice the sum of `image` and `text`.
     """
     text, vision = model.config.text_config, model.config.vision_config
-    if not hasattr(vision, "image_size"):
-        raise ValueError(f"{model.config.model_type}: its images have any shape, so what one costs is not counted")
-    pixels = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size, device="meta")
+    if hasattr(vision, "image_size"):
+        shape = 1, vision.num_channels, vision.image_size, vision.image_size
+        images = {"pixel_values": torch.zeros(shape, device="meta")}
+    else:
+        shape = 1, patches or vision.num_patches, vision.num_channels * vision.patch_size**2
+        images = {"pixel_values": torch.zeros(shape, device="meta")}  # without padding, hence without a mask
+        images["spatial_shapes"] = torch.tensor([[1, shape[1]]])  # not on the meta device: the model reads it
     tokens = torch.zeros(1, longest_text(text), dtype=torch.long, device="meta")
-    image, image_scores = _multiply_adds(lambda: model.get_image_features(pixel_values=pixels))
+    image, image_scores = _multiply_adds(lambda: model.get_image_features(**images))
     caption, caption_scores = _multiply_adds(lambda: model.get_text_features(input_ids=tokens))
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
-def count_activations(model: PreTrainedModel, gradient_checkpointing: bool, text_tokens: int) -> int:
+def count_activations(
+    model: PreTrainedModel, gradient_checkpointing: bool, text_tokens: int, patches: int | None = None
+) -> int:
     """Numbers that the backward pass needs of one image and its texts, where no capacity drops a choice. Without those
     of the embeddings and projections, which are few.
 
@@ -146,22 +153,25 @@ def count_activations(model: PreTrainedModel, gradient_checkpointing: bool, text
         model: a dense or sparse CLIP, of whose parameters those that train require a gradient.
         gradient_checkpointing: whether layers keep their inputs alone, and one at a time the rest.
         text_tokens: of all texts of the image.
+        patches: see `count_multiply_adds`.
     """
     total = 0
-    for length, width, kept in _kept_by_tower(model, text_tokens):
+    for length, width, kept in _kept_by_tower(model, text_tokens, patches):
         inputs = width * sum(of_layer > 0 for of_layer in kept) + max(kept)
         total += length * (inputs if gradient_checkpointing else sum(kept))
     return total
 
 
-def count_largest_layer(model: PreTrainedModel, text_tokens: int) -> int:
+def count_largest_layer(model: PreTrainedModel, text_tokens: int, patches: int | None = None) -> int:
     """The most numbers that one layer keeps; its backward pass holds as many gradients."""
-    return max(length * max(kept) for length, _, kept in _kept_by_tower(model, text_tokens))
+    return max(length * max(kept) for length, _, kept in _kept_by_tower(model, text_tokens, patches))
 
 
-def _kept_by_tower(model: PreTrainedModel, text_tokens: int) -> Iterator[tuple[int, int, list[int]]]:
+def _kept_by_tower(
+    model: PreTrainedModel, text_tokens: int, patches: int | None
+) -> Iterator[tuple[int, int, list[int]]]:
     """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
-    patches = model.vision_model.embeddings.position_embedding.num_embeddings
+    patches = patches or model.vision_model.embeddings.position_embedding.num_embeddings
     for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
         base = getattr(tower, "roberta", tower)  # AltCLIP's text tower
         # Embeddings, and in the vision tower of a CLIP a norm

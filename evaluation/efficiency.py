@@ -14,6 +14,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from conversion.checkpoints import clip_class, config_of, has_file, loading
+from conversion.processors import most_patches
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
 from evaluation.page import require_free_page, write_page
@@ -85,7 +86,8 @@ def _counts(name: str) -> dict[str, dict[str, float]]:
     config = paper_config(name) or config_of(clip_class(name), name)
     with loading(name):
         model = meta_model(config)
-        return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model)}
+        patches = None if paper_config(name) else most_patches(config, name)
+        return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model, patches)}
 
 
 def _device_name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from transformers import CLIPModel
+from transformers import BatchFeature, CLIPModel
 
 import data.images
 import modeling_clip_moe
@@ -85,8 +85,8 @@ class Embedder:
         """(rows, D) of the images of a column."""
 
         def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            pixel_values = inputs["pixel_values"].to(self.device, self.dtype)
-            return self.model.get_image_features(pixel_values).pooler_output
+            inputs = BatchFeature(inputs).to(self.device, self.dtype)  # masks and shapes keep their type
+            return self.model.get_image_features(**inputs).pooler_output
 
         batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size)
         return self._embeddings("images", batches, embed)

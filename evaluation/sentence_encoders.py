@@ -165,8 +165,8 @@ class ClipEncoder:
 
     def _embed(self, batch: list[str] | list[PIL.Image.Image]) -> torch.Tensor:
         if self.modality == "image":
-            images = self.processor.image_processor(batch, return_tensors="pt")["pixel_values"]
-            return self.model.get_image_features(images.to(self.model.device, self.model.dtype)).pooler_output
+            images = self.processor.image_processor(batch, return_tensors="pt")
+            return self.model.get_image_features(**images.to(self.model.device, self.model.dtype)).pooler_output
         texts = {name: tensor.to(self.model.device) for name, tensor in tokenize(self.processor, batch).items()}
         return self.model.get_text_features(**texts).pooler_output
 

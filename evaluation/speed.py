@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from transformers import BatchFeature
 
 from conversion.checkpoints import load_clip
 from conversion.verification import sample_inputs
@@ -118,16 +119,17 @@ def peak_resident() -> int:
 def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:
     """Functions that embed a batch of images and a batch of texts."""
     model = load_clip(name, dtype=dtype).to(device)
-    inputs = {key: tensor.to(device) for key, tensor in sample_inputs(model.config, batch_size=batch_size).items()}
-    pixel_values = inputs["pixel_values"].to(dtype)
+    inputs = sample_inputs(model.config, batch_size=batch_size)
+    input_ids = inputs.pop("input_ids").to(device)
+    images = BatchFeature(inputs).to(device, dtype)
 
     def image() -> None:
         with torch.no_grad():
-            model.get_image_features(pixel_values=pixel_values)
+            model.get_image_features(**images)
 
     def text() -> None:
         with torch.no_grad():
-            model.get_text_features(input_ids=inputs["input_ids"])
+            model.get_text_features(input_ids=input_ids)
 
     return image, text
 

@@ -322,7 +322,7 @@ class ConversationLoader(torch.utils.data.Dataset):
         tokens, is_answer = self.encode(row["turns"])
         image = row["image"]
         if image is not None:
-            image = self.prepare(decode_image(image))
+            image = self.prepare(decode_image(image))["pixel_values"]
         return {"tokens": tokens, "is_answer": is_answer, "image": image}
 
     def encode(self, turns: Sequence[str]) -> tuple[list[int], list[bool]]:

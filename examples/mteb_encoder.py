@@ -50,5 +50,5 @@ class CLIPEncoder(AbsEncoder):
             yield self.model.get_text_features(**tokens).pooler_output
         if "image" in kinds:
             images = [decode_image(image) for image in batch["image"]]
-            pixel_values = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
-            yield self.model.get_image_features(pixel_values.to(self.device)).pooler_output
+            inputs = self.processor.image_processor(images, return_tensors="pt").to(self.device)
+            yield self.model.get_image_features(**inputs).pooler_output

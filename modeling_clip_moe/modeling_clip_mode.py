@@ -494,9 +494,9 @@ class CLIPMoDEModel(PreTrainedModel):
         """Embeddings (B, n * D) or (B, D) of texts, see `get_text_features`."""
         return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
 
-    def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """Embeddings (B, n * D) or (B, D) of images, see `get_image_features`."""
-        return self.get_image_features(pixel_values, return_dict=True).pooler_output
+        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
     @can_return_tuple
     def forward(

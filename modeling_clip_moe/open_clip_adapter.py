@@ -87,10 +87,14 @@ def load_clip(
         texts to token ids (B, S).
 
     Raises:
-        ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings.
+        ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings; or a SigLIP 2 for
+            images of any shape, which are three tensors.
     """
-    if AutoConfig.from_pretrained(name).model_type == CLIPMoDEConfig.model_type:
+    model_type = AutoConfig.from_pretrained(name).model_type
+    if model_type == CLIPMoDEConfig.model_type:
         raise ValueError(f"{name} is a mixture of CLIPs: take one of its experts, such as {name}/expert_0")
+    if model_type.startswith("siglip2"):
+        raise ValueError(f"{name} takes images of any shape (NaFlex), but open_clip's of one: call it by transformers")
     model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
     processor = AutoProcessor.from_pretrained(name)
 

@@ -123,6 +123,17 @@ def test_an_altclips_images_cost_as_a_clips_and_its_texts_as_a_roberta():
     assert costs["text"] == products + text.project_dim * altclip.projection_dim
 
 
+def test_an_image_of_any_shape_costs_by_its_patches():
+    """As much as a SigLIP's of as many patches, whose attention is that of the same layers."""
+    siglip, naflex = (tiny_dense(FAMILY_OF_TYPE[name]).config for name in ("siglip", "siglip2"))
+    siglip.vision_config.image_size, siglip.vision_config.patch_size = 24, 4
+    expected = count_multiply_adds(meta_model(siglip))
+    assert count_multiply_adds(meta_model(naflex), 36) == expected
+    siglip.vision_config.image_size = 16
+    expected = count_multiply_adds(meta_model(siglip))
+    assert count_multiply_adds(meta_model(naflex)) == expected
+
+
 def test_the_page_of_families_has_their_costs():
     """M parameters, those that a token meets, and G multiply-adds of an image and a text."""
     page = Path("docs/families.md").read_text().replace("`", "")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from tiny_clip import moved
-from tiny_families import WIDTH, saved, tiny_dense
+from tiny_families import WIDTH, saved, tiny_dense, tiny_processor
 from transformers import (
     AutoModel,
     CLIPImageProcessorPil,
@@ -291,11 +291,12 @@ def test_padding_among_patches_goes_to_no_expert():
     assert ((ids == 4).all(-1) == (inputs["pixel_attention_mask"] == 0)).all()
 
 
-def test_images_of_any_shape_are_refused_where_one_tensor_is_carried(tmp_path):
-    saved(FAMILIES[3], tiny_dense(FAMILIES[3]), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"takes images of any shape \(NaFlex\): it becomes sparse, but is not measured"
-    ):
+def test_patches_of_images_of_any_shape_have_the_models_size(tmp_path):
+    *_, siglip, naflex = FAMILIES[:4]
+    saved(naflex, tiny_dense(naflex), tmp_path)
+    tiny_processor(siglip).save_pretrained(tmp_path)
+    error = r"makes patches of 16 x 16, but by num_channels and patch_size .* takes 48: take the image processor"
+    with pytest.raises(ValueError, match=error):
         load_processor(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The systems' recipes on a SigLIP, and on an AltCLIP."""
+"""The systems' recipes on other families: a SigLIP, an AltCLIP and a NaFlex."""
 
 import json
 from pathlib import Path
@@ -34,20 +34,24 @@ def test_hidden_states_of_a_siglip_are_refused_before_anything_runs(tmp_path):
         run("clip_fmoe", tmp_path)
 
 
-def test_a_clip_moe_of_an_altclip_has_experts_in_its_image_tower(tmp_path):
-    """CLIP-MoE's recipe from a folder, in parts of batches, with the dropout of released models' text towers."""
-    family = FAMILY_OF_TYPE["altclip"]
+@pytest.mark.parametrize("model_type", ["altclip", "siglip2"])
+def test_a_clip_moe_of_a_folder_has_experts_in_its_sparse_towers(model_type, tmp_path):
+    """CLIP-MoE's recipe, in parts of batches, with the dropout of AltCLIP's released text towers; of NaFlex, images
+    have padding."""
+    family = FAMILY_OF_TYPE[model_type]
     dense, stages = saved(family, tiny_dense(family, 20), tmp_path / "dense", 20), "tests/recipes/clip_moe.yaml"
     recipe = yaml.safe_load(Path(stages).read_text().replace("model: dense", f"model: {dense}"))
     recipe |= {"stages": recipe["stages"][1:], "output_dir": str(tmp_path / "out")}
     recipe["defaults"]["train"]["mini_batch_size"] = 4
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     config = json.loads((dense / "config.json").read_text())
-    config["text_config"]["hidden_dropout_prob"] = 0.1
+    config["text_config"] |= {"hidden_dropout_prob": 0.1} if model_type == "altclip" else {}
     (dense / "config.json").write_text(json.dumps(config))
     output = run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
     before, expert = weights(dense), weights(output / "expert_1")
     moved = [name for name, tensor in before.items() if not tensor.equal(expert[name])]
-    assert moved and all(name.startswith("vision_model.encoder.layer") and ".mlp." in name for name in moved)
+    assert all(".encoder.layer" in name and ".mlp." in name for name in moved)
+    assert {name.split("_")[0] for name in moved} == set(family.towers)
     model = load_sparse(output / "clip_moe")
-    assert type(model) is family.sparse and not model.config.text_config.moe_layers
+    assert type(model) is family.sparse
+    assert bool(getattr(model.config.text_config, "moe_layers", None)) == ("text" in family.towers)

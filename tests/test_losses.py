@@ -230,7 +230,7 @@ def test_several_processes_equal_one(processes, name):
 
 
 def routed(text, vision, top_k=1, **changes):
-    """A configuration and outputs with these router logits of layers, and a mask of texts without padding."""
+    """A configuration and outputs with these router logits of layers, and a batch without padding."""
     towers, outputs = {}, SimpleNamespace()
     for tower, logits in (("text", text), ("vision", vision)):
         ids = SimpleNamespace(expert_ids=tuple(of_layer.topk(top_k).indices for of_layer in logits))
@@ -238,14 +238,18 @@ def routed(text, vision, top_k=1, **changes):
         settings = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": len(logits)}
         settings |= {"moe_layers": list(range(len(logits))), "num_experts": EXPERTS, "num_experts_per_tok": top_k}
         towers[f"{tower}_config"] = settings
-    return CLIPMoEConfig(**towers, **{"router_aux_loss_coef": 1.0} | changes), outputs, torch.ones(text[0].shape[:2])
+    config = CLIPMoEConfig(**towers, **{"router_aux_loss_coef": 1.0} | changes)
+    return config, outputs, {"attention_mask": torch.ones(text[0].shape[:2])}
 
 
 @pytest.mark.parametrize("balance_top_k", [None, 1])
 @pytest.mark.parametrize("balance_mean", ["tower", "layer", "token", "tower_token", "shared"])
 def test_router_losses_by_hand(balance_top_k, balance_mean):
-    """Three sparse text layers and one sparse vision layer, or three of one encoder, token by token."""
+    """Three sparse text layers and one sparse vision layer, or three of one encoder, token by token; texts and images
+    have padding."""
     *_, mask = data()
+    patches = torch.arange(4) < torch.arange(1, BATCH + 1)[:, None]
+    batch = {"attention_mask": mask, "pixel_attention_mask": patches}
     generator = torch.Generator().manual_seed(2)
     text = tuple(torch.randn(BATCH, 7, EXPERTS, generator=generator) for _ in range(3))
     layers = 3 if balance_mean == "shared" else 1
@@ -263,7 +267,7 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         return 0.5 * EXPERTS * (load * probability).sum() + 0.25 * z
 
     of_text = [logits[mask.bool()] for logits in text]
-    of_vision = [logits.flatten(0, 1) for logits in vision]
+    of_vision = [logits[patches] for logits in vision]
     expected = {
         "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(of_vision[0]),
         "layer": sum(map(of_tokens, of_text + of_vision)) / 4,
@@ -271,10 +275,10 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(torch.cat(of_vision)),
         "shared": sum(of_tokens(torch.cat(both)) for both in zip(of_text, of_vision, strict=False)) / 3,
     }[balance_mean]
-    loss, metrics = router_losses(config, outputs, mask, balance_top_k, balance_mean)
+    loss, metrics = router_losses(config, outputs, batch, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
     if balance_mean == "tower":
-        half, _ = router_losses(config, outputs, mask, balance_top_k, balance_mean, 0.5)
+        half, _ = router_losses(config, outputs, batch, balance_top_k, balance_mean, 0.5)
         torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
     assert metrics["dropped_tokens"] == 0
 
@@ -283,16 +287,16 @@ def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
     text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
     vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
-    config, outputs, mask = routed((text,), (vision,))
+    config, outputs, batch = routed((text,), (vision,))
     enough = {"text": 2, "vision": 2}
-    loss, metrics = entropy_losses(config, outputs, mask, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
+    loss, metrics = entropy_losses(config, outputs, batch, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
     # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
     torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
     expected = {"local_entropy_text": 1.0, "global_entropy_text": 0.0, "global_entropy_vision": 1.0}  # bits
     torch.testing.assert_close(metrics, {name: torch.tensor(value) for name, value in expected.items()})
-    loss, _ = entropy_losses(config, outputs, mask, {}, {"text": 3.0}, {"text": 4})
+    loss, _ = entropy_losses(config, outputs, batch, {}, {"text": 3.0}, {"text": 4})
     torch.testing.assert_close(loss, torch.tensor(3 * (math.log(4) - math.log(2))))
-    assert entropy_losses(config, outputs, mask, {}, {}, {}) == (0.0, {})
+    assert entropy_losses(config, outputs, batch, {}, {}, {}) == (0.0, {})
 
 
 def test_float32_under_autocast():

@@ -28,7 +28,7 @@ def two_experts(family):
     return tiny_dense(family), moved(upcycle(tiny_dense(family), PRESETS["clip_moe"]), "experts", seed=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES[1:3], ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", FAMILIES[1:4], ids=lambda family: family.model_type)
 @torch.no_grad()
 def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
     experts = two_experts(family)

@@ -30,7 +30,7 @@ def test_a_table_makes_what_the_processor_makes(settings):
     prepare = Preparation(processor)
     assert prepare.table is not None
     for size in ((64, 48), (48, 64), (300, 299), (7, 500), (224, 224), (33, 1)):
-        made = prepare(image(*size))
+        made = prepare(image(*size))["pixel_values"]
         assert made.is_contiguous() and np.array_equal(made, processed(processor, image(*size)))
 
 
@@ -61,13 +61,13 @@ class AnotherBackend(CLIPImageProcessorPil):
 def test_other_processors_are_called_themselves(processor):
     prepare = Preparation(processor)
     assert prepare.table is None
-    assert np.array_equal(prepare(image(64, 48)), processed(processor, image(64, 48)))
+    assert np.array_equal(prepare(image(64, 48))["pixel_values"], processed(processor, image(64, 48)))
 
 
 def test_an_image_of_the_right_size_is_not_resized():
     processor = CLIPImageProcessorPil()
     expected = processor([image(224, 224)], return_tensors="np", do_resize=False)["pixel_values"][0]
-    assert np.array_equal(Preparation(processor)(image(224, 224), is_resized=True), expected)
+    assert np.array_equal(Preparation(processor)(image(224, 224), is_resized=True)["pixel_values"], expected)
     other = CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 24})
     expected = other([image(24, 24)], return_tensors="np", do_resize=False)["pixel_values"][0]
-    assert np.array_equal(Preparation(other)(image(24, 24), is_resized=True), expected)
+    assert np.array_equal(Preparation(other)(image(24, 24), is_resized=True)["pixel_values"], expected)

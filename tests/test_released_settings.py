@@ -54,7 +54,7 @@ def test_the_released_router_loss():
     generator = torch.Generator().manual_seed(0)
     text, vision = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((3, 5, 10, 4), (2, 5, 7, 4)))
     coefficient = 0.01 * 2 / 8
-    config, outputs, mask = routed(tuple(text), tuple(vision), 2, router_aux_loss_coef=coefficient)
+    config, outputs, batch = routed(tuple(text), tuple(vision), 2, router_aux_loss_coef=coefficient)
 
     def balance(of_tower):
         probabilities = of_tower.flatten(0, -2).softmax(dim=-1)
@@ -66,7 +66,7 @@ def test_the_released_router_loss():
     stages = {stage.name: stage for stage in recipe.stages}
     unified, stage = stages["unified"], stages["clip_moe"]
     assert unified.changes == {"router_aux_loss_coef": coefficient}
-    found, metrics = stage.router_loss(config, outputs, mask)
+    found, metrics = stage.router_loss(config, outputs, batch)
     torch.testing.assert_close(found, expected)
     assert 1 < metrics["balance_loss"] < 2  # not weighted
     gradients = (torch.autograd.grad(loss, (text, vision)) for loss in (found, expected))

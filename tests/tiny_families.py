@@ -10,6 +10,8 @@ from transformers import (
     ChineseCLIPProcessor,
     CLIPImageProcessorPil,
     CLIPProcessor,
+    Siglip2ImageProcessorPil,
+    Siglip2Processor,
     Siglip2Tokenizer,
     SiglipImageProcessorPil,
     SiglipProcessor,
@@ -63,6 +65,8 @@ def tiny_processor(family, length=8):
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)
+    if family.naflex:
+        return Siglip2Processor(Siglip2ImageProcessorPil(patch_size=4, max_num_patches=20), tokenizer)
     return SiglipProcessor(SiglipImageProcessorPil(**images), tokenizer)
 
 

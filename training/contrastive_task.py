@@ -57,7 +57,7 @@ class ContrastiveTask(nn.Module):
         scale = self.model.logit_scale.exp()
         auxiliary, metrics = torch.zeros((), device=scale.device), {}
         if sparse:
-            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch["attention_mask"])
+            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch)
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):
             embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()

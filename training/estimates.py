@@ -217,13 +217,23 @@ def text_length(model: Expected, data: Expected) -> int:
 
 def bytes_at_a_time(model: Expected, text_tokens: int, pairs: int) -> int:
     """Bytes of the largest layer's activations for a batch, without training. Raises Unknown."""
-    return 4 * pairs * count_largest_layer(described(model.clip).requires_grad_(True), text_tokens)
+    whole = described(model.clip).requires_grad_(True)
+    return 4 * pairs * count_largest_layer(whole, text_tokens, most_patches(model))
 
 
 def bytes_of_images(model: Expected, images: int) -> int:
     """As a CLIP takes them, in float32. Raises Unknown."""
     vision = model.clip.vision_config
-    return images * 4 * vision.num_channels * vision.image_size**2
+    if hasattr(vision, "image_size"):
+        pixels = vision.image_size**2
+    else:
+        pixels = (most_patches(model) or vision.num_patches) * vision.patch_size**2
+    return images * 4 * vision.num_channels * pixels
+
+
+def most_patches(model: Expected) -> int | None:
+    """As `conversion.processors.most_patches`; None where the processor is not there yet, too. Raises Unknown."""
+    return None if model.processor is None else processors.most_patches(model.clip, model.processor)
 
 
 def bytes_of_rows(data: Expected) -> int:

@@ -79,8 +79,8 @@ class PairLoader:
         return len(self.sampler)
 
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches from number `start` of the run on: `pixel_values` (B, C, H, W), `input_ids` and `attention_mask`
-        (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
+        """Batches from number `start` of the run on: what `Preparation` makes of B images, `input_ids` and
+        `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
         With `caption_weights` they hold the captions of all images, one image after the other, without those that are
         missing, and `caption_mask` (B, L) tells which these are.
@@ -156,9 +156,9 @@ class _Collate:
         captions = [pair["caption"] for pair in pairs]
         texts = [caption for of_image in captions for caption in present_captions(of_image)]
         batch = self._tokenize(texts)
-        if "pixel_values" in pairs[0]:
+        if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
-            batch["pixel_values"] = default_collate([pair["pixel_values"] for pair in pairs])
+            batch |= default_collate([pair["image"] for pair in pairs])
         else:
             batch |= self.hidden_states([pair["index"] for pair in pairs])
         if self.all_captions:
@@ -185,12 +185,12 @@ class _Images:
         self.prepare, self.augmentation = Preparation(processor), augmentation
         self.size = None if augmentation is None else crop_size(processor)
 
-    def read(self, value: Any, rng: np.random.Generator | None) -> torch.Tensor:
-        """The `pixel_values` of a value of an image column."""
-        return self.pixel_values(decode_image(value), rng)
+    def read(self, value: Any, rng: np.random.Generator | None) -> dict[str, torch.Tensor]:
+        """What a model takes of a value of an image column."""
+        return self.inputs(decode_image(value), rng)
 
-    def pixel_values(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> torch.Tensor:
-        """(C, H, W) in float32, changed at random if there is a generator for it."""
+    def inputs(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> dict[str, torch.Tensor]:
+        """What `Preparation` makes of an image, which is changed at random if there is a generator for it."""
         if self.augmentation is None or rng is None:
             return self.prepare(image)
         return self.prepare(self.augmentation(image, self.size, rng), is_resized=True)
@@ -233,7 +233,7 @@ class _Stream(torch.utils.data.IterableDataset):
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
-                yield {"pixel_values": self.images.pixel_values(image, rng), "caption": caption}
+                yield {"image": self.images.inputs(image, rng), "caption": caption}
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -255,12 +255,14 @@ class _Pairs(torch.utils.data.Dataset):
         self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
         self.images, self.seed = images, seed
-        self.all_captions, self.with_images, self.pixel_values = all_captions, with_images, None
+        self.all_captions, self.with_images, self.prepared = all_captions, with_images, None
         if arguments.in_memory and with_images:
             first = images.read(self.rows[0]["image"], None)
-            self.pixel_values = first.new_empty(len(self.rows), *first.shape)  # stacked, all would be there twice
+            # Stacked, all would be there twice
+            self.prepared = {name: value.new_empty(len(self.rows), *value.shape) for name, value in first.items()}
             for index, row in enumerate(self.rows):
-                self.pixel_values[index] = images.read(row["image"], None)
+                for name, value in images.read(row["image"], None).items():
+                    self.prepared[name][index] = value
         if arguments.in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
@@ -293,12 +295,12 @@ class _Pairs(torch.utils.data.Dataset):
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
         pair = {"index": index, "caption": self.caption(epoch, index)}
-        if self.pixel_values is not None:
-            pair["pixel_values"] = self.pixel_values[index]
+        if self.prepared is not None:
+            pair["image"] = {name: values[index] for name, values in self.prepared.items()}
         elif self.with_images:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
-            pair["pixel_values"] = self.images.read(self.rows[index]["image"], rng)
+            pair["image"] = self.images.read(self.rows[index]["image"], rng)
         return pair
 
     def caption(self, epoch: int | None, index: int) -> str | list[str]:

@@ -98,7 +98,7 @@ def multi_positive_loss(
 def router_losses(
     config: CLIPMoEConfig,
     outputs,
-    attention_mask: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
     balance_top_k: int | None = None,
     balance_mean: str = "tower",
     text_weight: float | None = None,
@@ -107,7 +107,8 @@ def router_losses(
 
     Args:
         outputs: of the model, called with `output_router_logits=True, output_expert_ids=True`.
-        attention_mask: (B, S) of the text.
+        batch: what the model was called with: `attention_mask` (B, S) of the texts and, of images of any shape,
+            `pixel_attention_mask` (B, S) tell tokens from padding, which does not count.
         balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
         balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
             "layer": they are the mean over all layers of both (CLIP-MoE eq. 9); "token": they are those of the tokens
@@ -121,7 +122,7 @@ def router_losses(
         losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no expert computes because
         all experts they chose are full (`dropped_tokens`).
     """
-    towers = _sparse_towers(config, outputs, attention_mask)
+    towers = _sparse_towers(config, outputs, batch)
     total, balances, z_losses = 0.0, [], []
     for tower, weight, router_logits, mask in _groups(towers, balance_mean):
         top_k = tower.num_experts_per_tok
@@ -139,7 +140,7 @@ def router_losses(
 def entropy_losses(
     config: CLIPMoEConfig,
     outputs,
-    attention_mask: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
     local_coef: Mapping[str, float],
     global_coef: Mapping[str, float],
     min_experts: Mapping[str, float],
@@ -147,7 +148,7 @@ def entropy_losses(
     """LIMoE's weighted losses over the tokens of all processes (CLIP-UP eq. 8 to 11), and what to log of them.
 
     Args:
-        config, outputs, attention_mask: see `router_losses`.
+        config, outputs, batch: see `router_losses`.
         local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers. Towers that
             are left out have none.
         min_experts: of the towers with a global loss, see `global_entropy_loss`.
@@ -156,7 +157,7 @@ def entropy_losses(
         Their sum, in nats, and each before it is weighted, in bits, such as `local_entropy_text`.
     """
     total, values = 0.0, {}
-    for tower, router_logits, _, mask in _sparse_towers(config, outputs, attention_mask):
+    for tower, router_logits, _, mask in _sparse_towers(config, outputs, batch):
         name = tower.base_config_key.removesuffix("_config")
         if name in local_coef:
             loss = local_entropy_loss(router_logits, mask, reduce=all_reduce_sum)
@@ -167,11 +168,12 @@ def entropy_losses(
     return total, values
 
 
-def _sparse_towers(config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor) -> list[tuple]:
+def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]) -> list[tuple]:
     """The configuration, router logits, expert ids and token mask of each tower with sparse layers."""
+    text, vision = outputs.text_model_output, outputs.vision_model_output
     towers = [
-        (config.text_config, outputs.text_router_logits, outputs.text_model_output.expert_ids, attention_mask),
-        (config.vision_config, outputs.vision_router_logits, outputs.vision_model_output.expert_ids, None),
+        (config.text_config, outputs.text_router_logits, text.expert_ids, batch["attention_mask"]),
+        (config.vision_config, outputs.vision_router_logits, vision.expert_ids, batch.get("pixel_attention_mask")),
     ]
     return [tower for tower in towers if tower[1] is not None]
 

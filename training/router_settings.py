@@ -1,6 +1,6 @@
 """The losses of routers, as settings of a stage that trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 import torch
@@ -52,14 +52,14 @@ class RouterSettings:
         return self
 
     def router_loss(
-        self, config: CLIPMoEConfig, outputs, attention_mask: torch.Tensor
+        self, config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses` and
         `entropy_losses`."""
         settings = self.balance_top_k, self.balance_mean, self.text_router_weight
-        loss, metrics = router_losses(config, outputs, attention_mask, *settings)
+        loss, metrics = router_losses(config, outputs, batch, *settings)
         settings = self.local_entropy_coef, self.global_entropy_coef, self.global_entropy_min_experts
-        entropy, entropy_metrics = entropy_losses(config, outputs, attention_mask, *settings)
+        entropy, entropy_metrics = entropy_losses(config, outputs, batch, *settings)
         return loss + entropy, metrics | entropy_metrics
 
     def router_problems(self, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:

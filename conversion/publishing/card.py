@@ -144,7 +144,7 @@ def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
 
 
 def _fits_llava(vision: PreTrainedConfig | None) -> bool:
-    return vision is not None and (vision.hidden_size, vision.image_size, vision.patch_size) == LLAVA_TOWER
+    return tuple(getattr(vision, size, None) for size in ("hidden_size", "image_size", "patch_size")) == LLAVA_TOWER
 
 
 def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:

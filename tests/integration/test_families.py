@@ -42,11 +42,19 @@ print(type(classify.model).__module__.split(".")[0], of_label["red"], of_label["
 """
 
 
-@pytest.fixture(
-    scope="module", params=[family for family in FAMILIES if not family.naflex], ids=lambda family: family.model_type
-)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.model_type)
 def family(request):
     return request.param
+
+
+# Where an image is one tensor
+of_one_size = pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if not family.naflex],
+    ids=lambda family: family.model_type,
+    indirect=True,
+    scope="module",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,7 @@ def published(family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def inputs(family, published, image):
     padding = {"padding": "max_length", "truncation": True} if family.sigmoid else {"padding": True}
+    padding |= {"max_num_patches": 20, "patch_size": 4} if family.naflex else {}  # else released models'
     return AutoProcessor.from_pretrained(published)(
         text=TEXTS, images=Image.open(image), return_tensors="pt", **padding
     )
@@ -105,6 +114,7 @@ def model(published):
     return AutoModel.from_pretrained(published).eval()
 
 
+@of_one_size
 @torch.no_grad()
 def test_sentence_transformers_and_open_clips_calls_embed_as_the_model(family, published, model, inputs, image):
     sentences = SentenceTransformer(str(published), device="cpu")
@@ -122,6 +132,7 @@ def test_sentence_transformers_and_open_clips_calls_embed_as_the_model(family, p
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@of_one_size
 @torch.no_grad()
 def test_a_vision_tower_alone_is_exported_and_extracts_features(published, model, inputs, image, tmp_path):
     tower = model.vision_model
@@ -141,7 +152,8 @@ def test_lora_adapts_experts_and_merges(model, inputs):
     experts = ["experts.up_proj", "experts.down_proj"]
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts, modules_to_save=["router"])
     adapted = get_peft_model(model, config)
-    batch = inputs | {"pixel_values": torch.randn(2, 3, 16, 16)}
+    images = {name: torch.cat([value, value]) for name, value in inputs.items() if len(value) == 1}
+    batch = {**inputs, **images, "pixel_values": torch.randn_like(images["pixel_values"])}
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
     for _ in range(4):
@@ -158,6 +170,7 @@ def test_lora_adapts_experts_and_merges(model, inputs):
         torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
 
 
+@of_one_size
 def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
     vision = tiny_dense(family, LENGTH).config.vision_config.to_dict()
     if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's

@@ -47,6 +47,7 @@ from training.estimates import (
     bytes_of_images,
     bytes_of_rows,
     described,
+    most_patches,
     read_otherwise,
     text_length,
 )
@@ -336,9 +337,9 @@ class TrainStage(RouterSettings, StepsStage):
         def memory_a_pair() -> int:
             """Bytes of the activations of an image and its texts, and of the gradients of a layer's."""
             model, tokens = self.trained_model(inputs), text_length(inputs.model, inputs.data) * captions
-            return 4 * (
-                count_activations(model, self.gradient_checkpointing, tokens) + count_largest_layer(model, tokens)
-            )
+            patches = most_patches(inputs.model)
+            kept = count_activations(model, self.gradient_checkpointing, tokens, patches)
+            return 4 * (kept + count_largest_layer(model, tokens, patches))
 
         def memory() -> int:
             batch = self.global_batch_size // self.gradient_accumulation_steps
@@ -410,6 +411,8 @@ class TrainStage(RouterSettings, StepsStage):
             yield "loss", f"sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
         if sigmoid and self.label_smoothing:
             yield "label_smoothing", "it goes with the softmax loss; this model's is sigmoid"
+        if self.augmentation is not None and family_of(config).naflex:
+            yield "augmentation", "random crops have one size, but this model takes images of any shape: leave it out"
         if self.expert_dropout is not None and not sparse:
             yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
         if self.torch_compile and any(tower.router_jitter_noise for tower in towers):

@@ -1,0 +1,163 @@
+"""Pictures of any shape (SigLIP 2 NaFlex): what pads their patches changes nothing, in evaluation and in training."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_clip import moved
+from tiny_families import saved, tiny_dense
+
+from conversion.checkpoints import load_config, load_sparse
+from conversion.presets import PRESETS
+from conversion.processors import load_processor
+from conversion.upcycle import upcycle
+from data.pairs import load_pairs
+from data.sources import DataArguments
+from evaluation.embedder import Embedder
+from evaluation.evaluate import evaluate_model
+from evaluation.own_data import zero_shot_task
+from evaluation.sentence_encoders import ClipEncoder
+from modeling_clip_moe.families import FAMILY_OF_TYPE
+from training.contrastive_task import ContrastiveTask
+from training.engine import _compute_gradient
+from training.loader import PairLoader
+from training.stages.train import TrainStage
+
+# Height and width
+SIZES = [(40, 10), (16, 16), (9, 30), (33, 24), (12, 50), (64, 21), (7, 7), (25, 31)]
+CLASSES = ["red", "round", "cat"]
+
+
+LABELS = [CLASSES[number % len(CLASSES)] for number in range(len(SIZES))]
+IMAGES = [
+    PIL.Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8))
+    for number, size in enumerate(SIZES)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A sparse model with experts that differ."""
+    family = FAMILY_OF_TYPE["siglip2"]
+    sparse = moved(upcycle(tiny_dense(family), PRESETS["clip_up"]), ("experts", "router"), seed=1)
+    for tower in (sparse.config.text_config, sparse.config.vision_config):
+        tower.capacity_group_size = 2
+    sparse.config.router_aux_loss_coef, sparse.config.router_z_loss_coef = 0.5, 0.1
+    return str(saved(family, sparse, tmp_path_factory.mktemp("sparse")))
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """The pictures, with a caption and a class each."""
+    file = tmp_path_factory.mktemp("data") / "pictures.parquet"
+    rows = {"image": IMAGES, "label": LABELS, "caption": [f"a {label}" for label in LABELS]}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).to_parquet(file)
+    return DataArguments(source=str(file), split="test")
+
+
+@torch.no_grad()
+def without_padding(folder, image):
+    """The normalized embedding of one picture, of its own patches alone."""
+    made = load_processor(folder).image_processor([image], return_tensors="pt")
+    number = int(made["spatial_shapes"].prod())
+    made = {name: value if name == "spatial_shapes" else value[:, :number] for name, value in made.items()}
+    features = load_sparse(folder).get_image_features(**made).pooler_output[0]
+    return torch.nn.functional.normalize(features, dim=0).numpy()
+
+
+def test_embeddings_are_those_of_pictures_alone(folder, arguments, tmp_path):
+    rows = load_pairs(arguments)
+    expected = [without_padding(folder, image) for image in IMAGES]
+    embedder = Embedder(folder, tmp_path, 3, torch.device("cpu"), num_workers=1)
+    for _ in range(2):  # computed, then read
+        np.testing.assert_allclose(embedder.images(rows), expected, atol=1e-6)
+    np.testing.assert_allclose(ClipEncoder(folder, "image").encode(IMAGES, 3), expected, atol=1e-6)
+    half = Embedder(folder, None, 3, torch.device("cpu"), torch.bfloat16).images(rows)
+    assert (half * expected).sum(axis=-1).min() > 0.99
+
+
+@torch.no_grad()
+def test_zero_shot_is_a_loop_over_pictures(folder, arguments, tmp_path):
+    task = zero_shot_task(dataclasses.replace(arguments, caption_column="label"), ["a {}"], CLASSES)
+    (result,) = evaluate_model(folder, {"own": task}, tmp_path, batch_size=3, device="cpu")
+    tokenizer, model, right = load_processor(folder).tokenizer, load_sparse(folder), 0
+    texts = tokenizer([f"a {name}" for name in CLASSES], padding="max_length", return_tensors="pt")
+    names = torch.nn.functional.normalize(model.get_text_features(**texts).pooler_output).numpy()
+    for image, label in zip(IMAGES, LABELS, strict=True):
+        right += CLASSES[(names @ without_padding(folder, image)).argmax()] == label
+    assert result["metrics"]["accuracy"] == right / len(SIZES) and 0 < right < len(SIZES)
+
+
+def first_batch(folder, arguments):
+    return next(PairLoader(load_pairs(arguments), load_processor(folder), arguments, len(SIZES)).batches(0))
+
+
+def test_a_batch_has_what_the_processor_makes(folder, arguments):
+    kept = first_batch(folder, dataclasses.replace(arguments, in_memory=True))
+    batch = first_batch(folder, arguments)
+    made = load_processor(folder).image_processor(IMAGES, return_tensors="pt")
+    distances = (batch["pixel_values"][:, None] - made["pixel_values"]).abs().sum(dim=(-1, -2))
+    order = distances.argmin(dim=1)  # of the epoch
+    assert sorted(order.tolist()) == [*range(len(SIZES))] and not batch["pixel_attention_mask"].all()
+    for name, value in made.items():
+        assert torch.equal(batch[name], value[order]) and torch.equal(kept[name], batch[name])
+
+
+def stage_of(**settings):
+    settings |= {"global_batch_size": len(SIZES), "max_steps": 1, "learning_rate": 1e-3}
+    data = {"source": "symbols", "num_samples": 1}
+    return TrainStage(name="tuned", stage="train", model="x", data=data, **settings)
+
+
+def test_random_crops_are_refused(folder):
+    stage = stage_of(augmentation={"random_resized_crop": [0.5, 1]})
+    problems = dict(stage._problems_of_model(SimpleNamespace(), load_config(folder)))
+    assert problems["augmentation"].startswith("random crops have one size, but this model takes images of any shape")
+
+
+def step(folder, batch, **settings):
+    """What is logged, and the gradients."""
+    model, stage, accelerator = load_sparse(folder).train(), stage_of(**settings), Accelerator(cpu=True)
+    task = ContrastiveTask(model, stage)
+    metrics = _compute_gradient(accelerator, task, model, iter([batch]), stage, (0, 0), "")
+    return metrics, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    (metrics, gradients), (expected_metrics, expected_gradients) = found, expected
+    torch.testing.assert_close(metrics, expected_metrics)
+    for name, gradient in expected_gradients.items():
+        atol = 1e-7 + 2e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: name + text
+        )
+
+
+ROUTERS = {
+    "local_entropy_coef": {"vision": 0.3},
+    "global_entropy_coef": {"vision": 0.5},
+    "global_entropy_min_experts": {"vision": 7.9},
+}
+
+
+@pytest.mark.parametrize("balance_mean", ["tower", "token"])
+def test_more_padding_changes_no_loss_no_statistic_and_no_gradient(folder, arguments, balance_mean):
+    batch = first_batch(folder, arguments)
+    longer = {name: batch[name] for name in batch}
+    longer["pixel_values"] = torch.nn.functional.pad(batch["pixel_values"], (0, 0, 0, 13), value=3.0)
+    longer["pixel_attention_mask"] = torch.nn.functional.pad(batch["pixel_attention_mask"], (0, 13))
+    found, expected = (step(folder, of, balance_mean=balance_mean, **ROUTERS) for of in (longer, batch))
+    assert_same(found, expected)
+    assert 0 < found[0]["dropped_tokens"] < 0.5
+
+
+def test_parts_of_a_batch_have_the_gradient_of_the_whole(folder, arguments):
+    batch = first_batch(folder, arguments)
+    found, expected = (step(folder, batch, mini_batch_size=size, **ROUTERS) for size in (2, None))
+    found[0].pop("dropped_tokens"), expected[0].pop("dropped_tokens")  # a mean of parts
+    assert_same(found, expected)
