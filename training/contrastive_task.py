@@ -42,11 +42,11 @@ class ContrastiveTask(nn.Module):
         Args:
             batch: of a `PairLoader`, this process's share.
             only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
-                the gradients by the images' and the texts' embeddings, by the scale and by the bias if there is one.
+                the gradients by the images' and the texts' embeddings, by the scale and by `loss_parameters`.
 
         Returns:
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
-            averaged over the processes. With `only_embed`, the embeddings of images and texts, the scale and the bias.
+            averaged over the processes. With `only_embed`, the embeddings of images and texts, and what the loss takes.
             With `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
         """
         sparse = is_sparse(self.model.config)
@@ -60,23 +60,25 @@ class ContrastiveTask(nn.Module):
             auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch)
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):
-            embeds = outputs.image_embeds.float(), outputs.text_embeds.float(), scale.float()
-            if hasattr(self.model, "logit_bias"):
-                embeds = *embeds, self.model.logit_bias.float()
+            embeds = outputs.image_embeds, outputs.text_embeds, scale, *self.loss_parameters().values()
+            embeds = tuple(tensor.float() for tensor in embeds)
             if only_embed:
                 return embeds
             if gradients is not None:
                 carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
                 return carried + auxiliary, auxiliary.detach(), metrics
-            contrastive = contrastive_of(self.losses, embeds, caption_mask)
+            contrastive = self.contrastive_loss(embeds, caption_mask)
         loss = contrastive + auxiliary
         return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
 
+    def loss_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the contrastive loss takes beside the scale, by the names of its arguments."""
+        return {"logit_bias": self.model.logit_bias} if hasattr(self.model, "logit_bias") else {}
 
-def contrastive_of(losses: Losses, embeds: Sequence[torch.Tensor], caption_mask: torch.Tensor | None) -> torch.Tensor:
-    """The contrastive loss of embeddings of images, of texts, a scale and, of a model that has one, a bias."""
-    bias = {"logit_bias": embeds[3]} if len(embeds) > 3 else {}
-    return losses.contrastive_loss(*embeds[:3], caption_mask, **bias)
+    def contrastive_loss(self, embeds: Sequence[torch.Tensor], caption_mask: torch.Tensor | None) -> torch.Tensor:
+        """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
+        parameters = dict(zip(self.loss_parameters(), embeds[3:], strict=True))
+        return self.losses.contrastive_loss(*embeds[:3], caption_mask, **parameters)
 
 
 def drop_activations(model: PreTrainedModel, share: float) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
-from training.contrastive_task import contrastive_of
 from training.losses import SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
@@ -92,13 +91,13 @@ def _gradient_by_embeds(
     accelerator: Accelerator, task: nn.Module, batch: dict[str, torch.Tensor], embeds: list[tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     """The contrastive loss of a batch, and of each part the gradients by its images', by its texts' embeddings, and by
-    the scale and the bias, which all parts share."""
+    the scale and the loss's parameters, which all parts share."""
     images, texts, *shared = zip(*embeds, strict=True)
     leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
     mask = send_to_device(batch.get("caption_mask"), accelerator.device)
-    loss = contrastive_of(accelerator.unwrap_model(task).losses, leaves, mask)
+    loss = accelerator.unwrap_model(task).contrastive_loss(leaves, mask)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     by_images, by_texts = (

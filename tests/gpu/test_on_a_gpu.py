@@ -14,7 +14,7 @@ from training.contrastive_task import ContrastiveTask
 from training.engine import checkpoint_layers
 from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss, router_losses
-from training.optimizers import make_optimizer
+from training.optimizers import OptimizerSettings, make_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,17 +28,9 @@ SYSTEMS = {
     "CLIP-MoE": {"norm_topk_prob": True},
     "CLIP-FMoE": {"fusion_gate": True, "norm_topk_prob": True},
 }
-SETTINGS = SimpleNamespace(
-    name="step",
+LOSSES = SimpleNamespace(
     contrastive_loss=lambda images, texts, scale, mask: contrastive_loss(images, texts, scale),
     router_loss=router_losses,
-    optimizer="adamw",
-    learning_rate=1e-3,
-    weight_decay=0.1,
-    decay_all=False,
-    adam_beta1=0.9,
-    adam_beta2=0.98,
-    adam_epsilon=1e-6,
 )
 
 
@@ -109,7 +101,7 @@ def test_a_step_in_parts_is_one_of_the_whole(system, checkpointing):
         model = tiny_model(**SYSTEMS[system]).train().to(CUDA)
         if checkpointing:
             checkpoint_layers(model)
-        task, accelerator, batch = ContrastiveTask(model, SETTINGS), Accelerator(), inputs(12)
+        task, accelerator, batch = ContrastiveTask(model, LOSSES), Accelerator(), inputs(12)
         if size is None:
             task(on_gpu(batch))[0].backward()
         else:
@@ -123,8 +115,8 @@ def test_it_learns_in_bfloat16(system):
     """Autocast, fused AdamW, the same batch again and again."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="bf16")
-    task = ContrastiveTask(tiny_model(**SYSTEMS[system]).train(), SETTINGS)
-    optimizer = make_optimizer(task.to(CUDA), SETTINGS, CUDA)
+    task = ContrastiveTask(tiny_model(**SYSTEMS[system]).train(), LOSSES)
+    optimizer = make_optimizer(task.to(CUDA), OptimizerSettings(learning_rate=1e-3, weight_decay=0.1), CUDA)
     assert optimizer.param_groups[0]["fused"]
     task, optimizer = accelerator.prepare(task, optimizer)
     batch, losses = on_gpu(inputs(8)), []
