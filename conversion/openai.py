@@ -163,21 +163,15 @@ def infer_config(
 ) -> CLIPConfig:
     """The config of a model in OpenAI's naming, from its shapes; heads where not given are width / 64, but for
     `HEAD_WIDTHS`."""
-    if any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state):
-        raise ValueError("the image encoder is a ResNet: only CLIP's vision transformers can be converted")
-    if any(key.startswith(("visual.trunk.", "visual.blocks.")) for key in state):
-        raise ValueError(
-            "the image encoder is timm's, as those of EVA-CLIP and open_clip's SigLIP, which CLIPModel cannot express: "
-            f"{dense_types()}"
-        )
-    if "logit_bias" in state:
-        raise ValueError(
-            f"the model has a logit_bias (trained with SigLIP's loss), which CLIPModel cannot express: {dense_types()}"
-        )
-    if "visual.conv1.weight" in state and "visual.ln_pre.weight" not in state:
-        raise ValueError(
-            f"the image encoder has no ln_pre, as CLIPA's, whose towers CLIPModel cannot express: {dense_types()}"
-        )
+    others = {
+        "is a ResNet": any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state),
+        "is timm's, as EVA-CLIP's": any(key.startswith(("visual.trunk.", "visual.blocks.")) for key in state),
+        "goes with a logit_bias, as SigLIP's": "logit_bias" in state,
+        "has no ln_pre, as CLIPA's": "visual.conv1.weight" in state and "visual.ln_pre.weight" not in state,
+    }
+    for what, holds in others.items():
+        if holds:
+            raise ValueError(f"the image encoder {what}, which CLIPModel cannot express: {dense_types()}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
             f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"

@@ -47,13 +47,7 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
     if not towers:
         raise ValueError(f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it")
     require_towers(preset.sparse_layers, towers)
-    routing = {
-        "num_experts": preset.num_experts,
-        "num_experts_per_tok": preset.num_experts_per_tok,
-        "norm_topk_prob": preset.norm_topk_prob,
-        "fusion_gate": preset.fusion_gate,
-        "capacity_factor": preset.capacity_factor,
-    }
+    routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
     of_dense, changes = towers_of(dense), {}
     for tower in towers:
         layers = of_dense[tower][1].num_hidden_layers

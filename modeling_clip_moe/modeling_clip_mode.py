@@ -84,8 +84,7 @@ def routing_weights(
         (..., n) weights that sum to 1, in float32.
 
     Raises:
-        ValueError: a task without metadata, embeddings of another size than the centers' or that are not finite, or
-            an unknown routing.
+        ValueError: a task without metadata, embeddings of another size than the centers', or an unknown routing.
     """
     _require_metadata(metadata_embeds, centers, routing)
     length, size = metadata_embeds.shape[-2:]
@@ -121,8 +120,6 @@ def _require_metadata(metadata_embeds: torch.Tensor, centers: torch.Tensor, rout
             f"The metadata's embeddings have size {size}, the centers {centers.shape[1]}: embed the metadata with the "
             "encoder that the centers were made with."
         )
-    if not metadata_embeds.isfinite().all():
-        raise ValueError("The metadata's embeddings are not finite.")
 
 
 def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:

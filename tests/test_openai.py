@@ -222,7 +222,7 @@ def test_files_that_hold_no_state_dict(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"visual.trunk.cls_token": torch.ones(1)}, "is timm's, .*: there are clip, metaclip_2, siglip, siglip2"),
+        ({"visual.trunk.cls_token": torch.ones(1)}, "is timm's, as .*: there are clip, metaclip_2, siglip, siglip2"),
         ({"visual.ln_pre.weight": None}, "has no ln_pre, as CLIPA's, .*: there are clip"),
         ({"visual.proj": None}, "missing visual.proj; it starts with positional_embedding"),
         (

@@ -153,7 +153,7 @@ def _line(stage: Stage, setting: str, problem: str) -> str:
     if problem.startswith(f"{stage.name}."):
         return problem
     key = f"{stage.name}.{setting}" if setting else stage.name
-    return f"{key}: {problem.removeprefix(f'{stage.name}: ')}"
+    return f"{key}: {problem}"
 
 
 def _faults_of_inputs(stage: Stage, outlook: Outlook, wanted: Collection[str]) -> Iterator[str]:

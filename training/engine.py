@@ -175,7 +175,7 @@ def _prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
-        raise ValueError(f"{settings.name}: FSDP cannot split an encoder that both towers have. Train it with DDP")
+        raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     scale = getattr(model, "logit_scale", None)

@@ -156,7 +156,7 @@ def stage_errors(stage: Stage) -> Iterator[None]:
     except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
         kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-        named = str(error).startswith((f"{stage.name}", f"stage {stage.name}"))
+        named = str(error).startswith((f"{stage.name}.", f"stage {stage.name}"))
         message = str(error) if named else f"{stage.name}: {error}"
         if kind is OSError and GO_ON not in message:
             message = f"{message}. {GO_ON}"

@@ -69,8 +69,7 @@ class AssembleStage(Stage):
             raise ValueError(f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters")
         if encoder.name != metadata["encoder"]:
             raise ValueError(
-                f"{self.name}: {self.captions} was embedded by {encoder.name}, but {self.clusters} goes back to "
-                f"{metadata['encoder']}"
+                f"{self.captions} was embedded by {encoder.name}, {self.clusters} goes back to {metadata['encoder']}"
             )
         if self.centers == "coarse":
             centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)

@@ -83,7 +83,7 @@ class EmbedCaptionsStage(Stage):
         accelerator.wait_for_everyone()
         encoder = load_encoder(folder, accelerator.device)
         if encoder.modality != self.modality:
-            raise ValueError(f"{self.name}: modality {self.modality}, but the encoder {encoder.name} is of the other")
+            raise ValueError(f"modality {self.modality}, but the encoder {encoder.name} is of the other")
 
         store = _store(directory, rows, self, encoder, context)
         compute = encoder_features(encoder, rows, self.batch_size, self.dtype)
@@ -265,7 +265,7 @@ class SelectStage(LabelsStage):
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
         centers = load_centers(Path(inputs.fine), encoder.name)
         if encoder.modality != "text":
-            raise ValueError(f"{self.name}: metadata are texts, but {self.captions} embedded images")
+            raise ValueError(f"metadata are texts, but {self.captions} embedded images")
         nearest = np.unique(nearest_centers(encode_metadata(encoder, self.metadata), torch.as_tensor(centers)))
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
         center = centers[nearest].mean(axis=0, keepdims=True)

@@ -259,8 +259,6 @@ class ClusterStage(Stage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.num_image_clusters * self.num_text_clusters * self.num_random_clusters == 1:
-            raise ValueError("num_image_clusters, num_text_clusters and num_random_clusters are all 1: nothing to do")
         if self.within and self.previous is None:
             raise ValueError("within needs the clusters of a previous stage")
         return self
@@ -271,9 +269,7 @@ class ClusterStage(Stage):
         data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
         rows = context.pairs(data)
         if data_fingerprint(rows) != fingerprint:
-            raise ValueError(
-                f"{self.name}: {data.source} has changed since {source} was made; delete it to embed it anew"
-            )
+            raise ValueError(f"{data.source} has changed since {source} was made; delete it to embed it anew")
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
         method = self._method(len(rows))

@@ -82,9 +82,7 @@ class TrainLongCLIPStage(TrainStage):
         """All pairs. Each must have both captions."""
         for index, captions in enumerate(rows["caption"]):
             if isinstance(captions, str) or len(captions) != 2 or len(present_captions(captions)) != 2:
-                raise ValueError(
-                    f"{self.name}: image {index} of {self.data.source} has no long and short caption: {captions!r:.80}"
-                )
+                raise ValueError(f"image {index} of {self.data.source} has no long and short caption: {captions!r:.80}")
         return rows
 
     def contrastive_loss(

@@ -286,11 +286,11 @@ class UnifyStage(Stage):
         ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
         if ignored or set(self.towers) != {"text", "vision"}:
             raise ValueError(
-                f"{self.name}: {self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
+                f"{self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
                 "num_experts_per_tok and fusion_gate can change"
             )
         if self.changes.get("fusion_gate") is False and config.vision_config.fusion_gate:
-            raise ValueError(f"{self.name}: the experts were trained with fusion gates, which cannot be left out now")
+            raise ValueError("the experts were trained with fusion gates, which cannot be left out now")
 
 
 @dataclass(config=STRICT, kw_only=True)

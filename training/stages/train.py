@@ -215,7 +215,7 @@ class StepsStage(LoopSettings, Stage):
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:
             raise ValueError(
-                f"{self.name}: an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
+                f"an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
                 "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
             )
         return total_steps

@@ -62,7 +62,7 @@ class TrainDataExpertStage(TrainStage):
         chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
         if len(chosen) < self.global_batch_size:
             raise ValueError(
-                f"{self.name}: cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
+                f"cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
                 f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
             )
         context.accelerator.on_main_process(print)(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
