@@ -1,6 +1,7 @@
 """Pictures of any shape (SigLIP 2 NaFlex): what pads their patches changes nothing, in evaluation and in training."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -8,6 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
@@ -25,7 +27,10 @@ from evaluation.sentence_encoders import ClipEncoder
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.contrastive_task import ContrastiveTask
 from training.engine import _compute_gradient
+from training.estimates import Expected, bytes_at_a_time, bytes_of_images
 from training.loader import PairLoader
+from training.plan import plan
+from training.recipe import load_recipe
 from training.stages.train import TrainStage
 
 # Height and width
@@ -118,6 +123,18 @@ def test_random_crops_are_refused(folder):
     stage = stage_of(augmentation={"random_resized_crop": [0.5, 1]})
     problems = dict(stage._problems_of_model(SimpleNamespace(), load_config(folder)))
     assert problems["augmentation"].startswith("random crops have one size, but this model takes images of any shape")
+
+
+def test_plans_count_the_places_of_the_processor_and_refuse_hidden_states(folder, arguments, tmp_path):
+    config, batch = load_config(folder), first_batch(folder, arguments)
+    model, by_positions = Expected((config,), processor=Path(folder)), Expected((config,))
+    assert bytes_of_images(model, len(SIZES)) == batch["pixel_values"].nbytes
+    assert 16 * bytes_at_a_time(model, 1, 3) == 20 * bytes_at_a_time(by_positions, 1, 3)
+    stage = {"name": "states", "stage": "hidden_states", "model": folder, "data": {"source": arguments.source}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path), "stages": [stage]}))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    _, (fault, *_) = plan(recipe, recipe.stages, 1)
+    assert "states.model: a SigLIP cannot begin at its sparse layers" in str(fault)
 
 
 def step(folder, batch, **settings):

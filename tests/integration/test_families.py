@@ -87,7 +87,8 @@ def test_the_card_and_the_code_are_the_familys(family, published):
     card = (published / "README.md").read_text()
     assert f"A {family.name} with sparse Mixture-of-Experts layers" in card
     assert ("sigmoid()" in card) == ('padding="max_length"' in card) == family.sigmoid
-    assert ("zhai2023siglip" in card) == family.sigmoid and "{{ " not in card
+    assert ("zhai2023siglip" in card) == (family.model_type == "siglip") and "{{ " not in card
+    assert ("tschannen2025siglip2" in card) == family.naflex
     assert (published / f"{family.sparse.config_class.auto_classes['AutoModel'].split('.')[0]}.py").is_file()
 
 

@@ -186,13 +186,17 @@ class HiddenStatesStage(Stage):
         if accelerator.is_main_process:
             copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
 
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
+    def _config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         config = inputs.model.clip
         if not issubclass(family_of(config).sparse, CLIPMoEModel):
             raise ValueError(
                 f"{self.name}.model: a SigLIP cannot begin at its sparse layers; leave hidden_states out of the stages "
                 "that train it, which then compute what is below"
             )
+        return config
+
+    def output_config(self, inputs: SimpleNamespace) -> Expected:
+        config = self._config(inputs)
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
             if not getattr(of_tower, "moe_layers", None):
                 raise ValueError(
@@ -205,7 +209,7 @@ class HiddenStatesStage(Stage):
 
         def memory() -> int:
             """Also the states of all layers for a batch, and a shard, which is there twice when it is put together."""
-            pairs, config = inputs.data.known_pairs, inputs.model.clip
+            pairs, config = inputs.data.known_pairs, self._config(inputs)
             at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
             layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
             states = layers * self._size(config, at_a_time, tokens)
@@ -214,7 +218,7 @@ class HiddenStatesStage(Stage):
 
         def disk() -> int:
             """Texts as long as they can be."""
-            config = inputs.model.clip
+            config = self._config(inputs)
             return self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings))
 
         return cost | {"memory": memory, "disk": disk}
