@@ -162,7 +162,7 @@ class StepsStage(LoopSettings, Stage):
             if inputs.data.known_pairs < least:
                 yield (
                     "global_batch_size",
-                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}",
+                    f"a dataset of {inputs.data.known_pairs} samples does not fill a global batch of {least}: lower it",
                 )
 
     def steps(self, inputs: SimpleNamespace) -> int:
