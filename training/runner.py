@@ -49,7 +49,7 @@ from training.recipe import Recipe
 from training.recipe_file import RecipeError
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
-from training.stages.custom import own_code, own_description
+from training.stages.custom import own_stage
 
 # How often something is logged or saved, and how data is read ahead, does not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor"}
@@ -241,16 +241,14 @@ class Runner:
         context, data = self.context, getattr(stage, "data", None)
         read = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
         fingerprints = {name: self._input_fingerprint(name) for name in read}
-        code = own_code(type(stage))
         return Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
-            code=code,
             inputs=fingerprints | stage.fingerprints(resolve(stage, context)),
             data=None if data is None else context.identity(data),
-            own=own_description(type(stage)) if code else None,
             local=self._local,
+            **own_stage(type(stage)),
         )
 
     def _input_fingerprint(self, reference: str) -> str:

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
@@ -33,27 +34,25 @@ def import_stage(stage: str) -> type[Stage]:
     problem = _problem_of_class(found)
     if problem:
         raise ValueError(f"the stage {stage!r} {problem}")
-    own_code(found)  # as it is now: the file may change while the run takes its time
+    own_stage(found)  # as it is now: the file may change while the run takes its time
     return found
 
 
 @functools.cache
-def own_code(stage: type[Stage]) -> dict[str, str]:
-    """Module -> hash of its file, of the classes outside of this package that a stage is made of."""
-    modules = {parent.__module__ for parent in stage.__mro__}
-    own = sorted(module for module in modules if module.split(".")[0] not in (__name__.split(".")[0], "builtins"))
-    return {module: file_digest(Path(sys.modules[module].__file__)) for module in own}
-
-
-def own_description(stage: type[Stage]) -> OwnStage:
-    own = [parent for parent in reversed(stage.__mro__) if parent.__module__ in own_code(stage)]
+def own_stage(stage: type[Stage]) -> dict[str, Any]:
+    """What a record has of a stage outside of this package, `code` and `own`; nothing of one within."""
+    ours = __name__.split(".")[0], "builtins"
+    own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in ours]
+    if not own:
+        return {}
+    code = {module: file_digest(Path(sys.modules[module].__file__)) for module in sorted({c.__module__ for c in own})}
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
     if text.startswith(f"{stage.__name__}("):  # which a dataclass has where nobody wrote one
         text = ""
     sentence = re.match(r".*?[.!?](?=\s|$)", text)
     settings = [field.name for field in dataclasses.fields(stage) if field.name in annotated]
-    return OwnStage(does=sentence[0] if sentence else text, settings=settings)
+    return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
 
 
 def _reason(error: Exception) -> str:
