@@ -139,7 +139,7 @@ def require_fit(
                 f"the tokenizer of {source} pads texts on the left, but {model} was trained on padding behind them: "
                 "set padding_side to right in tokenizer_config.json"
             )
-    if image_processor is not None:
+    if image_processor is not None and hasattr(vision, "patch_size"):  # no text tower alone
         size = getattr(vision, "image_size", None)  # None: patches of images of any shape (NaFlex)
         # Not square, since no rule tells for all image processors what they make of such an image
         shape = tuple(_pixels(image_processor, size or COMPARED_SIDE).shape)
