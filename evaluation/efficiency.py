@@ -187,7 +187,8 @@ def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[
 
 
 def _number(value: float) -> str:
-    """With three digits after the point where it is small; nothing for none."""
-    return (
-        "" if value == 0 else f"{value:,.0f}" if value >= 10_000 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
-    )
+    """With three digits, or two after the point where it is large; nothing for none."""
+    if value == 0:
+        return ""
+    digits = ",.0f" if value >= 10_000 else ".2f" if value >= 10 else ".3f" if value >= 0.1 else ".3g"
+    return f"{value:{digits}}"
